@@ -1,0 +1,114 @@
+"""What JAX's replication types cannot say: that a result is the same on all devices, and what its transpose is.
+
+Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast` goes from invariant to
+varying only, so a ring that is written out of `ppermute` could never leave the map under `out_specs=P()`, and its transpose
+would be derived hop by hop. Two primitives mend that: `replicated` declares a value invariant at no cost, and `linear` pairs
+a linear function with its transpose (like `jax.custom_derivatives.linear_call`, and it batches too).
+
+This is the one file that touches types which JAX does not document.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, PyTree, Shaped
+
+Tree = TypeVar("Tree", bound=PyTree)
+
+type_error = (
+    "parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 (`jax.typeof(x).mat.varying`), and JAX "
+    f"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
+)
+
+
+def axes(axis_name: Hashable) -> tuple[Hashable, ...]:
+    """One axis name or a tuple of them, as a tuple."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def varying_axes(x: Shaped[Array, "..."]) -> tuple[Hashable, ...]:
+    """The mesh axes along which `x` may differ between devices, in a fixed order. `()` outside `shard_map`.
+
+    Raises `TypeError` under a JAX whose replication types are not the ones known here.
+    """
+    try:
+        return tuple(sorted(jax.typeof(x).mat.varying))
+    except AttributeError as error:
+        raise TypeError(type_error) from error
+
+
+def varying(x: Tree, axis_name: Hashable) -> Tree:
+    """Let every array of the tree `x` differ along `axis_name`: its values stay, only its type changes.
+
+    It is `lax.pcast(..., to="varying")` for Equinox trees, and takes leaves that vary there already. Its transpose is a
+    `psum` over the axes that were added.
+    """
+
+    def leaf(x):
+        if not eqx.is_array(x):
+            return x
+        missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(leaf, x)
+
+
+def like(x: Tree, reference: PyTree) -> Tree:
+    """The tree `x` with each leaf varying at least where the same leaf of `reference` varies (for a loop's first carry)."""
+    return jax.tree.map(lambda leaf, other: varying(leaf, varying_axes(other)), x, reference)
+
+
+def replicated(x: Shaped[Array, "*dims"], axis_name: Hashable) -> Shaped[Array, "*dims"]:
+    """Declare that `x` has the same bits on all devices along `axis_name`: varying -> invariant, at no cost.
+
+    Nobody checks it: it is honest after a gather, or after a sum in which each block was added up on one device. It is not
+    differentiable; wrap what uses it in `linear`, which states the transpose.
+    """
+    return replicated_p.bind(x, axes=axes(axis_name))
+
+
+def _replicated_type(x, *, axes):
+    try:
+        return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
+    except AttributeError as error:
+        raise TypeError(type_error) from error
+
+
+replicated_p = Primitive("replicated")
+replicated_p.def_impl(lambda x, *, axes: x)
+replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(replicated_p, lambda context, x, *, axes: [x])
+batching.defvectorized(replicated_p)
+
+
+def linear(
+    x: Shaped[Array, "..."],
+    *,
+    forward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    backward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+) -> Shaped[Array, "..."]:
+    """`forward(x)`, a linear function whose transpose is `backward`.
+
+    Forward and reverse derivatives of any order, `vmap`, `scan`, `checkpoint` and `jit` all apply, in and around
+    `shard_map`. `backward` must take and return the replication types that belong to a transpose: a result that is
+    invariant along an axis has an invariant cotangent.
+    """
+    return linear_p.bind(x, forward=forward, backward=backward)
+
+
+def _batched(arguments, dims, *, forward, backward):
+    (x,), (dim,) = arguments, dims
+    return linear_p.bind(x, forward=jax.vmap(forward, in_axes=dim), backward=jax.vmap(backward, out_axes=dim)), 0
+
+
+linear_p = Primitive("linear_collective")
+linear_p.def_impl(lambda x, *, forward, backward: forward(x))
+linear_p.def_abstract_eval(lambda x, *, forward, backward: jax.make_jaxpr(forward)(x).out_avals[0])
+mlir.register_lowering(linear_p, mlir.lower_fun(lambda x, *, forward, backward: forward(x), multiple_results=False))
+ad.deflinear2(linear_p, lambda ct, x, *, forward, backward: [linear_p.bind(ct, forward=backward, backward=forward)])
+batching.primitive_batchers[linear_p] = _batched

@@ -1,0 +1,106 @@
+"""From one grad arrow to the next: the same gradients from smaller pieces, averaged over devices, or scaled down.
+
+A grad arrow is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` and `eqx.filter_value_and_grad` make it.
+The order of wrapping is the cost: `averaged` outside `accumulated` reduces once a step, inside it once a microbatch.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from parallax import precision
+from parallax.collectives.replicated import like, varying, varying_axes
+
+Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+def accumulated(grad: Grad, *, microbatches: int) -> Grad:
+    """`grad` of the whole batch, from `microbatches` equal parts one after another: memory for one part at a time.
+
+    It equals `grad` where the loss is a mean over the batch. Every leaf of the batch has the batch as its first dim, and
+    the parts are cut from it in order. Sums are kept in float32, or in the gradients' own type where that is wider.
+
+    Raises:
+        ValueError: a leaf's first dim does not divide by `microbatches`.
+    """
+    if microbatches < 1:
+        raise ValueError(f"accumulated needs microbatches of 1 or more; got {microbatches}.")
+
+    def wrapped(params, batch):
+        parts = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, microbatches), batch)
+        weights = eqx.filter(params, eqx.is_inexact_array)
+
+        def add(sums, part):
+            loss, gradients = grad(params, part)
+            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), loss
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights)
+        sums, losses = lax.scan(add, like(zeros, weights), parts)
+        means = jax.tree.map(lambda total, w: (total / microbatches).astype(w.dtype), sums, weights)
+        return jnp.mean(losses), means
+
+    return wrapped
+
+
+def averaged(grad: Grad, axis_name: Hashable, *, all_reduce: Callable) -> Grad:
+    """The mean of `grad` over the devices of `axis_name`, among which the batch is split: data parallelism.
+
+    The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then
+    reduced once, by the `all_reduce` that was passed in: `A {U_X} -> A`.
+    """
+
+    def wrapped(params, batch):
+        n = lax.axis_size(axis_name)
+        sums = all_reduce(grad(varying(params, axis_name), batch), axis_name)
+        return jax.tree.map(lambda leaf: leaf / n, sums)
+
+    return wrapped
+
+
+def clipped(grad: Grad, max_norm: float, *, all_reduce: Callable = lax.psum) -> Grad:
+    """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all their shards.
+
+    Wrap it round `averaged`, since it takes gradients that vary along an axis to be shards of larger ones.
+    """
+
+    def wrapped(params, batch):
+        loss, gradients = grad(params, batch)
+        return loss, scaled(gradients, norm(gradients, all_reduce=all_reduce), max_norm)
+
+    return wrapped
+
+
+def norm(gradients: PyTree, *, all_reduce: Callable = lax.psum) -> Float[Array, ""]:
+    """The Euclidean norm of a whole tree whose leaves may be shards, the same on all devices.
+
+    A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced over exactly those: one
+    scalar for each set of axes in use. Squares are summed in float32 or wider.
+    """
+    squares = {}
+    for leaf in jax.tree.leaves(gradients):
+        wide = leaf.astype(precision.wide(leaf.dtype))
+        split = varying_axes(leaf)
+        squares[split] = squares.get(split, 0.0) + jnp.sum(jnp.real(wide * jnp.conj(wide)))
+    sums = [all_reduce(square, split) if split else square for split, square in squares.items()]
+    return jnp.sqrt(sum(sums[1:], start=sums[0]))
+
+
+def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
+    """`gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
+    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
+
+
+def _split(path, leaf, microbatches: int):
+    if leaf.shape[0] % microbatches:
+        raise ValueError(
+            f"accumulated: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has {leaf.shape[0]} rows on each device, "
+            f"which must divide by microbatches={microbatches}. Take a batch that is a multiple of it, or fewer microbatches."
+        )
+    return leaf.reshape(microbatches, -1, *leaf.shape[1:])

@@ -1,0 +1,148 @@
+"""A mesh of named axes, trees placed on it, and the one wrapper of `jax.shard_map`.
+
+All axes are Auto outside and manual inside: `spmd` hands a function the local block of every array, and the function names
+the axes that it communicates over. The check of replication types is always on.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+    """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
+
+    Args:
+        devices: the devices to use; all of them by default.
+        sizes: the size of each axis, at least 1. Their product is the number of devices.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a size below 1.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if not sizes or any(size < 1 for size in sizes.values()):
+        raise ValueError(f"mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got ({asked}).")
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(_wrong_product(sizes, asked, len(devices)))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
+    product = math.prod(sizes.values())
+    fitting = [f"{name}={devices // (product // size)}" for name, size in sizes.items() if devices % (product // size) == 0]
+    cures = [f"set {' or '.join(fitting)}"] if fitting else []
+    cures += [f"pass devices=jax.devices()[:{product}]"] if product < devices else []
+    cures += [f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', {product})"]
+    return f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. Either {', or '.join(cures)}."
+
+
+def spmd(f: Callable, *, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable:
+    """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
+
+    Leaves that are not arrays (activation functions, flags) reach `f` and leave it as they are. Wrap the result in
+    `jax.jit` or `eqx.filter_jit`.
+
+    Args:
+        f: a function of local blocks; it names the axes it works on.
+        in_specs: a tuple with, for each argument, a tree prefix of `PartitionSpec`s (as `rules.specs` makes).
+        out_specs: a tree prefix of what `f` returns.
+
+    Raises:
+        ValueError: a spec names an axis that the mesh lacks or one axis twice, is longer than its array's rank, or splits a
+            dim that does not divide. The message names the leaf.
+    """
+
+    def mapped(*arguments):
+        arrays, static_in = eqx.partition(arguments, is_array)
+        check(arrays, in_specs, mesh)
+        static_out = []
+
+        def body(*arrays):
+            result, static = eqx.partition(f(*eqx.combine(arrays, static_in)), is_array)
+            static_out.append(static)
+            return result
+
+        result = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)(*arrays)
+        return eqx.combine(result, static_out[-1])
+
+    return mapped
+
+
+def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
+    """`tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix) says; other leaves as they are.
+
+    Raises:
+        ValueError: as `spmd` does.
+    """
+    arrays, static = eqx.partition(tree, is_array)
+    check(arrays, specs, mesh)
+    return eqx.combine(jax.device_put(arrays, shardings(specs, mesh)), static)
+
+
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+    """The `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python numbers stay static."""
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_spec(leaf: Any) -> bool:
+    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an `is_leaf`)."""
+    return isinstance(leaf, PartitionSpec)
+
+
+def check(tree: PyTree, specs: PyTree, mesh: Mesh) -> None:
+    """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs` is a tree prefix."""
+    try:
+        fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, "
+            f"or a tree as rules.specs makes. {error}"
+        ) from error
+    jax.tree.map_with_path(lambda path, leaf, spec: check_leaf(dotted(path), leaf, spec, mesh), tree, fitted)
+
+
+def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: Mesh, rule: str = "") -> None:
+    """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message where the spec is from."""
+    of = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
+    names = [name for entry in spec for name in entry_axes(entry)]
+    for name in names:
+        if name not in mesh.shape:
+            raise ValueError(f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one of those.")
+        if names.count(name) > 1:
+            raise ValueError(f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split over an axis once.")
+    if len(spec) > leaf.ndim:
+        raise ValueError(
+            f"{of} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape {leaf.shape}). "
+            f"Drop entries: at most one for each dim."
+        )
+    for dim, entry in enumerate(spec):
+        size = math.prod(mesh.shape[name] for name in entry_axes(entry))
+        if leaf.shape[dim] % size:
+            raise ValueError(
+                f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh axis "
+                f"{' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or replicate this leaf with P()."
+            )
+
+
+def entry_axes(entry: Any) -> tuple:
+    """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def dotted(path: Sequence) -> str:
+    """A pytree path as `blocks.attention.qkv.weight`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -1,0 +1,314 @@
+"""GPT-2 as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
+
+Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary, L layers. The L blocks are
+one `Block` whose leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out].
+
+`axis_name` is the tensor axis (or axes) that the weights are split over, as `rules` says; `()`, the default, is one device.
+
+Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights published with it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Key
+
+from parallax import precision
+from parallax import rules as sharding
+from parallax import tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a GPT-2, and its dropout rates.
+
+    The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it divides
+    over devices. The rows past the vocabulary never win probability, and get no gradient.
+    """
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    context: int = 1024
+    vocabulary: int = 50257
+    vocabulary_multiple: int = 128
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    epsilon: float = 1e-5
+
+    def __post_init__(self):
+        for field in ("layers", "heads", "width", "context", "vocabulary", "vocabulary_multiple"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"gpt2.Config needs {field} of 1 or more; got {getattr(self, field)}.")
+        if self.width % self.heads:
+            below = max(heads for heads in range(1, self.heads) if self.width % heads == 0)
+            raise ValueError(f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}.")
+        for field in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"gpt2.Config needs {field} from 0 up to, not including, 1; got {getattr(self, field)}.")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding: the vocabulary, padded."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, padding left out."""
+        D, L = self.width, self.layers
+        return (self.vocabulary + self.context) * D + L * (12 * D * D + 13 * D) + 2 * D
+
+
+SMALL = Config()
+MEDIUM = Config(layers=24, heads=16, width=1024)
+LARGE = Config(layers=36, heads=20, width=1280)
+XL = Config(layers=48, heads=25, width=1600)
+
+
+class Linear(eqx.Module):
+    """A weight and its bias."""
+
+    weight: Float[Array, "..."]
+    bias: Float[Array, "..."]
+
+
+class Norm(eqx.Module):
+    """Layer normalisation over the last dim, computed in float32 or wider."""
+
+    weight: Float[Array, "*layers width"]
+    bias: Float[Array, "*layers width"]
+
+    def __call__(self, x: Float[Array, "batch tokens width"], epsilon: float) -> Float[Array, "batch tokens width"]:
+        """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+        wide = x.astype(precision.wide(x.dtype))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+        return (centred * scale).astype(x.dtype) * self.weight[None, None] + self.bias[None, None]
+
+
+class Attention(eqx.Module):
+    """Causal self-attention: `qkv` is [D, 3, H, K] and column-parallel over heads, `out` is [H, K, D] and row-parallel."""
+
+    qkv: Linear
+    out: Linear
+
+
+class MLP(eqx.Module):
+    """Two layers with a tanh-GELU between them: `up` is [D, F] and column-parallel, `down` is [F, D] and row-parallel."""
+
+    up: Linear
+    down: Linear
+
+
+class Block(eqx.Module):
+    """A pre-norm transformer block; every leaf has a leading dim of layers."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: MLP
+
+
+class GPT2(eqx.Module):
+    """The model. `wte` embeds tokens and, transposed, is the head; `wpe` embeds positions.
+
+    Args:
+        config: its sizes.
+        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds to the residual stream.
+        dtype: of the weights.
+    """
+
+    wte: Float[Array, "rows width"]
+    wpe: Float[Array, "context width"]
+    blocks: Block
+    norm: Norm
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, *, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32):
+        D, L, H = config.width, config.layers, config.heads
+        keys = iter(jax.random.split(key, 6))
+        normal = lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
+        zeros, ones = functools.partial(jnp.zeros, dtype=dtype), functools.partial(jnp.ones, dtype=dtype)
+        residual = 0.02 / (2 * L) ** 0.5
+        vocabulary = jnp.arange(config.rows)[:, None] < config.vocabulary
+        self.config = config
+        self.wte = jnp.where(vocabulary, normal(config.rows, D), zeros(()))
+        self.wpe = normal(config.context, D)
+        self.blocks = Block(
+            attention_norm=Norm(ones((L, D)), zeros((L, D))),
+            attention=Attention(
+                qkv=Linear(normal(L, D, 3, H, D // H), zeros((L, 3, H, D // H))),
+                out=Linear(normal(L, H, D // H, D, scale=residual), zeros((L, D))),
+            ),
+            mlp_norm=Norm(ones((L, D)), zeros((L, D))),
+            mlp=MLP(
+                up=Linear(normal(L, D, 4 * D), zeros((L, 4 * D))),
+                down=Linear(normal(L, 4 * D, D, scale=residual), zeros((L, D))),
+            ),
+        )
+        self.norm = Norm(ones((D,)), zeros((D,)))
+
+
+def rules(axis_name: Hashable = "tensor") -> Callable:
+    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows."""
+    return sharding.first(
+        sharding.match("wte", P(axis_name)),
+        sharding.match("blocks.attention.qkv.weight", P(None, None, None, axis_name)),
+        sharding.match("blocks.attention.qkv.bias", P(None, None, axis_name)),
+        sharding.match("blocks.attention.out.weight", P(None, axis_name)),
+        sharding.match("blocks.mlp.up.weight", P(None, None, axis_name)),
+        sharding.match("blocks.mlp.up.bias", P(None, axis_name)),
+        sharding.match("blocks.mlp.down.weight", P(None, axis_name)),
+        sharding.match("**", P()),
+    )
+
+
+def loss(
+    model: GPT2,
+    batch: tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    *,
+    axis_name: Hashable = (),
+    all_reduce: Callable = lax.psum,
+    attend: Callable = jax.nn.dot_product_attention,
+    checkpoint: Callable = lambda block: block,
+) -> Float[Array, ""]:
+    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
+
+    Args:
+        model: whole, or a shard of it along `axis_name`.
+        batch: token windows, and a random key for each sequence (None: no dropout). Dropout depends on that key, the layer
+            and the head only, so it is the same under every layout.
+        axis_name: the axis or axes that the weights are split over.
+        all_reduce: the collective that joins them.
+        attend: the attention function, called as `attend(q, k, v, is_causal=True)` with [B, T, H, K]. With attention
+            dropout it gives way to the plain softmax.
+        checkpoint: what becomes of each block, such as `jax.checkpoint` to recompute it in the backward pass.
+    """
+    windows, keys = batch
+    parallel = {"axis_name": axis_name, "all_reduce": all_reduce}
+    x = embed(model, windows[:, :-1], keys, **parallel)
+    x = run_blocks(model.blocks, x, keys, model.config, attend=attend, checkpoint=checkpoint, **parallel)
+    return head(model, x, windows[:, 1:], **parallel)
+
+
+def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=jax.nn.dot_product_attention) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits after each token, of a whole model on one device, without dropout."""
+    x = run_blocks(model.blocks, embed(model, tokens, None), None, model.config, attend=attend)
+    return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
+
+
+def embed(
+    model: GPT2,
+    tokens: Int[Array, "batch tokens"],
+    keys: Key[Array, " batch"] | None,
+    *,
+    axis_name: Hashable = (),
+    all_reduce: Callable = lax.psum,
+) -> Float[Array, "batch tokens width"]:
+    """What enters the first block: the embeddings of tokens and positions, with dropout."""
+    if tokens.shape[1] > model.wpe.shape[0]:
+        raise ValueError(
+            f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
+            f"Cut them, or configure context={tokens.shape[1]}."
+        )
+    x = tensor.embed(model.wte, tokens, axis_name, all_reduce=all_reduce) + model.wpe[None, : tokens.shape[1]]
+    return _dropped(x, keys, model.config.dropout, layer=model.config.layers, site=0)
+
+
+def run_blocks(
+    blocks: Block,
+    x: Float[Array, "batch tokens width"],
+    keys: Key[Array, " batch"] | None,
+    config: Config,
+    *,
+    first_layer: int | Int[Array, ""] = 0,
+    axis_name: Hashable = (),
+    all_reduce: Callable = lax.psum,
+    attend: Callable = jax.nn.dot_product_attention,
+    checkpoint: Callable = lambda block: block,
+) -> Float[Array, "batch tokens width"]:
+    """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is."""
+    apply = functools.partial(block, config=config, axis_name=axis_name, all_reduce=all_reduce, attend=attend)
+    body = checkpoint(lambda x, weights, layer: apply(weights, x, keys, layer))
+    layers = first_layer + jnp.arange(jax.tree.leaves(blocks)[0].shape[0], dtype=jnp.int32)
+    return lax.scan(lambda x, each: (body(x, *each), None), x, (blocks, layers))[0]
+
+
+def block(
+    weights: Block,
+    x: Float[Array, "batch tokens width"],
+    keys: Key[Array, " batch"] | None,
+    layer: Int[Array, ""],
+    *,
+    config: Config,
+    axis_name: Hashable,
+    all_reduce: Callable,
+    attend: Callable,
+) -> Float[Array, "batch tokens width"]:
+    """One block: two all-reduces of [B, T, D] forward and two backward over `axis_name`."""
+    B, T, D = x.shape
+    parallel = {"axis_name": axis_name, "all_reduce": all_reduce}
+    qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
+    _, H, K = qkv.bias.shape
+
+    y = weights.attention_norm(x, config.epsilon)
+    y = tensor.column(y, qkv.weight.reshape(D, -1), qkv.bias.reshape(-1), **parallel).reshape(B, T, 3, H, K)
+    q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
+    if keys is not None and config.attention_dropout:
+        first_head = lax.axis_index(axis_name) * H if axis_name != () else 0
+        y = _attention_with_dropout(q, k, v, _at(keys, layer, 3), first_head, config.attention_dropout)
+    else:
+        y = attend(q, k, v, is_causal=True)
+    y = tensor.row(y.reshape(B, T, H * K), out.weight.reshape(H * K, D), out.bias, **parallel)
+    x = x + _dropped(y, keys, config.dropout, layer, site=1)
+
+    y = weights.mlp_norm(x, config.epsilon)
+    y = jax.nn.gelu(tensor.column(y, up.weight, up.bias, **parallel), approximate=True)
+    y = tensor.row(y, down.weight, down.bias, **parallel)
+    return x + _dropped(y, keys, config.dropout, layer, site=2)
+
+
+def head(
+    model: GPT2,
+    x: Float[Array, "batch tokens width"],
+    targets: Int[Array, "batch tokens"],
+    *,
+    axis_name: Hashable = (),
+    all_reduce: Callable = lax.psum,
+) -> Float[Array, ""]:
+    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token."""
+    x = tensor.enter(model.norm(x, model.config.epsilon), axis_name, all_reduce=all_reduce)
+    return jnp.mean(
+        tensor.cross_entropy(
+            x @ model.wte.T, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary
+        )
+    )
+
+
+def _at(keys, layer, site: int):
+    """Each sequence's key at one place of the model."""
+    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site))(keys)
+
+
+def _dropped(x, keys, rate: float, layer, site: int):
+    if keys is None or rate == 0:
+        return x
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(_at(keys, layer, site))
+    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def _attention_with_dropout(q, k, v, keys, first_head, rate: float):
+    T, H = q.shape[1:3]
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    heads = first_head + jnp.arange(H, dtype=jnp.int32)
+    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, (T, T))
+    kept = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys)
+    return jnp.einsum("bhts,bshk->bthk", jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype)), v)
