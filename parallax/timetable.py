@@ -1,0 +1,294 @@
+"""What a pipeline schedule is: integer tables, checked when they are made, that say which job each stage runs in each tick.
+
+The legend: P stages, M microbatches, v chunks a stage (stage s holds the layers of chunks 0..v-1, chunk c + 1 following
+chunk c around the ring), F forward, B backward, I input gradient, W weight gradient; a job is one chunk of one microbatch,
+numbered microbatch * v + chunk. A table is ticks x stages, -1 where the stage rests.
+
+Ticks are *paired*: in one tick a stage runs at most one forward, then at most one backward, then at most one weight job, so a
+pipeline that is full runs F and B in every tick. What leaves a stage in tick t is used by the next stage in tick t + 1, or never:
+there are no receive queues. Everything else (`phases`, `makespan`, `in_flight`, the slots) is derived from the tables.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, Int32, Shaped
+
+Cost = float | int  # of one microbatch through a whole stage, in any unit of time
+LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
+
+
+class Phase(NamedTuple):
+    """Ticks `start` to `stop - 1`, the longest stretch in which the same `lanes` run, each on some stage, in every tick."""
+
+    start: int
+    stop: int
+    lanes: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """One job on one stage, from time `start` to time `stop`."""
+
+    stage: int
+    lane: str
+    microbatch: int
+    chunk: int
+    start: float
+    stop: float
+
+
+class CannotRun(ValueError):
+    """A table that cannot run, and the tick that shows it."""
+
+    def __init__(self, tick: int, stage: int, problem: str):
+        super().__init__(f"tick {tick}, stage {stage}: {problem}")
+        self.tick = tick
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """A pipeline schedule that can run: each job once, each after what it needs, each input exactly one hop and one tick earlier.
+
+    `forward`, `backward` and, where the two gradients are taken apart, `weight` are tables of jobs (see the module). Without a
+    weight lane `backward` is both gradients; with one it is the input gradient alone. A table that breaks a rule is a
+    `ValueError` that names the job, the tick and the stage. The arrays are copied and cannot be written to.
+    """
+
+    forward: Shaped[np.ndarray, "_ticks _stages"]
+    backward: Shaped[np.ndarray, "_ticks _stages"]
+    weight: Shaped[np.ndarray, "_ticks _stages"] | None = None
+    chunks: int = 1
+
+    def __post_init__(self):
+        """Freeze the tables, then check them."""
+        if self.chunks < 1:
+            raise ValueError(f"A stage has at least one chunk, got chunks={self.chunks}.")
+        for lane in LANES[: 2 if self.weight is None else 3]:
+            table = np.array(getattr(self, lane))
+            if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
+                raise ValueError(
+                    f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape {table.shape}. "
+                    "Write one row a tick and -1 where a stage rests."
+                )
+            if table.shape != np.shape(self.forward):
+                raise ValueError(
+                    f"The tables must have one shape, got forward {np.shape(self.forward)} and {lane} {table.shape} "
+                    "(ticks x stages). Pad the shorter one with rows of -1."
+                )
+            if table.min() < -1 or table.max() >= len(table):
+                tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
+                raise CannotRun(
+                    tick,
+                    stage,
+                    f"{lane} of job {table[tick, stage]}: jobs are numbered from 0 and {len(table)} ticks hold at most "
+                    f"{len(table)}. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+                )
+            table = table.astype(np.int32)
+            table.setflags(write=False)
+            object.__setattr__(self, lane, table)
+        _check(self)
+
+    def __repr__(self) -> str:
+        sizes = f"stages={self.stages}, microbatches={self.microbatches}, chunks={self.chunks}"
+        return f"Schedule({sizes}, ticks={self.ticks}, lanes={'/'.join(self.lanes)})"
+
+    @property
+    def lanes(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """The tables by name, in the order in which they run within a tick."""
+        return {lane: table for lane in LANES if (table := getattr(self, lane)) is not None}
+
+    @property
+    def ticks(self) -> int:
+        """The number of rows."""
+        return self.forward.shape[0]
+
+    @property
+    def stages(self) -> int:
+        """P, the number of columns."""
+        return self.forward.shape[1]
+
+    @cached_property
+    def microbatches(self) -> int:
+        """M: every job up to the largest one in the tables must be there."""
+        return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The stretches over which the same lanes run, each of them one loop without a conditional.
+
+        1F1B has three: forward alone, both, backward alone; the zero-bubble schedule has four.
+        """
+        running = [tuple(lane for lane, table in self.lanes.items() if (table[t] >= 0).any()) for t in range(self.ticks)]
+        starts = [t for t in range(self.ticks) if t == 0 or running[t] != running[t - 1]]
+        return tuple(Phase(t, stop, running[t]) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
+
+    def makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> float:
+        """The time of all ticks in lockstep, where a lane takes its time if any stage runs a job in it.
+
+        Costs are of one microbatch through a whole stage (a chunk costs 1/v), in any unit. With a weight lane `backward` is the
+        input gradient alone: `makespan(1, 1, 1)` there compares with `makespan(1, 2)` elsewhere.
+        """
+        return float(self._busy_ticks() @ self._costs(forward, backward, weight))
+
+    def bubble(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> float:
+        """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + B) or M(F + I + W)."""
+        rests = self._busy_ticks() - self.microbatches * self.chunks
+        return float(rests @ self._costs(forward, backward, weight))
+
+    def lockstep(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> tuple[Span, ...]:
+        """When every job runs if all stages keep step, as one program on all devices does: the last stops at `makespan`."""
+        spans, now = [], 0.0
+        for tick in range(self.ticks):
+            for (lane, table), cost in zip(self.lanes.items(), self._costs(forward, backward, weight), strict=True):
+                jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
+                stop = now + float(cost) if jobs else now
+                spans += [Span(s, lane, job // self.chunks, job % self.chunks, now, stop) for s, job in jobs]
+                now = stop
+        return tuple(spans)
+
+    def asynchronous(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1, *, hop: Cost = 0) -> tuple[Span, ...]:
+        """When every job runs if no stage waits for another's tick, as separate programs with messages could.
+
+        Each stage keeps the order of its tables and starts a job once it is free and the input is there, `hop` after it left the
+        stage before. With `hop=0` no job is later than in `lockstep`.
+        """
+        costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
+        free = [0.0] * self.stages
+        left: dict[tuple[str, int, int], float] = {}
+        spans = []
+        # Tick by tick, F before B before W, is an order in which every input comes before its use: the tables were checked.
+        for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
+            for s, job in enumerate(table[tick].tolist()):
+                if job >= 0:
+                    before = self._before(lane, s, job)
+                    arrival = 0.0 if before is None else left[lane, *before] + (hop if before[0] != s else 0)
+                    start = max(free[s], arrival)
+                    left[lane, s, job] = free[s] = start + costs[lane]
+                    spans.append(Span(s, lane, job // self.chunks, job % self.chunks, start, free[s]))
+        return tuple(spans)
+
+    def asynchronous_makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1, *, hop: Cost = 0) -> float:
+        """When the last job of `asynchronous` stops."""
+        return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
+
+    @cached_property
+    def in_flight(self) -> Float[np.ndarray, " stages"]:
+        """The most microbatches each stage holds residuals of, from a job's forward tick to its last gradient's, both included.
+
+        A chunk's residuals count 1/v: in each stage this is the number of slots it needs, over v.
+        """
+        last = list(self.lanes.values())[-1]
+        made = np.cumsum(self.forward >= 0, axis=0)
+        freed = np.cumsum(last >= 0, axis=0) - (last >= 0)  # what is freed in a tick is held until its end
+        return (made - freed).max(axis=0) / self.chunks
+
+    @cached_property
+    def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """Where a job's residuals lie: by lane, the slot that a stage writes (forward) or reads (the others) in each tick, or -1.
+
+        Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order
+        of their start, each with the lowest free slot. A slot freed in tick t is written again in tick t + 1 at the earliest.
+        """
+        slots = {lane: np.full_like(table, -1) for lane, table in self.lanes.items()}
+        for s in range(self.stages):
+            held: dict[int, int] = {}
+            free = list(range(self.microbatches * self.chunks))
+            for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
+                job = int(table[tick, s])
+                if job >= 0 and lane == "forward":
+                    held[job] = heapq.heappop(free)
+                if job >= 0:
+                    slots[lane][tick, s] = held[job]
+                if job >= 0 and lane == list(slots)[-1]:
+                    heapq.heappush(free, held[job])
+        for table in slots.values():
+            table.setflags(write=False)
+        return slots
+
+    @property
+    def slot_count(self) -> int:
+        """The slots that the neediest stage needs, each for one chunk of one microbatch: 2P - 1 for 1F1B, whatever M is."""
+        return int(self.slots["forward"].max()) + 1
+
+    def _busy_ticks(self) -> Int[np.ndarray, " lanes"]:
+        return np.array([(table >= 0).any(axis=1).sum() for table in self.lanes.values()])
+
+    def _costs(self, *costs: Cost) -> Float[np.ndarray, " lanes"]:
+        return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
+
+    def _before(self, lane: str, stage: int, job: int) -> tuple[int, int] | None:
+        """The stage and the job whose output is this job's input; None at the ends of the pipeline and for weight gradients."""
+        if lane == "weight":
+            return None
+        microbatch, chunk = divmod(job, self.chunks)
+        position = chunk * self.stages + stage + (-1 if lane == "forward" else 1)
+        if not 0 <= position < self.chunks * self.stages:
+            return None
+        return position % self.stages, microbatch * self.chunks + position // self.stages
+
+
+def job_name(microbatch: int, chunk: int, chunks: int) -> str:
+    """`3`, or `3.1` where stages have more than one chunk."""
+    return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
+
+
+def _check(schedule: Schedule) -> None:
+    """Refuse a schedule that cannot run."""
+    P, v = schedule.stages, schedule.chunks
+    when = {lane: _once(schedule, lane) for lane in schedule.lanes}
+    for lane, chain in (("forward", when["forward"]), ("backward", when["backward"])):
+        step = 1 if lane == "forward" else -1
+        walk = chain[:, ::step]
+        late = np.argwhere(np.diff(walk, axis=1) != 1).tolist()
+        if late:
+            m, k = late[0]
+            source, here = (range(v * P)[::step][i] for i in (k, k + 1))
+            raise CannotRun(
+                int(walk[m, k + 1]),
+                here % P,
+                f"{_job(schedule, lane, m, here // P)} needs what stage {source % P} hands on in tick {walk[m, k]}, which is "
+                f"there in tick {walk[m, k] + 1} only. Move it to tick {walk[m, k] + 1}.",
+            )
+    # Forwards and backwards are unbroken walks, so the rest follows from the place where one sets off the other.
+    for lane, cause, positions in (("backward", "forward", [v * P - 1]), ("weight", "backward", range(v * P))):
+        for m, position in itertools.product(range(schedule.microbatches), positions if lane in when else ()):
+            if when[lane][m, position] < when[cause][m, position]:
+                raise CannotRun(
+                    int(when[lane][m, position]),
+                    position % P,
+                    f"{_job(schedule, lane, m, position // P)} comes before its {cause}, which runs in tick "
+                    f"{when[cause][m, position]}. Move it to that tick or a later one.",
+                )
+    idle = np.argwhere((np.stack(list(schedule.lanes.values())) < 0).all(axis=(0, 2))).tolist()
+    if idle:
+        raise CannotRun(idle[0][0], 0, "no job runs here, nor on any other stage. Leave this tick out.")
+
+
+def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches positions"]:
+    """The tick of every job of `lane`, by microbatch and place along the ring (chunk * P + stage): each runs exactly once."""
+    P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
+    when = np.full((M, v * P), -1)
+    for tick, s in np.argwhere(schedule.lanes[lane] >= 0).tolist():
+        m, c = divmod(int(schedule.lanes[lane][tick, s]), v)
+        if when[m, c * P + s] >= 0:
+            raise CannotRun(tick, s, f"{_job(schedule, lane, m, c)} has already run in tick {when[m, c * P + s]}. Keep one.")
+        when[m, c * P + s] = tick
+    absent = np.argwhere(when < 0).tolist()
+    if absent:
+        m, position = absent[0]
+        there = np.flatnonzero(when[m] >= 0)
+        job = _job(schedule, lane, m, position // P)
+        if not len(there):
+            raise ValueError(f"{job} runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.")
+        step = {"forward": 1, "backward": -1, "weight": 0}[lane]
+        tick = int(when[m, there[0]]) + step * (position - int(there[0]))
+        raise CannotRun(tick, position % P, f"{job} is missing on stage {position % P}. Put it here.")
+    return when
+
+
+def _job(schedule: Schedule, lane: str, microbatch: int, chunk: int) -> str:
+    return f"{lane} of microbatch {microbatch}" + (f", chunk {chunk}," if schedule.chunks > 1 else "")

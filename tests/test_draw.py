@@ -1,0 +1,116 @@
+"""Pictures of schedules say what the tables say."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+from parallax import draw
+from parallax.schedule import Schedule, gpipe, one_f_one_b, zero_bubble
+
+SCHEDULES = {
+    "gpipe": gpipe(4, 8),
+    "1f1b": one_f_one_b(4, 8),
+    "interleaved": one_f_one_b(4, 8, chunks=2),
+    "zero bubble": zero_bubble(4, 8, chunks=2),
+    "one stage": one_f_one_b(1, 1),
+}
+
+
+def test_text_to_read():
+    assert draw.text(one_f_one_b(2, 3)).splitlines() == [
+        "tick       0  1  2  3  4",
+        "runs       F FB FB FB  B",
+        "stage 0 F  0  1  2  .  .",
+        "stage 0 B  .  .  0  1  2",
+        "stage 1 F  .  0  1  2  .",
+        "stage 1 B  .  0  1  2  .",
+    ]
+
+
+def test_text_of_chunks_and_of_a_weight_lane():
+    lines = draw.text(zero_bubble(2, 2, chunks=2)).splitlines()
+    assert lines[1].split() == ["runs", "F", "F", "F", "FI", "FIW", "IW", "IW", "IW"]
+    assert lines[3] == "stage 0 I   .   .   .   . 0.1 1.1 0.0 1.0"
+    assert lines[4] == "stage 0 W   .   .   .   . 0.1 1.1 0.0 1.0"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_text_holds_every_job_once_a_lane_and_stage(name):
+    table = SCHEDULES[name]
+    _, _, *lines = draw.text(table).splitlines()
+    assert len(lines) == table.stages * len(table.lanes)
+    for line in lines:
+        jobs = re.sub(r"^stage \d+ .", "", line).split()
+        assert len(jobs) == table.ticks
+        assert len({job for job in jobs if job != "."}) == table.microbatches * table.chunks == table.ticks - jobs.count(".")
+
+
+def test_summary():
+    told = "4 stages x 2 chunks, 8 microbatches: time 28.5, bubble 4.5 (16%), at most 5.5 microbatches in flight"
+    assert draw.summary(SCHEDULES["interleaved"]) == told
+    assert draw.summary(one_f_one_b(4, 16), 0, 0).startswith("4 stages, 16 microbatches: time 0, bubble 0, at most 7")
+
+
+def svg_text(path):
+    return [text for node in xml.etree.ElementTree.parse(path).iter() if (text := (node.text or "").strip())]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_timeline(tmp_path, name):
+    table = SCHEDULES[name]
+    draw.timeline(table, tmp_path / "a.svg")
+    words = svg_text(tmp_path / "a.svg")
+    assert draw.summary(table) in words
+    assert {"stage", "bubble", "in flight, at most"} <= set(words)
+    assert any(word.startswith("time, in units") for word in words)
+    assert any("(F)" in word for word in words)
+    assert any("(I)" in word for word in words) == any("(W)" in word for word in words) == (table.weight is not None)
+    assert any("chunk 1" in word for word in words) == (table.chunks > 1)
+    # Every box is labelled with its microbatch; the axes' numbers come on top.
+    boxes = table.stages * table.chunks * len(table.lanes)
+    assert all(words.count(str(m)) >= boxes for m in range(table.microbatches))
+    draw.timeline(table, tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    draw.timeline(table, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_narrow_boxes_have_no_label(tmp_path):
+    draw.timeline(one_f_one_b(2, 64), tmp_path / "a.svg", forward=0.1)
+    assert svg_text(tmp_path / "a.svg").count("63") == 2  # the backward boxes alone
+
+
+def test_timeline_of_another_run(tmp_path):
+    draw.timeline(SCHEDULES["zero bubble"], tmp_path / "a.svg", backward=1, run=Schedule.asynchronous)
+    assert any("drawn here: time 25.5, bubble 1.5)" in word for word in svg_text(tmp_path / "a.svg"))
+    late = functools.partial(Schedule.asynchronous, hop=1)
+    draw.timeline(one_f_one_b(2, 1), tmp_path / "b.svg", run=late)
+    assert any("drawn here: time 8, bubble 5)" in word for word in svg_text(tmp_path / "b.svg"))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_trace(tmp_path, name):
+    table = SCHEDULES[name]
+    draw.trace(table, tmp_path / "trace.json", forward=1, backward=2, weight=3)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == [f"{table.stages}-stage pipeline, {run}" for run in ("lockstep", "asynchronous")]
+    threads = [(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    assert threads == [(p, s, f"stage {s}") for p in range(2) for s in range(table.stages)]
+    for process, run in enumerate((table.lockstep, table.asynchronous)):
+        drawn = [event for event in events if event["ph"] == "X" and event["pid"] == process]
+        for event, span in zip(drawn, run(1, 2, 3), strict=True):
+            assert (event["tid"], event["cat"], event["ts"]) == (span.stage, span.lane, 1000 * span.start)
+            assert event["ts"] + event["dur"] == pytest.approx(1000 * span.stop)
+            assert event["args"] == {"microbatch": span.microbatch, "chunk": span.chunk}
+    assert {event["name"][0] for event in events if event["ph"] == "X"} == set("FIW" if table.weight is not None else "FB")
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    script = "import sys, parallax.draw as d; print(d.text(d.Schedule([[0]], [[0]]))); assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

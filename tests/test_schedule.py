@@ -1,0 +1,426 @@
+"""Schedules: the closed formulas hold, the slots never collide, and no broken table gets by."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax import schedule
+from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b, to_csv, zero_bubble
+
+MAKERS = (gpipe, one_f_one_b, zero_bubble)
+COSTS = st.tuples(*[st.integers(0, 9)] * 3)
+
+
+@st.composite
+def sizes(draw, makers=MAKERS, min_stages=1):
+    """A maker and its arguments. (The test itself makes the table: beartype's dice are not for use inside a strategy.)"""
+    maker, P = draw(st.sampled_from(makers)), draw(st.integers(min_stages, 8))
+    v = 1 if maker is gpipe else draw(st.integers(1, 4))
+    M = draw(st.integers(1, 24)) if v == 1 else P * draw(st.integers(1, 4))
+    return (maker, P, M) if maker is gpipe else (maker, P, M, v)
+
+
+@functools.cache
+def make(maker, *arguments):
+    return maker(*arguments)
+
+
+def tables(table):
+    return [np.array(lane) for lane in table.lanes.values()]
+
+
+def ticks_of(lane, job):
+    """By stage, where `job` stands in a table."""
+    return {int(s): int(t) for t, s in np.argwhere(lane == job)}
+
+
+def test_figures():
+    assert one_f_one_b(4, 16).makespan(1, 2) == 57
+    assert one_f_one_b(4, 16, chunks=2).makespan(1, 2) == 52.5
+    assert one_f_one_b(4, 16, chunks=4).makespan(1, 2) == 50.25
+    assert zero_bubble(4, 16).makespan(1, 1, 1) == 54
+    assert zero_bubble(4, 16, chunks=2).makespan(1, 1, 1) == 51
+
+
+def test_a_table_to_read():
+    table = one_f_one_b(2, 3)
+    assert table.forward.tolist() == [[0, -1], [1, 0], [2, 1], [-1, 2], [-1, -1]]
+    assert table.backward.tolist() == [[-1, -1], [-1, 0], [0, 1], [1, 2], [2, -1]]
+    assert (table.stages, table.microbatches, table.chunks, table.ticks) == (2, 3, 1, 5)
+    assert table.slots["forward"].tolist() == [[0, -1], [1, 0], [2, 0], [-1, 0], [-1, -1]]
+    assert table.slots["backward"].tolist() == [[-1, -1], [-1, 0], [0, 0], [1, 0], [2, -1]]
+    assert repr(table) == "Schedule(stages=2, microbatches=3, chunks=1, ticks=5, lanes=forward/backward)"
+
+
+def test_gpipe_goes_back_the_way_it_came():
+    assert gpipe(2, 3).backward[4:].tolist() == [[-1, 2], [2, 1], [1, 0], [0, -1]]
+
+
+def test_phases():
+    both = ("forward", "backward")
+    assert gpipe(4, 8).phases == ((0, 11, ("forward",)), (11, 22, ("backward",)))
+    assert one_f_one_b(4, 8).phases == ((0, 3, ("forward",)), (3, 11, both), (11, 14, ("backward",)))
+    stretches = ((0, 3, ("forward",)), (3, 6, both), (6, 11, (*both, "weight")), (11, 14, ("backward", "weight")))
+    assert zero_bubble(4, 8).phases == stretches
+
+
+@given(sizes())
+def test_phases_are_the_longest_stretches_of_the_same_lanes(size):
+    table = make(*size)
+    assert [t for phase in table.phases for t in range(phase.start, phase.stop)] == list(range(table.ticks))
+    for phase in table.phases:
+        for t in range(phase.start, phase.stop):
+            assert phase.lanes == tuple(name for name, lane in table.lanes.items() if (lane[t] >= 0).any())
+    assert all(a.lanes != b.lanes for a, b in itertools.pairwise(table.phases))
+
+
+@given(sizes(), COSTS)
+def test_the_bubble_is_the_formula(size, costs):
+    table = make(*size)
+    P, M, v, (F, B, W) = table.stages, table.microbatches, table.chunks, costs
+    work = M * (F + B + (W if table.weight is not None else 0))
+    assert table.bubble(F, B, W) == pytest.approx((P - 1) * (F + B) / v, abs=1e-9)
+    assert table.makespan(F, B, W) == pytest.approx(work + (P - 1) * (F + B) / v)
+
+
+@given(sizes(), COSTS)
+def test_lockstep_adds_up_and_asynchronous_is_never_later(size, costs):
+    table = make(*size)
+    lockstep, asynchronous = table.lockstep(*costs), table.asynchronous(*costs)
+    assert max(span.stop for span in lockstep) == pytest.approx(table.makespan(*costs))
+    later = {span[:4]: span.start for span in lockstep}
+    assert len(later) == len(asynchronous) == len(lockstep)
+    assert all(span.start <= later[span[:4]] + 1e-9 for span in asynchronous)
+    assert table.asynchronous_makespan(*costs) <= table.makespan(*costs) + 1e-9
+
+
+@given(sizes(), COSTS, st.sampled_from([0, 3]))
+def test_asynchronous_waits_for_inputs_and_for_its_own_stage(size, costs, hop):
+    table = make(*size)
+    spans = table.asynchronous(*costs, hop=hop)
+    P, v = table.stages, table.chunks
+    by_job = {span[:4]: span for span in spans}
+    for (s, lane, m, c), span in by_job.items():
+        before = {"forward": (s - 1, c), "backward": (s + 1, c), "weight": (None, c)}[lane]
+        if before[0] is not None and not 0 <= before[0] < P:  # around the ring
+            before = (before[0] % P, c + (1 if lane == "backward" else -1))
+        if before[0] is not None and 0 <= before[1] < v:
+            assert span.start >= by_job[before[0], lane, m, before[1]].stop + (hop if P > 1 else 0)
+        causes = {"forward": (), "backward": ("forward",), "weight": ("backward",)}[lane]
+        assert all(span.start >= by_job[s, cause, m, c].stop for cause in causes)
+    for s in range(P):
+        mine = [span for span in spans if span.stage == s]
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(mine))
+
+
+def test_a_hop_costs_time_where_there_is_a_next_stage():
+    # Down and up: 2 (P - 1) hops, each beside 3 of work.
+    assert one_f_one_b(4, 1).asynchronous_makespan(1, 2, hop=0.5) == 4 * 3 + 6 * 0.5
+    assert one_f_one_b(1, 4, chunks=2).asynchronous_makespan(1, 2, hop=0.5) == 12
+
+
+@given(sizes())
+def test_in_flight_is_the_formula(size):
+    table = make(*size)
+    P, M, v, s = table.stages, table.microbatches, table.chunks, np.arange(table.stages)
+    jobs = {gpipe: np.full(P, M), one_f_one_b: v * P + P - 1 - 2 * s, zero_bubble: v * P + P - 1 - s}[size[0]]
+    assert (table.in_flight == np.minimum(M * v, jobs) / v).all()
+
+
+def test_in_flight_of_1f1b_does_not_grow_with_microbatches():
+    assert one_f_one_b(4, 8).in_flight.tolist() == one_f_one_b(4, 64).in_flight.tolist() == [7, 5, 3, 1]
+    assert zero_bubble(4, 8).in_flight.tolist() == zero_bubble(4, 64).in_flight.tolist() == [7, 6, 5, 4]
+    assert one_f_one_b(4, 16, chunks=2).in_flight.max() == 4 + 3 / 2
+    assert gpipe(4, 64).in_flight.tolist() == [64] * 4
+
+
+@given(sizes())
+def test_slots_never_collide_and_none_is_to_spare(size):
+    """Run the table: what a forward writes is still there when the last gradient of its job reads it."""
+    table = make(*size)
+    last = list(table.lanes)[-1]
+    held = [{} for _ in range(table.stages)]
+    peak = np.zeros(table.stages, int)
+    for t in range(table.ticks):
+        for lane, jobs in table.lanes.items():
+            for s in range(table.stages):
+                slot, job = int(table.slots[lane][t, s]), int(jobs[t, s])
+                assert (slot < 0) == (job < 0)
+                if job >= 0 and lane == "forward":
+                    assert slot not in held[s]
+                    held[s][slot] = job
+                    peak[s] = max(peak[s], len(held[s]))
+                elif job >= 0:
+                    assert held[s][slot] == job
+                if job >= 0 and lane == last:
+                    del held[s][slot]
+    assert not any(held)
+    assert (peak == table.in_flight * table.chunks).all()
+    assert (peak == table.slots["forward"].max(axis=0) + 1).all()
+    assert table.slot_count == peak.max()
+
+
+# Broken tables
+
+
+@given(sizes(), st.data())
+def test_a_dropped_job_is_refused(size, data):
+    table = make(*size)
+    lanes = tables(table)
+    lane = data.draw(st.sampled_from(lanes))
+    tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
+    lane[tick, s] = -1
+    with pytest.raises(ValueError, match=r"microbatch \d+.*(is missing on stage|runs in no tick)"):
+        Schedule(*lanes, chunks=table.chunks)
+
+
+@given(sizes().filter(lambda size: size[1:] != (1, 1, 1)), st.data())
+def test_a_doubled_job_is_refused(size, data):
+    table = make(*size)
+    lanes = tables(table)
+    lane = data.draw(st.sampled_from(lanes))
+    tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
+    to = data.draw(st.sampled_from([t for t in range(table.ticks) if t != tick]))
+    lane[to, s] = lane[tick, s]  # into a free cell, or over another job
+    with pytest.raises(ValueError, match=rf"tick \d+, stage {s}: .* has already run in tick"):
+        Schedule(*lanes, chunks=table.chunks)
+
+
+@given(sizes(min_stages=2), st.data())
+def test_a_moved_forward_or_backward_is_refused(size, data):
+    table = make(*size)
+    lanes = tables(table)
+    lane = data.draw(st.sampled_from(lanes[:2]))
+    tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
+    to = data.draw(st.sampled_from([t for t in range(table.ticks) if t != tick]))
+    lane[tick, s], lane[to, s] = lane[to, s], lane[tick, s]  # to a free cell, or two jobs change places
+    with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(needs what stage|comes before)"):
+        Schedule(*lanes, chunks=table.chunks)
+
+
+@given(sizes(min_stages=2), st.data())
+def test_a_job_moved_to_another_stage_is_refused(size, data):
+    table = make(*size)
+    lanes = tables(table)
+    lane = data.draw(st.sampled_from(lanes))
+    tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
+    to = data.draw(st.sampled_from([other for other in range(table.stages) if other != s]))
+    lane[tick, s], lane[tick, to] = -1, lane[tick, s]
+    with pytest.raises(ValueError, match=r"stage \d+"):
+        Schedule(*lanes, chunks=table.chunks)
+
+
+@given(sizes(makers=[zero_bubble], min_stages=2), st.data())
+def test_a_weight_gradient_may_move_but_not_before_its_input_gradient(size, data):
+    table = make(*size)
+    forward, backward, weight = tables(table)
+    s = data.draw(st.integers(0, table.stages - 1))
+    job = data.draw(st.integers(0, table.microbatches * table.chunks - 1))
+    tick, to = ticks_of(weight, job)[s], data.draw(st.sampled_from(np.flatnonzero(weight[:, s] < 0).tolist()))
+    weight[tick, s], weight[to, s] = -1, job
+    if to >= ticks_of(backward, job)[s]:
+        assert Schedule(forward, backward, weight, table.chunks).in_flight[s] <= table.in_flight[s]
+    else:
+        with pytest.raises(ValueError, match=rf"tick {to}, stage {s}: weight of microbatch .* comes before its backward"):
+            Schedule(forward, backward, weight, table.chunks)
+
+
+@given(sizes(), st.data())
+def test_two_jobs_that_change_places_with_all_their_walk_make_another_valid_table(size, data):
+    """The check asks for nothing but the rules: microbatches may run in any order."""
+    table = make(*size)
+    order = np.array(data.draw(st.permutations(range(table.microbatches))))
+    renamed = [np.where(lane < 0, -1, order[lane // table.chunks] * table.chunks + lane % table.chunks) for lane in tables(table)]
+    assert Schedule(*renamed, chunks=table.chunks).in_flight.tolist() == table.in_flight.tolist()
+
+
+def broken(change, maker=one_f_one_b, **sizes):
+    lanes = dict(zip(schedule.LANES, tables(table := maker(**{"stages": 4, "microbatches": 4} | sizes)), strict=False))
+    change(lanes)
+    return lambda: Schedule(*lanes.values(), chunks=table.chunks)
+
+
+def put(lane, tick, stage, job):
+    return lambda lanes: lanes[lane].__setitem__((tick, stage), job)
+
+
+def late_start(lanes):
+    """Stage 0 forwards microbatch 3 a tick later; the rest stays."""
+    put("forward", 3, 0, -1)(lanes)
+    put("forward", 4, 0, 3)(lanes)
+
+
+def early_backwards(lanes):
+    lanes["backward"][:] = np.roll(lanes["backward"], -1, axis=0)
+
+
+def idle_tick(lanes):
+    for lane in lanes:
+        lanes[lane] = np.concatenate([lanes[lane], np.full((1, 4), -1)])
+
+
+MESSAGES = {
+    "missing": (
+        broken(put("forward", 3, 1, -1)),
+        "tick 3, stage 1: forward of microbatch 2 is missing on stage 1. Put it here.",
+    ),
+    "missing chunk": (
+        broken(put("backward", 7, 3, -1), chunks=2),
+        "tick 7, stage 3: backward of microbatch 0, chunk 1, is missing on stage 3. Put it here.",
+    ),
+    "nowhere": (
+        broken(lambda lanes: lanes["backward"].__setitem__(lanes["backward"] == 3, -1)),
+        "backward of microbatch 3 runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.",
+    ),
+    "doubled": (
+        broken(put("forward", 5, 0, 2)),
+        "tick 5, stage 0: forward of microbatch 2 has already run in tick 2. Keep one.",
+    ),
+    "hop": (
+        broken(late_start),
+        "tick 4, stage 1: forward of microbatch 3 needs what stage 0 hands on in tick 4, which is there in tick 5 only. "
+        "Move it to tick 5.",
+    ),
+    "backward first": (
+        broken(early_backwards),
+        "tick 2, stage 3: backward of microbatch 0 comes before its forward, which runs in tick 3. "
+        "Move it to that tick or a later one.",
+    ),
+    "weight first": (
+        broken(lambda lanes: (put("weight", 6, 0, -1)(lanes), put("weight", 5, 0, 0)(lanes)), zero_bubble),
+        "tick 5, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 6. "
+        "Move it to that tick or a later one.",
+    ),
+    "idle": (
+        broken(idle_tick),
+        "tick 10, stage 0: no job runs here, nor on any other stage. Leave this tick out.",
+    ),
+    "too large": (
+        broken(put("forward", 0, 0, 40)),
+        "tick 0, stage 0: forward of job 40: jobs are numbered from 0 and 10 ticks hold at most 10. "
+        "Use -1 where the stage rests, else microbatch * chunks + chunk.",
+    ),
+    "negative": (
+        broken(put("backward", 9, 3, -2)),
+        "tick 9, stage 3: backward of job -2: jobs are numbered from 0 and 10 ticks hold at most 10. "
+        "Use -1 where the stage rests, else microbatch * chunks + chunk.",
+    ),
+    "shape": (
+        lambda: Schedule(gpipe(2, 2).forward, one_f_one_b(2, 2).backward),
+        "The tables must have one shape, got forward (6, 2) and backward (4, 2) (ticks x stages). "
+        "Pad the shorter one with rows of -1.",
+    ),
+    "numbers": (
+        lambda: Schedule(np.zeros((1, 1)), np.zeros((1, 1), int)),
+        "The forward table must be whole numbers, ticks x stages, got float64 of shape (1, 1). "
+        "Write one row a tick and -1 where a stage rests.",
+    ),
+    "chunks": (
+        lambda: Schedule(np.zeros((1, 1), int), np.zeros((1, 1), int), chunks=0),
+        "A stage has at least one chunk, got chunks=0.",
+    ),
+    "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
+    "microbatches": (lambda: one_f_one_b(4, 0), "A schedule needs microbatches of at least 1, got microbatches=0."),
+    "chunk count": (lambda: zero_bubble(4, 4, 0), "A schedule needs chunks of at least 1, got chunks=0."),
+    "nearest": (
+        lambda: one_f_one_b(4, 6, chunks=2),
+        "With chunks=2, microbatches must divide by stages=4, got 6. Take 4 or 8 microbatches, or chunks=1.",
+    ),
+    "nearest above": (
+        lambda: zero_bubble(4, 3, chunks=2),
+        "With chunks=2, microbatches must divide by stages=4, got 3. Take 4 microbatches, or chunks=1.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_messages(case):
+    make, message = MESSAGES[case]
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole message is compared)
+        make()
+    assert str(refusal.value) == message
+
+
+def test_tables_are_copied_and_cannot_be_written_to():
+    forward, backward = tables(one_f_one_b(2, 2))
+    table = Schedule(forward, backward)
+    forward[0, 0] = 1
+    assert table.forward[0, 0] == 0
+    for array in (*table.lanes.values(), *table.slots.values()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0, 0] = 1
+
+
+# Files
+
+
+@given(size=sizes())
+def test_csv_round_trip(tmp_path_factory, size):
+    table = make(*size)
+    path = tmp_path_factory.getbasetemp() / "table.csv"
+    to_csv(table, path)
+    back = from_csv(path)
+    assert back.chunks == table.chunks
+    assert back.lanes.keys() == table.lanes.keys()
+    assert all((back.lanes[lane] == table.lanes[lane]).all() for lane in table.lanes)
+
+
+def test_a_csv_to_read(tmp_path):
+    to_csv(one_f_one_b(2, 2), tmp_path / "plain.csv")
+    header, *rows = (tmp_path / "plain.csv").read_text().splitlines()
+    assert header == "tick,forward 0,forward 1,backward 0,backward 1"
+    assert rows == ["0,0,,,", "1,1,0,,0", "2,,1,0,1", "3,,,1,"]
+    to_csv(one_f_one_b(1, 1, chunks=2), tmp_path / "chunks.csv")
+    assert (tmp_path / "chunks.csv").read_text().splitlines()[1:] == ["0,0.0,", "1,0.1,0.1", "2,,0.0"]
+
+
+def test_a_csv_written_by_hand(tmp_path):
+    (tmp_path / "hand.csv").write_text("\ufefftick, forward 0, backward 0\r\n0, 1, 1\r\n1, 0, 0\r\n", encoding="utf-8")
+    assert from_csv(tmp_path / "hand.csv").forward.tolist() == [[1], [0]]
+
+
+FILES = {
+    "empty": ("", "{path}, line 1: needs the columns tick,forward 0,backward 0; got ."),
+    "header": (
+        "tick,forward 0,backward 1\n0,0,0\n",
+        "{path}, line 1: needs the columns tick,forward 0,backward 0; got tick,forward 0,backward 1.",
+    ),
+    "tick": (
+        "tick,forward 0,backward 0\n0,0,0\n2,1,1\n",
+        "{path}, line 3: needs tick 1 and 3 cells, got '2,1,1'.",
+    ),
+    "cells": ("tick,forward 0,backward 0\n0,0\n", "{path}, line 2: needs tick 0 and 3 cells, got '0,0'."),
+    "cell": (
+        "tick,forward 0,backward 0\n0,0,B0\n",
+        "{path}, line 2: backward 0 in tick 0 is 'B0'. "
+        "Write a microbatch as 3, or as 3.1 with its chunk, or leave the cell empty.",
+    ),
+    "late": (
+        "tick,forward 0,forward 1,backward 0,backward 1\n0,0,,,\n1,,,,\n2,,0,,0\n3,,,0,\n",
+        "{path}, line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in tick 0, which is there in "
+        "tick 1 only. Move it to tick 1.",
+    ),
+    "nowhere": (
+        "tick,forward 0,backward 0\n0,0,\n",
+        "{path}: backward of microbatch 0 runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.",
+    ),
+    "no ticks": (
+        "tick,forward 0,backward 0\n",
+        "{path}: The forward table must be whole numbers, ticks x stages, got int64 of shape (0, 1). "
+        "Write one row a tick and -1 where a stage rests.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_messages_about_files(tmp_path, case):
+    content, message = FILES[case]
+    path = tmp_path / "broken.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole message is compared)
+        from_csv(path)
+    assert str(refusal.value) == message.format(path=path)
