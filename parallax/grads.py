@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from parallax import precision
-from parallax.collectives.replicated import like, varying, varying_axes
+from parallax.collectives.replicated import varying, varying_axes
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -33,15 +33,14 @@ def accumulated(grad: Grad, *, microbatches: int) -> Grad:
         raise ValueError(f"accumulated needs microbatches of 1 or more; got {microbatches}.")
 
     def wrapped(params, batch):
-        parts = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, microbatches), batch)
         weights = eqx.filter(params, eqx.is_inexact_array)
 
         def add(sums, part):
             loss, gradients = grad(params, part)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), loss
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights)
-        sums, losses = lax.scan(add, like(zeros, weights), parts)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=precision.wide(w.dtype)), weights)
+        sums, losses = lax.scan(add, zeros, in_parts(batch, microbatches))
         means = jax.tree.map(lambda total, w: (total / microbatches).astype(w.dtype), sums, weights)
         return jnp.mean(losses), means
 
@@ -97,10 +96,19 @@ def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
 
 
-def _split(path, leaf, microbatches: int):
-    if leaf.shape[0] % microbatches:
-        raise ValueError(
-            f"accumulated: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has {leaf.shape[0]} rows on each device, "
-            f"which must divide by microbatches={microbatches}. Take a batch that is a multiple of it, or fewer microbatches."
-        )
-    return leaf.reshape(microbatches, -1, *leaf.shape[1:])
+def in_parts(batch: Tree, microbatches: int) -> Tree:
+    """`batch` with each leaf's first dim, the sequences, as `[microbatches, sequences in one]`, in order.
+
+    Raises:
+        ValueError: a leaf's first dim does not divide by `microbatches`.
+    """
+
+    def split(path, leaf):
+        if leaf.shape[0] % microbatches:
+            raise ValueError(
+                f"The batch's leaf {jax.tree_util.keystr(path) or 'itself'} has {leaf.shape[0]} rows on each device, which must "
+                f"divide by microbatches={microbatches}. Take a batch that is a multiple of it, or fewer microbatches."
+            )
+        return leaf.reshape(microbatches, -1, *leaf.shape[1:])
+
+    return jax.tree.map_with_path(split, batch)

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from parallax import grads, mesh, rules
+from parallax import grads, mesh, pipeline, rules
 from parallax.collectives import ring
 from parallax.grads import Grad
 from parallax.layout import Layout
 from parallax.models import gpt2
+from parallax.schedule import Schedule, one_f_one_b
 
 
 class State(eqx.Module):
@@ -87,34 +88,62 @@ def train_step(
     mesh_: Mesh,
     *,
     batch: int,
+    schedule: Schedule | None = None,
+    remat: bool = False,
     all_reduce: Callable = ring.all_reduce,
     max_norm: float | None = None,
     checkpoint: Callable = lambda block: block,
     attend: Callable = jax.nn.dot_product_attention,
     dtype: jnp.dtype = jnp.float32,
     key: Key[Array, ""],
-) -> tuple[State, Callable[[Int[Array, "batch window"], State], tuple[State, Info]]]:
-    """GPT-2 over data x tensor: the state, and the compiled step `(windows, state) -> (state, info)`, which donates the state.
+) -> tuple[State, Callable[[State, Int[Array, "batch window"]], tuple[State, Info]]]:
+    """GPT-2 over data x stage x tensor: the state, and the compiled step `(state, windows) -> (state, info)`.
 
-    `windows` is the global batch, [batch, T + 1] tokens, placed or not. The weights and the dropout masks come from `key`
-    and from logical positions, so that every layout computes the same run.
+    The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not. The weights and the
+    dropout masks come from `key` and from logical positions, so every layout computes the same run.
+
+    Args:
+        config: the model's sizes.
+        optimizer: any that acts leaf by leaf.
+        layout: the sizes of the axes; with stages, the model in the state is `gpt2.chunked`.
+        mesh_: its mesh, as `mesh.make(**layout.axes)` makes it.
+        batch: sequences in the global batch.
+        schedule: the pipeline's; `one_f_one_b` by default.
+        remat: whether pipeline stages keep their inputs alone.
+        all_reduce: the collective, for every axis.
+        max_norm: clip the gradients to this global norm.
+        checkpoint: what becomes of each block, such as `jax.checkpoint`.
+        attend: the attention function.
+        dtype: of the weights.
+        key: the seed of the run.
 
     Raises:
         ValueError: the layout does not divide the model or the batch, or is not the mesh's.
     """
-    layout.check(heads=config.heads, rows=config.rows, hidden=4 * config.width, batch=batch)
+    layout.check(layers=config.layers, heads=config.heads, hidden=4 * config.width, rows=config.rows, batch=batch)
+    _check_mesh(layout, mesh_)
     weights_key, dropout_key = jax.random.split(key)
-    state, specs = init(functools.partial(gpt2.GPT2, config, key=weights_key, dtype=dtype), optimizer, gpt2.rules(), mesh_)
-
-    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=all_reduce, checkpoint=checkpoint, attend=attend)
-    grad = grads.accumulated(jax.value_and_grad(loss), microbatches=layout.microbatches)
+    parallel = {"all_reduce": all_reduce, "checkpoint": checkpoint, "attend": attend}
+    if layout.stage == 1:
+        make_model, rule = functools.partial(gpt2.GPT2, config, key=weights_key, dtype=dtype), gpt2.rules()
+        grad = jax.value_and_grad(functools.partial(gpt2.loss, axis_name="tensor", **parallel))
+        grad = grads.accumulated(grad, microbatches=layout.microbatches)
+    else:
+        make_model = lambda: gpt2.chunked(gpt2.GPT2(config, key=weights_key, dtype=dtype), layout.chunks)
+        rule = gpt2.rules(stage="stage")
+        schedule = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
+        parts = gpt2.stages(config, **parallel)
+        grad = pipeline.value_and_grad(*parts, schedule, "stage", remat=remat, all_reduce=all_reduce)
     grad = grads.averaged(grad, "data", all_reduce=all_reduce)
+
+    state, specs = init(make_model, optimizer, rule, mesh_)
     local = make(grad, optimizer, max_norm=max_norm, all_reduce=all_reduce)
     step = mesh.spmd(local, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    drops = config.dropout > 0 or config.attention_dropout > 0
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def train(windows, state):
-        return step(state, (windows, sequence_keys(dropout_key, state.step, batch) if _drops(config) else None))
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train(state, windows):
+        return step(state, (windows, sequence_keys(dropout_key, state.step, batch) if drops else None))
 
     return state, train
 
@@ -125,5 +154,10 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def _drops(config: gpt2.Config) -> bool:
-    return config.dropout > 0 or config.attention_dropout > 0
+def _check_mesh(layout: Layout, mesh_: Mesh) -> None:
+    for name, size in layout.axes.items():
+        if mesh_.shape.get(name, 1) != size:
+            raise ValueError(
+                f"train_step: the layout has {name}={size}, and the mesh {dict(mesh_.shape)}. Make it with "
+                f"mesh.make(**layout.axes)."
+            )

@@ -54,27 +54,33 @@ def leave(x: Inexact[Array, "*dims"], axis_name: Hashable, *, all_reduce: AllRed
 
 def column(
     x: Float[Array, "*batch inputs"],
-    weight: Float[Array, "inputs outputs_shard"],
-    bias: Float[Array, " outputs_shard"] | None,
+    weight: Float[Array, "inputs *outputs_shard"],
+    bias: Float[Array, "*outputs_shard"] | None,
     axis_name: Hashable,
     *,
     all_reduce: AllReduce,
-) -> Float[Array, "*batch outputs_shard"]:
-    """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`. One `all_reduce` of `x` backward."""
-    y = enter(x, axis_name, all_reduce=all_reduce) @ weight
+) -> Float[Array, "*batch_and_outputs_shard"]:
+    """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`. One `all_reduce` of `x`'s size backward.
+
+    The outputs may have several dims, such as heads and head width, any of them split.
+    """
+    y = jnp.tensordot(enter(x, axis_name, all_reduce=all_reduce), weight, axes=1)
     return y if bias is None else _add(y, bias)
 
 
 def row(
-    x: Float[Array, "*batch inputs_shard"],
-    weight: Float[Array, "inputs_shard outputs"],
+    x: Float[Array, "*batch_and_inputs_shard"],
+    weight: Float[Array, "*inputs_shard outputs"],
     bias: Float[Array, " outputs"] | None,
     axis_name: Hashable,
     *,
     all_reduce: AllReduce,
-) -> Float[Array, "*batch outputs"]:
-    """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`. One `all_reduce` of the result forward."""
-    y = leave(x @ weight, axis_name, all_reduce=all_reduce)
+) -> Float[Array, "... outputs"]:
+    """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`. One `all_reduce` of the result's size forward.
+
+    The inputs may have several dims, the last ones of `x` and the first ones of `weight`.
+    """
+    y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, all_reduce=all_reduce)
     return y if bias is None else _add(y, bias)
 
 
@@ -129,4 +135,4 @@ def _held(ids, rows: int, axis_name):
 
 
 def _add(y, bias):
-    return y + jnp.expand_dims(bias, range(y.ndim - 1))
+    return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))

@@ -155,18 +155,36 @@ class GPT2(eqx.Module):
         self.norm = Norm(ones((D,)), zeros((D,)))
 
 
-def rules(axis_name: Hashable = "tensor") -> Callable:
-    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows."""
+def rules(axis_name: Hashable = "tensor", *, stage: Hashable | None = None) -> Callable:
+    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
+
+    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes.
+    """
+    layers = (None,) if stage is None else (None, stage)
     return sharding.first(
-        sharding.match("wte", P(axis_name)),
-        sharding.match("blocks.attention.qkv.weight", P(None, None, None, axis_name)),
-        sharding.match("blocks.attention.qkv.bias", P(None, None, axis_name)),
-        sharding.match("blocks.attention.out.weight", P(None, axis_name)),
-        sharding.match("blocks.mlp.up.weight", P(None, None, axis_name)),
-        sharding.match("blocks.mlp.up.bias", P(None, axis_name)),
-        sharding.match("blocks.mlp.down.weight", P(None, axis_name)),
+        sharding.match("wte", P(axis_name if stage is None else (stage, axis_name))),
+        sharding.match("blocks.attention.qkv.weight", P(*layers, None, None, axis_name)),
+        sharding.match("blocks.attention.qkv.bias", P(*layers, None, axis_name)),
+        sharding.match("blocks.attention.out.weight", P(*layers, axis_name)),
+        sharding.match("blocks.mlp.up.weight", P(*layers, None, axis_name)),
+        sharding.match("blocks.mlp.up.bias", P(*layers, axis_name)),
+        sharding.match("blocks.mlp.down.weight", P(*layers, axis_name)),
+        sharding.match("blocks.**", P(*layers)),
         sharding.match("**", P()),
     )
+
+
+def chunked(model: GPT2, chunks: int) -> GPT2:
+    """`model` with its blocks as [v, L / v, ...], for a pipeline of `chunks` chunks a stage. Raises `ValueError` if v does not divide L."""
+    if model.config.layers % chunks:
+        raise ValueError(f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}.")
+    blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)
+    return eqx.tree_at(lambda m: m.blocks, model, blocks)
+
+
+def unchunked(model: GPT2) -> GPT2:
+    """The inverse of `chunked`: blocks as [L, ...]."""
+    return eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), model.blocks))
 
 
 def loss(
@@ -210,14 +228,18 @@ def embed(
     *,
     axis_name: Hashable = (),
     all_reduce: Callable = lax.psum,
+    across: Callable = lambda x: x,
 ) -> Float[Array, "batch tokens width"]:
-    """What enters the first block: the embeddings of tokens and positions, with dropout."""
+    """What enters the first block: the embeddings of tokens and positions, with dropout.
+
+    `across` takes the token embeddings from the devices that share the vocabulary to those that go on with them.
+    """
     if tokens.shape[1] > model.wpe.shape[0]:
         raise ValueError(
             f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
             f"Cut them, or configure context={tokens.shape[1]}."
         )
-    x = tensor.embed(model.wte, tokens, axis_name, all_reduce=all_reduce) + model.wpe[None, : tokens.shape[1]]
+    x = across(tensor.embed(model.wte, tokens, axis_name, all_reduce=all_reduce)) + model.wpe[None, : tokens.shape[1]]
     return _dropped(x, keys, model.config.dropout, layer=model.config.layers, site=0)
 
 
@@ -252,20 +274,18 @@ def block(
     attend: Callable,
 ) -> Float[Array, "batch tokens width"]:
     """One block: two all-reduces of [B, T, D] forward and two backward over `axis_name`."""
-    B, T, D = x.shape
     parallel = {"axis_name": axis_name, "all_reduce": all_reduce}
     qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
-    _, H, K = qkv.bias.shape
 
     y = weights.attention_norm(x, config.epsilon)
-    y = tensor.column(y, qkv.weight.reshape(D, -1), qkv.bias.reshape(-1), **parallel).reshape(B, T, 3, H, K)
+    y = tensor.column(y, qkv.weight, qkv.bias, **parallel)
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
-        first_head = lax.axis_index(axis_name) * H if axis_name != () else 0
+        first_head = lax.axis_index(axis_name) * qkv.bias.shape[1] if axis_name != () else 0
         y = _attention_with_dropout(q, k, v, _at(keys, layer, 3), first_head, config.attention_dropout)
     else:
         y = attend(q, k, v, is_causal=True)
-    y = tensor.row(y.reshape(B, T, H * K), out.weight.reshape(H * K, D), out.bias, **parallel)
+    y = tensor.row(y, out.weight, out.bias, **parallel)
     x = x + _dropped(y, keys, config.dropout, layer, site=1)
 
     y = weights.mlp_norm(x, config.epsilon)
@@ -281,9 +301,13 @@ def head(
     *,
     axis_name: Hashable = (),
     all_reduce: Callable = lax.psum,
+    across: Callable = lambda x: x,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token."""
-    x = tensor.enter(model.norm(x, model.config.epsilon), axis_name, all_reduce=all_reduce)
+    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token.
+
+    `across` takes the normalised activations to all devices that share the vocabulary.
+    """
+    x = tensor.enter(across(model.norm(x, model.config.epsilon)), axis_name, all_reduce=all_reduce)
     return jnp.mean(
         tensor.cross_entropy(
             x @ model.wte.T, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary
