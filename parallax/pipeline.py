@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Shaped
 
 from parallax import precision
 from parallax.collectives import ring
-from parallax.collectives.replicated import like, varying, varying_axes
+from parallax.collectives.replicated import like, ordered, varying, varying_axes
 from parallax.grads import Grad, in_parts
 from parallax.schedule import Schedule
 
@@ -162,16 +162,16 @@ class _Run:
         return lax.scan(once, carry, jax.tree.map(lambda r: r.reshape(repeats, -1, *r.shape[1:]), rows))[0]
 
     def _tick(self, lanes: frozenset[str], carry: _Carry, row: _Row) -> _Carry:
-        """One tick in which these lanes run on all stages: F, then the head, then B, then the exchange."""
+        """One tick in which these lanes run on all stages: F, then the head, then B, then the exchange, in this order."""
         if "forward" in lanes:
             y, carry = self._forward(carry, row)
         if "head" in lanes:
             carry = self._head(carry, y, row)
         if "backward" in lanes:
             ct, carry = self._backward(carry, row)
-            carry = carry._replace(ct=ring.send_next(ct, self.axis_name, distance=-1))
+            carry = carry._replace(ct=ring.send_next(ordered(ct, carry), self.axis_name, distance=-1))
         if "forward" in lanes:
-            carry = carry._replace(x=ring.send_next(y, self.axis_name))
+            carry = carry._replace(x=ring.send_next(ordered(y, carry), self.axis_name))
         return carry
 
     def _forward(self, carry, row):

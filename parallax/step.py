@@ -93,7 +93,7 @@ def train_step(
     all_reduce: Callable = ring.all_reduce,
     max_norm: float | None = None,
     checkpoint: Callable = lambda block: block,
-    attend: Callable = jax.nn.dot_product_attention,
+    attend: Callable = gpt2.attention,
     dtype: jnp.dtype = jnp.float32,
     key: Key[Array, ""],
 ) -> tuple[State, Callable[[State, Int[Array, "batch window"]], tuple[State, Info]]]:

@@ -190,13 +190,14 @@ def _block(blocks, index):
 def _split(x, dim: int, axis_name, tiled: bool):
     """`x` as n blocks, in front: the inverse of `_merge`."""
     if tiled:
-        x = x.reshape(*x.shape[:dim], _size(axis_name), -1, *x.shape[dim + 1 :])
+        n = _size(axis_name)
+        x = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return jnp.moveaxis(x, dim, 0)
 
 
 def _merge(blocks, dim: int, tiled: bool):
     x = jnp.moveaxis(blocks, 0, dim)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if tiled else x
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
 
 
 def _size(axis_name) -> int:

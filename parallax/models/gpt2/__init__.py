@@ -12,15 +12,20 @@ from parallax.models.gpt2.model import (
     Linear,
     MLP,
     Norm,
+    attention,
+    chunked,
     embed,
     head,
     logits,
     loss,
     rules,
     run_blocks,
+    unchunked,
 )
+from parallax.models.gpt2.stages import stages
+from parallax.models.gpt2.weights import load, save
 
 __all__ = [
     "GPT2", "LARGE", "MEDIUM", "SMALL", "XL", "Attention", "Block", "Config", "Linear", "MLP", "Norm",
-    "embed", "head", "logits", "loss", "rules", "run_blocks",
+    "attention", "chunked", "embed", "head", "load", "logits", "loss", "rules", "run_blocks", "save", "stages", "unchunked",
 ]

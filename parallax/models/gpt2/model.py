@@ -155,6 +155,26 @@ class GPT2(eqx.Module):
         self.norm = Norm(ones((D,)), zeros((D,)))
 
 
+def attention(
+    q: Float[Array, "batch tokens heads head_width"],
+    k: Float[Array, "batch tokens heads head_width"],
+    v: Float[Array, "batch tokens heads head_width"],
+    *,
+    drop: Callable = lambda weights: weights,
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
+
+    `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs the last digits.
+    `drop` is applied to the weights, [B, H, T, S].
+    """
+    T, K = q.shape[1], q.shape[3]
+    scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    wide = scores.astype(precision.wide(scores.dtype))
+    weights = jax.nn.softmax(jnp.where(causal, wide, -jnp.inf), axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
+
+
 def rules(axis_name: Hashable = "tensor", *, stage: Hashable | None = None) -> Callable:
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
@@ -193,7 +213,7 @@ def loss(
     *,
     axis_name: Hashable = (),
     all_reduce: Callable = lax.psum,
-    attend: Callable = jax.nn.dot_product_attention,
+    attend: Callable = attention,
     checkpoint: Callable = lambda block: block,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
@@ -204,8 +224,9 @@ def loss(
             and the head only, so it is the same under every layout.
         axis_name: the axis or axes that the weights are split over.
         all_reduce: the collective that joins them.
-        attend: the attention function, called as `attend(q, k, v, is_causal=True)` with [B, T, H, K]. With attention
-            dropout it gives way to the plain softmax.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
+            `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
+            dropout it gives way to `attention`.
         checkpoint: what becomes of each block, such as `jax.checkpoint` to recompute it in the backward pass.
     """
     windows, keys = batch
@@ -215,7 +236,7 @@ def loss(
     return head(model, x, windows[:, 1:], **parallel)
 
 
-def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=jax.nn.dot_product_attention) -> Float[Array, "batch tokens vocabulary"]:
+def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout."""
     x = run_blocks(model.blocks, embed(model, tokens, None), None, model.config, attend=attend)
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
@@ -252,7 +273,7 @@ def run_blocks(
     first_layer: int | Int[Array, ""] = 0,
     axis_name: Hashable = (),
     all_reduce: Callable = lax.psum,
-    attend: Callable = jax.nn.dot_product_attention,
+    attend: Callable = attention,
     checkpoint: Callable = lambda block: block,
 ) -> Float[Array, "batch tokens width"]:
     """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is."""
@@ -282,9 +303,10 @@ def block(
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
         first_head = lax.axis_index(axis_name) * qkv.bias.shape[1] if axis_name != () else 0
-        y = _attention_with_dropout(q, k, v, _at(keys, layer, 3), first_head, config.attention_dropout)
+        rate, at = config.attention_dropout, _at(keys, layer, 3)
+        y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
     else:
-        y = attend(q, k, v, is_causal=True)
+        y = attend(q, k, v)
     y = tensor.row(y, out.weight, out.bias, **parallel)
     x = x + _dropped(y, keys, config.dropout, layer, site=1)
 
@@ -327,12 +349,9 @@ def _dropped(x, keys, rate: float, layer, site: int):
     return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
-def _attention_with_dropout(q, k, v, keys, first_head, rate: float):
-    T, H = q.shape[1:3]
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    heads = first_head + jnp.arange(H, dtype=jnp.int32)
-    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, (T, T))
+def _dropped_heads(weights, keys, first_head, rate: float):
+    """Dropout of attention weights [B, H, T, S], by sequence and by head of the whole model."""
+    heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
+    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
     kept = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys)
-    return jnp.einsum("bhts,bshk->bthk", jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype)), v)
+    return jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype))

@@ -22,7 +22,7 @@ def stages(
     stage_axis: Hashable = "stage",
     axis_name: Hashable = "tensor",
     all_reduce: Callable = lax.psum,
-    attend: Callable = jax.nn.dot_product_attention,
+    attend: Callable = gpt2.attention,
     checkpoint: Callable = lambda block: block,
 ) -> tuple[Callable, Callable, Callable]:
     """`(enter, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules(axis_name, stage=stage_axis)`.
