@@ -4,7 +4,7 @@ A grad arrow is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` 
 The order of wrapping is the cost: `averaged` outside `accumulated` reduces once a step, inside it once a microbatch.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from parallax import precision
-from parallax.collectives.replicated import varying, varying_axes
+from parallax.collectives.replicated import AxisName, varying, varying_axes
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -47,7 +47,7 @@ def accumulated(grad: Grad, *, microbatches: int) -> Grad:
     return wrapped
 
 
-def averaged(grad: Grad, axis_name: Hashable, *, all_reduce: Callable) -> Grad:
+def averaged(grad: Grad, axis_name: AxisName, *, all_reduce: Callable) -> Grad:
     """The mean of `grad` over the devices of `axis_name`, among which the batch is split: data parallelism.
 
     The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then

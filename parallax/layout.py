@@ -36,7 +36,8 @@ class Layout:
         if self.chunks > 1 and self.microbatches % self.stage:
             raise ValueError(
                 f"Layout: with chunks={self.chunks} the microbatches must be a multiple of the stages; got "
-                f"microbatches={self.microbatches} and stage={self.stage}. {_nearest_multiple('microbatches', self.microbatches, self.stage)}"
+                f"microbatches={self.microbatches} and stage={self.stage}. "
+                + _nearest_multiple("microbatches", self.microbatches, self.stage)
             )
 
     @property
@@ -67,11 +68,7 @@ class Layout:
             ("batch", "the batch's sequences", batch, self.data * self.microbatches, "data x microbatches"),
         ):
             if size % by:
-                cure = (
-                    f"Pad the vocabulary to a multiple of {by}."
-                    if name == "rows"
-                    else _nearest_multiple(name, size, by)
-                )
+                cure = f"Pad the vocabulary to a multiple of {by}." if name == "rows" else _nearest_multiple(name, size, by)
                 raise ValueError(f"Layout: {what} ({name}={size}) must divide by {of}={by}. {cure}")
 
 

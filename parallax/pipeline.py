@@ -13,20 +13,18 @@ Source: Narayanan et al., Efficient large-scale language model training on GPU c
 the shared vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
-from parallax import precision
+from parallax import precision, ticks
 from parallax.collectives import ring
-from parallax.collectives.replicated import like, ordered, varying, varying_axes
+from parallax.collectives.replicated import AxisName, like, ordered, varying, varying_axes
 from parallax.grads import Grad, in_parts
 from parallax.schedule import Schedule
 
@@ -36,7 +34,7 @@ def value_and_grad(
     stage: Callable,
     head: Callable,
     schedule: Schedule,
-    axis_name: Hashable,
+    axis_name: AxisName,
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
     remat: bool = False,
@@ -87,24 +85,10 @@ def value_and_grad(
     return grad
 
 
-def from_last(x: Shaped[Array, "*dims"], axis_name: Hashable, *, all_reduce: Callable) -> Shaped[Array, "*dims"]:
+def from_last(x: Shaped[Array, "*dims"], axis_name: AxisName, *, all_reduce: Callable) -> Shaped[Array, "*dims"]:
     """The last stage's `x` on all stages, for a head that they share. One `all_reduce`; its transpose keeps the cotangent."""
     last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
     return all_reduce(jnp.where(last, x, jnp.zeros((), x.dtype)), axis_name)
-
-
-class _Row(NamedTuple):
-    """One tick of the schedule, as the executor reads it. Whole numbers; by stage, or one for all."""
-
-    forward: Int[Array, "*ticks stages"]  # jobs, -1 = none
-    backward: Int[Array, "*ticks stages"]
-    written: Int[Array, "*ticks stages"]  # the slot that F writes: a free one where it has no job
-    read: Int[Array, "*ticks stages"]
-    entering: Int[Array, "*ticks"]  # the microbatch at the first stage's first chunk
-    finished: Int[Array, "*ticks"]  # the one whose forward the last stage ends, and where its cotangent is put
-    put: Int[Array, "*ticks"]
-    taken: Int[Array, "*ticks"]  # where the cotangent lies that the last stage's backward begins with
-    leaving: Int[Array, "*ticks"]  # the microbatch whose backward the first stage ends
 
 
 class _Carry(NamedTuple):
@@ -136,10 +120,10 @@ class _Run:
 
     def __call__(self) -> tuple[Float[Array, ""], PyTree]:
         """The sums of losses and gradients over all microbatches."""
-        rows, stretches = _rows(self.schedule), _stretches(self.schedule)
+        rows, stretches = ticks.rows(self.schedule), ticks.stretches(self.schedule)
         carry = self._start(rows)
         done = 0
-        for repeats, pattern in _loops(stretches):
+        for repeats, pattern in ticks.loops(stretches):
             period = sum(length for _, length in pattern)
             of = jax.tree.map(lambda r: jnp.asarray(r[done : done + repeats * period]), rows)  # noqa: B023
             carry = self._repeat(carry, repeats, pattern, of)
@@ -161,7 +145,7 @@ class _Run:
             return once(carry, rows)[0]
         return lax.scan(once, carry, jax.tree.map(lambda r: r.reshape(repeats, -1, *r.shape[1:]), rows))[0]
 
-    def _tick(self, lanes: frozenset[str], carry: _Carry, row: _Row) -> _Carry:
+    def _tick(self, lanes: frozenset[str], carry: _Carry, row: ticks.Row) -> _Carry:
         """One tick in which these lanes run on all stages: F, then the head, then B, then the exchange, in this order."""
         if "forward" in lanes:
             y, carry = self._forward(carry, row)
@@ -270,9 +254,7 @@ class _Run:
     def _type_of_x(self):
         """What travels from stage to stage, as a shape with a replication type: at least what enters and what a stage makes."""
         zero = jnp.zeros((), jnp.int32)
-        self.x = jax.eval_shape(
-            lambda: varying(self.user_enter(self._whole(self.ends), self._part(zero)), self.axis_name)
-        )
+        self.x = jax.eval_shape(lambda: varying(self.user_enter(self._whole(self.ends), self._part(zero)), self.axis_name))
         y = jax.eval_shape(lambda: self._stage(self._at_hand(zero, zero)[0], jnp.zeros_like(self.x), zero, zero))
         if (y.shape, y.dtype) != (self.x.shape, self.x.dtype):
             raise ValueError(
@@ -299,75 +281,6 @@ class _Run:
         )
 
 
-def _rows(schedule: Schedule) -> _Row:
-    """The schedule's tables, and what follows from them: the ends of the pipeline and the slots."""
-    v, forward, backward = schedule.chunks, schedule.forward, schedule.backward
-    ends = lambda jobs, chunk: np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1)
-    entering, finished = ends(forward[:, 0], 0), ends(forward[:, -1], v - 1)
-    begun, leaving = ends(backward[:, -1], v - 1), ends(backward[:, 0], 0)
-    # Where each microbatch's backward begins in the tick in which its forward ends, one place for its cotangent is enough.
-    places = 1 if np.array_equal(finished, begun) else schedule.microbatches
-    job = lambda microbatches: np.maximum(microbatches, 0).astype(np.int32)
-    return _Row(
-        forward=forward,
-        backward=backward,
-        written=_written(schedule),
-        read=np.maximum(schedule.slots["backward"], 0),
-        entering=job(entering),
-        finished=job(finished),
-        put=job(finished) % places,
-        taken=job(begun) % places,
-        leaving=job(leaving),
-    )
-
-
-def _written(schedule: Schedule) -> Int[np.ndarray, "ticks stages"]:
-    """The slot that F writes in each tick: its own, and where it has no job, one that nobody holds."""
-    written, read = schedule.slots["forward"].copy(), schedule.slots["backward"]
-    for s in range(schedule.stages):
-        held: set[int] = set()
-        for t in range(schedule.ticks):
-            if written[t, s] < 0:
-                written[t, s] = next(slot for slot in range(len(held) + 1) if slot not in held)
-            else:
-                held.add(int(written[t, s]))
-            held.discard(int(read[t, s]))
-    return written
-
-
-def _stretches(schedule: Schedule) -> list[tuple[frozenset[str], int]]:
-    """The lanes that run anywhere, the head's among them, and for how many ticks on end."""
-    v = schedule.chunks
-    lanes = [
-        ("forward", (schedule.forward >= 0).any(1)),
-        ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)),
-        ("backward", (schedule.backward >= 0).any(1)),
-    ]
-    ticks = [frozenset(name for name, runs in lanes if runs[t]) for t in range(schedule.ticks)]
-    return [(kind, len(list(run))) for kind, run in groupby(ticks)]
-
-
-def _loops(stretches: list) -> Iterator[tuple[int, list]]:
-    """The same stretches in order, as (repeats, pattern): what comes again and again is one loop, however often it comes."""
-    begin = 0
-    while begin < len(stretches):
-        repeats, period = max(
-            ((_repeats(stretches, begin, period), period) for period in range(1, (len(stretches) - begin) // 2 + 1)),
-            key=lambda found: (found[0] > 1) * found[0] * found[1],
-            default=(1, 1),
-        )
-        repeats, period = (repeats, period) if repeats > 1 else (1, 1)
-        yield repeats, stretches[begin : begin + period]
-        begin += repeats * period
-
-
-def _repeats(stretches: list, begin: int, period: int) -> int:
-    pattern, repeats = stretches[begin : begin + period], 1
-    while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
-        repeats += 1
-    return repeats
-
-
 def _added(sums: PyTree, terms: PyTree, counts: Bool[Array, ""]) -> PyTree:
     """`sums` plus `terms` where they count; what does not count may be anything, even not a number."""
     zero = lambda d: jnp.zeros((), d.dtype)
@@ -378,7 +291,7 @@ def _all_true(subtree: Any) -> Any:
     return jax.tree.map(lambda _: True, subtree)
 
 
-def _check(schedule: Schedule, axis_name: Hashable, blocks: PyTree) -> None:
+def _check(schedule: Schedule, axis_name: AxisName, blocks: PyTree) -> None:
     size = lax.axis_size(axis_name)
     if schedule.stages != size:
         raise ValueError(
@@ -388,7 +301,7 @@ def _check(schedule: Schedule, axis_name: Hashable, blocks: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
-                f"pipeline: the blocks' array {jax.tree_util.keystr(path) or 'itself'} has shape {leaf.shape} on a stage, and its "
-                f"first dim must be the schedule's chunks, {schedule.chunks}. Reshape L layers to "
+                f"pipeline: the blocks' array {jax.tree_util.keystr(path) or 'itself'} has shape {leaf.shape} on a stage, "
+                f"and its first dim must be the schedule's chunks, {schedule.chunks}. Reshape L layers to "
                 f"[{schedule.chunks}, L / {schedule.chunks}, ...] and split dim 1 over {axis_name!r}."
             )

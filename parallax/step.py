@@ -28,7 +28,7 @@ class State(eqx.Module):
 
     model: PyTree
     optimizer: PyTree
-    step: Int[Array, ""]
+    step: PyTree  # an int32 scalar; in a tree of specs, its spec
 
 
 class Info(NamedTuple):
@@ -123,16 +123,15 @@ def train_step(
     layout.check(layers=config.layers, heads=config.heads, hidden=4 * config.width, rows=config.rows, batch=batch)
     _check_mesh(layout, mesh_)
     weights_key, dropout_key = jax.random.split(key)
-    parallel = {"all_reduce": all_reduce, "checkpoint": checkpoint, "attend": attend}
     if layout.stage == 1:
         make_model, rule = functools.partial(gpt2.GPT2, config, key=weights_key, dtype=dtype), gpt2.rules()
-        grad = jax.value_and_grad(functools.partial(gpt2.loss, axis_name="tensor", **parallel))
-        grad = grads.accumulated(grad, microbatches=layout.microbatches)
+        loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=all_reduce, checkpoint=checkpoint, attend=attend)
+        grad = grads.accumulated(jax.value_and_grad(loss), microbatches=layout.microbatches)
     else:
         make_model = lambda: gpt2.chunked(gpt2.GPT2(config, key=weights_key, dtype=dtype), layout.chunks)
         rule = gpt2.rules(stage="stage")
         schedule = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
-        parts = gpt2.stages(config, **parallel)
+        parts = gpt2.stages(config, all_reduce=all_reduce, checkpoint=checkpoint, attend=attend)
         grad = pipeline.value_and_grad(*parts, schedule, "stage", remat=remat, all_reduce=all_reduce)
     grad = grads.averaged(grad, "data", all_reduce=all_reduce)
 

@@ -7,18 +7,18 @@ The axis may be several axes, or `()`: then nothing is split, and the same code 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact, Int
 
-from parallax.collectives.replicated import axes, linear, varying, varying_axes
+from parallax.collectives.replicated import AxisName, axes, linear, varying, varying_axes
 
 AllReduce = Callable[..., Inexact[Array, "*dims"]]
 
 
-def enter(x: Inexact[Array, "*dims"], axis_name: Hashable, *, all_reduce: AllReduce) -> Inexact[Array, "*dims"]:
+def enter(x: Inexact[Array, "*dims"], axis_name: AxisName, *, all_reduce: AllReduce) -> Inexact[Array, "*dims"]:
     """`x`, whose uses differ between the devices of `axis_name` from here on: Megatron's f.
 
     Identity forward; backward, one `all_reduce` sums the devices' shares of the cotangent. Its transpose is `leave`.
@@ -35,7 +35,7 @@ def enter(x: Inexact[Array, "*dims"], axis_name: Hashable, *, all_reduce: AllRed
     return linear(x, forward=lambda x: varying(x, axis_name), backward=lambda ct: all_reduce(ct, axis_name))
 
 
-def leave(x: Inexact[Array, "*dims"], axis_name: Hashable, *, all_reduce: AllReduce) -> Inexact[Array, "*dims"]:
+def leave(x: Inexact[Array, "*dims"], axis_name: AxisName, *, all_reduce: AllReduce) -> Inexact[Array, "*dims"]:
     """The sum of the devices' partial results, on all of them: Megatron's g.
 
     One `all_reduce` forward; backward the cotangent as it is. Its transpose is `enter`.
@@ -56,7 +56,7 @@ def column(
     x: Float[Array, "*batch inputs"],
     weight: Float[Array, "inputs *outputs_shard"],
     bias: Float[Array, "*outputs_shard"] | None,
-    axis_name: Hashable,
+    axis_name: AxisName,
     *,
     all_reduce: AllReduce,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
@@ -72,7 +72,7 @@ def row(
     x: Float[Array, "*batch_and_inputs_shard"],
     weight: Float[Array, "*inputs_shard outputs"],
     bias: Float[Array, " outputs"] | None,
-    axis_name: Hashable,
+    axis_name: AxisName,
     *,
     all_reduce: AllReduce,
 ) -> Float[Array, "... outputs"]:
@@ -85,7 +85,7 @@ def row(
 
 
 def embed(
-    table: Float[Array, "rows width"], ids: Int[Array, "*batch"], axis_name: Hashable, *, all_reduce: AllReduce
+    table: Float[Array, "rows width"], ids: Int[Array, "*batch"], axis_name: AxisName, *, all_reduce: AllReduce
 ) -> Float[Array, "*batch width"]:
     """The rows `ids` of a table whose rows are split over `axis_name`: `W[V_X, D], ids[B] -> [B, D]`.
 
@@ -100,7 +100,7 @@ def embed(
 def cross_entropy(
     logits: Float[Array, "*batch rows"],
     targets: Int[Array, "*batch"],
-    axis_name: Hashable,
+    axis_name: AxisName,
     *,
     all_reduce: AllReduce,
     vocabulary: int | None = None,

@@ -8,7 +8,7 @@ a linear function with its transpose (like `jax.custom_derivatives.linear_call`,
 This is the one file that touches types which JAX does not document.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree, Shaped
 
 Tree = TypeVar("Tree", bound=PyTree)
+AxisName = str | tuple[str, ...]  # one mesh axis, or several, or none: ()
 
 type_error = (
     "parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 (`jax.typeof(x).mat.varying`), and JAX "
@@ -26,12 +27,12 @@ type_error = (
 )
 
 
-def axes(axis_name: Hashable) -> tuple[Hashable, ...]:
+def axes(axis_name: AxisName) -> tuple[str, ...]:
     """One axis name or a tuple of them, as a tuple."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def varying_axes(x: Shaped[Array, "..."]) -> tuple[Hashable, ...]:
+def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
     """The mesh axes along which `x` may differ between devices, in a fixed order. `()` outside `shard_map`.
 
     Raises `TypeError` under a JAX whose replication types are not the ones known here.
@@ -42,7 +43,7 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[Hashable, ...]:
         raise TypeError(type_error) from error
 
 
-def varying(x: Tree, axis_name: Hashable) -> Tree:
+def varying(x: Tree, axis_name: AxisName) -> Tree:
     """Let every array of the tree `x` differ along `axis_name`: its values stay, only its type changes.
 
     It is `lax.pcast(..., to="varying")` for Equinox trees, and takes leaves that vary there already. Its transpose is a
@@ -76,7 +77,7 @@ def ordered(x: Tree, after: PyTree) -> Tree:
     return jax.tree.unflatten(structure, [replicated(leaf, tuple(axes)) for leaf, axes in zip(held, added, strict=True)])
 
 
-def replicated(x: Shaped[Array, "*dims"], axis_name: Hashable) -> Shaped[Array, "*dims"]:
+def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Declare that `x` has the same bits on all devices along `axis_name`: varying -> invariant, at no cost.
 
     Nobody checks it: it is honest after a gather, or after a sum in which each block was added up on one device. It is not

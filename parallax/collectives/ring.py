@@ -14,7 +14,7 @@ its devices. Here n is the number of devices on the axis and S the bytes of the 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -23,14 +23,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
-from parallax.collectives.replicated import axes, linear, replicated, varying, varying_axes
+from parallax.collectives.replicated import AxisName, axes, linear, replicated, varying, varying_axes
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 UNROLLED = 8  # devices up to which hops are written out; a longer ring is a loop, whose compile time does not grow with n
 
 
-def reduce_scatter(x: Tree, axis_name: Hashable, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
+def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
     """Sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`. The twin of `lax.psum_scatter`.
 
     The partial sum for block i starts at device i + 1 and gains one term a hop, so each link carries (n - 1)/n of `x` in
@@ -58,7 +58,7 @@ def reduce_scatter(x: Tree, axis_name: Hashable, *, scatter_dimension: int = 0, 
     return jax.tree.map(lambda x: leaf(varying(_summable(x), axis_name)), x)
 
 
-def all_gather(x: Tree, axis_name: Hashable, *, axis: int = 0, tiled: bool = False) -> Tree:
+def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Tree:
     """Every device's block on every device: `A[I_X] -> A[I]`, typed as varying. The twin of `lax.all_gather`.
 
     Each block travels once round the ring: n - 1 hops of one block. Its transpose is `reduce_scatter`.
@@ -81,7 +81,7 @@ def all_gather(x: Tree, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fal
     return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
 
 
-def all_reduce(x: Tree, axis_name: Hashable) -> Tree:
+def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """The sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`.
 
     A reduce-scatter and an all-gather of the flattened leaf, zero-padded to a multiple of n elements: 2 (n - 1)/n of its
@@ -97,13 +97,13 @@ def all_reduce(x: Tree, axis_name: Hashable) -> Tree:
     )
 
 
-def all_mean(x: Tree, axis_name: Hashable) -> Tree:
+def all_mean(x: Tree, axis_name: AxisName) -> Tree:
     """The mean over devices, on every device: `A {U_X} -> A`. The twin of `lax.pmean`; costs one `all_reduce`."""
     n = _size(axis_name)
     return jax.tree.map(lambda x: x / n, all_reduce(x, axis_name))
 
 
-def all_to_all(x: Tree, axis_name: Hashable, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
+def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
     """Block j of device i becomes block i of device j: `A[I_X, J] -> A[I, J_X]`. The twin of `lax.all_to_all`.
 
     In hop k each device sends the one block that device i + k wants straight there. Its transpose is the `all_to_all` back.
@@ -131,7 +131,7 @@ def all_to_all(x: Tree, axis_name: Hashable, split_axis: int, concat_axis: int, 
     return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
 
 
-def send_next(x: Shaped[Array, "*dims"], axis_name: Hashable, *, distance: int = 1) -> Shaped[Array, "*dims"]:
+def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1) -> Shaped[Array, "*dims"]:
     """Device i's `x` on device i + `distance`, round the ring: one hop of every collective here."""
     names, place = _mesh_order(axes(axis_name))
     n = len(place)

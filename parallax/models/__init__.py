@@ -1,0 +1,1 @@
+"""Models that run whole or on a shard."""

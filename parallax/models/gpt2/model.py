@@ -10,7 +10,7 @@ Source: Radford et al., Language models are unsupervised multitask learners (201
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import precision
+from parallax import precision, tensor
 from parallax import rules as sharding
-from parallax import tensor
+from parallax.collectives.replicated import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ def attention(
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 
 
-def rules(axis_name: Hashable = "tensor", *, stage: Hashable | None = None) -> Callable:
+def rules(axis_name: AxisName = "tensor", *, stage: str | None = None) -> Callable:
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
     With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes.
@@ -195,9 +195,13 @@ def rules(axis_name: Hashable = "tensor", *, stage: Hashable | None = None) -> C
 
 
 def chunked(model: GPT2, chunks: int) -> GPT2:
-    """`model` with its blocks as [v, L / v, ...], for a pipeline of `chunks` chunks a stage. Raises `ValueError` if v does not divide L."""
+    """`model` with its blocks as [v, L / v, ...], for a pipeline of v = `chunks` chunks a stage.
+
+    Raises:
+        ValueError: `chunks` does not divide the layers.
+    """
     if model.config.layers % chunks:
-        raise ValueError(f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}.")
+        raise ValueError(f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a divisor.")
     blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)
     return eqx.tree_at(lambda m: m.blocks, model, blocks)
 
@@ -211,7 +215,7 @@ def loss(
     model: GPT2,
     batch: tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
-    axis_name: Hashable = (),
+    axis_name: AxisName = (),
     all_reduce: Callable = lax.psum,
     attend: Callable = attention,
     checkpoint: Callable = lambda block: block,
@@ -247,7 +251,7 @@ def embed(
     tokens: Int[Array, "batch tokens"],
     keys: Key[Array, " batch"] | None,
     *,
-    axis_name: Hashable = (),
+    axis_name: AxisName = (),
     all_reduce: Callable = lax.psum,
     across: Callable = lambda x: x,
 ) -> Float[Array, "batch tokens width"]:
@@ -271,7 +275,7 @@ def run_blocks(
     config: Config,
     *,
     first_layer: int | Int[Array, ""] = 0,
-    axis_name: Hashable = (),
+    axis_name: AxisName = (),
     all_reduce: Callable = lax.psum,
     attend: Callable = attention,
     checkpoint: Callable = lambda block: block,
@@ -290,7 +294,7 @@ def block(
     layer: Int[Array, ""],
     *,
     config: Config,
-    axis_name: Hashable,
+    axis_name: AxisName,
     all_reduce: Callable,
     attend: Callable,
 ) -> Float[Array, "batch tokens width"]:
@@ -321,7 +325,7 @@ def head(
     x: Float[Array, "batch tokens width"],
     targets: Int[Array, "batch tokens"],
     *,
-    axis_name: Hashable = (),
+    axis_name: AxisName = (),
     all_reduce: Callable = lax.psum,
     across: Callable = lambda x: x,
 ) -> Float[Array, ""]:
@@ -331,9 +335,7 @@ def head(
     """
     x = tensor.enter(across(model.norm(x, model.config.epsilon)), axis_name, all_reduce=all_reduce)
     return jnp.mean(
-        tensor.cross_entropy(
-            x @ model.wte.T, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary
-        )
+        tensor.cross_entropy(x @ model.wte.T, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary)
     )
 
 

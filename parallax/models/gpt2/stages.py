@@ -7,20 +7,20 @@ Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
-import jax
 from jax import lax
 
 from parallax import pipeline, tensor
+from parallax.collectives.replicated import AxisName
 from parallax.models.gpt2 import model as gpt2
 
 
 def stages(
     config: gpt2.Config,
     *,
-    stage_axis: Hashable = "stage",
-    axis_name: Hashable = "tensor",
+    stage_axis: str = "stage",
+    axis_name: AxisName = "tensor",
     all_reduce: Callable = lax.psum,
     attend: Callable = gpt2.attention,
     checkpoint: Callable = lambda block: block,

@@ -1,0 +1,99 @@
+"""A schedule as its executor reads it: one row a tick, and loops over the stretches in which the same lanes run.
+
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. NumPy only.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from parallax.schedule import Schedule
+
+Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's inside the loop
+Stretch = tuple[frozenset[str], int]  # the lanes that run, and for how many ticks on end
+
+
+class Row(NamedTuple):
+    """What happens in a tick: the first four by stage, the others one for all."""
+
+    forward: Numbers  # jobs, -1 = none
+    backward: Numbers
+    written: Numbers  # the slot that F writes: a free one where it has no job
+    read: Numbers
+    entering: Numbers  # the microbatch at the first stage's first chunk
+    finished: Numbers  # the one whose forward the last stage ends, and where its cotangent is put
+    put: Numbers
+    taken: Numbers  # where the cotangent lies that the last stage's backward begins with
+    leaving: Numbers  # the microbatch whose backward the first stage ends
+
+
+def rows(schedule: Schedule) -> Row:
+    """The schedule's tables, and what follows from them: the ends of the pipeline and the slots."""
+    v, forward, backward = schedule.chunks, schedule.forward, schedule.backward
+    ends = lambda jobs, chunk: np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1)
+    entering, finished = ends(forward[:, 0], 0), ends(forward[:, -1], v - 1)
+    begun, leaving = ends(backward[:, -1], v - 1), ends(backward[:, 0], 0)
+    # Where each microbatch's backward begins in the tick in which its forward ends, one place for its cotangent is enough.
+    places = 1 if np.array_equal(finished, begun) else schedule.microbatches
+    job = lambda microbatches: np.maximum(microbatches, 0).astype(np.int32)
+    return Row(
+        forward=forward,
+        backward=backward,
+        written=_written(schedule),
+        read=np.maximum(schedule.slots["backward"], 0),
+        entering=job(entering),
+        finished=job(finished),
+        put=job(finished) % places,
+        taken=job(begun) % places,
+        leaving=job(leaving),
+    )
+
+
+def _written(schedule: Schedule) -> Int[np.ndarray, "ticks stages"]:
+    """The slot that F writes in each tick: its own, and where it has no job, one that nobody holds."""
+    written, read = schedule.slots["forward"].copy(), schedule.slots["backward"]
+    for s in range(schedule.stages):
+        held: set[int] = set()
+        for t in range(schedule.ticks):
+            if written[t, s] < 0:
+                written[t, s] = next(slot for slot in range(len(held) + 1) if slot not in held)
+            else:
+                held.add(int(written[t, s]))
+            held.discard(int(read[t, s]))
+    return written
+
+
+def stretches(schedule: Schedule) -> list[Stretch]:
+    """The lanes that run anywhere, the head's among them, and for how many ticks on end."""
+    v = schedule.chunks
+    lanes = [
+        ("forward", (schedule.forward >= 0).any(1)),
+        ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)),
+        ("backward", (schedule.backward >= 0).any(1)),
+    ]
+    ticks = [frozenset(name for name, runs in lanes if runs[t]) for t in range(schedule.ticks)]
+    return [(kind, len(list(run))) for kind, run in groupby(ticks)]
+
+
+def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
+    """The same stretches in order, as (repeats, pattern): what comes again and again is one loop, however often it comes."""
+    begin = 0
+    while begin < len(stretches):
+        repeats, period = max(
+            ((_repeats(stretches, begin, period), period) for period in range(1, (len(stretches) - begin) // 2 + 1)),
+            key=lambda found: (found[0] > 1) * found[0] * found[1],
+            default=(1, 1),
+        )
+        repeats, period = (repeats, period) if repeats > 1 else (1, 1)
+        yield repeats, stretches[begin : begin + period]
+        begin += repeats * period
+
+
+def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
+    pattern, repeats = stretches[begin : begin + period], 1
+    while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
+        repeats += 1
+    return repeats
