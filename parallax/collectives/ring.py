@@ -146,16 +146,18 @@ def _reduce_scatter(blocks, axis_name):
 
 
 def _all_gather(block, axis_name):
-    """`[*block] -> [n, *block]`: all devices' blocks, in their order."""
+    """`[*block] -> [n, *block]`: all devices' blocks, in their order.
+
+    Always a loop: written out, XLA's CPU backend holds all n messages at once, and takes 1.2 to 2.5 times as long.
+    """
     n, me = _size(axis_name), _index(axis_name)
 
     def hop(h, carry):
-        # The barrier ties a block's arrival to its being stored: else all n messages are held at once.
-        message, blocks = lax.optimization_barrier((send_next(carry[0], axis_name), carry[1]))
+        message, blocks = send_next(carry[0], axis_name), carry[1]
         return message, lax.dynamic_update_index_in_dim(blocks, message, (me - h) % n, 0)
 
     blocks = varying(jnp.zeros((n, *block.shape), block.dtype), varying_axes(block))
-    return _hops(n, hop, (block, lax.dynamic_update_index_in_dim(blocks, block, me, 0)))[1]
+    return lax.fori_loop(1, n, hop, (block, lax.dynamic_update_index_in_dim(blocks, block, me, 0)))[1]
 
 
 def _all_reduce(x, axis_name):
