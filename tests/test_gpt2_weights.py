@@ -39,13 +39,6 @@ def random_model(config=TINY, seed=0, dtype=jnp.float32):
     return eqx.tree_at(lambda model: model.wte, model, model.wte.at[config.vocabulary :].set(0))
 
 
-def attend(q, k, v, *, is_causal):
-    """Attention in the type of its inputs; `jax.nn.dot_product_attention` takes its softmax in float32, and no float64."""
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1), v)
-
-
 def assert_close(actual, expected, bound):
     """Each leaf within `bound` of the largest element of the expected one."""
 
@@ -74,8 +67,7 @@ BOUNDS = [(jnp.float64, 1e-11), (jnp.float32, 1e-5)]
 @jax.jit
 def evaluate(model, windows):
     """The logits after all tokens but the last, and the loss and its gradients."""
-    loss = functools.partial(gpt2.loss, attend=attend)
-    return gpt2.logits(model, windows[:, :-1], attend=attend), *jax.value_and_grad(loss)(model, (windows, None))
+    return gpt2.logits(model, windows[:, :-1]), *jax.value_and_grad(gpt2.loss)(model, (windows, None))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
@@ -91,7 +83,7 @@ def test_model_on_a_mesh_computes_what_transformers_did(dtype, bound):
     m = mesh.make(data=4, tensor=2)
     model = fixture(dtype=dtype)
     specs = rules.specs(model, gpt2.rules("tensor"), m)
-    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=ring.all_reduce, attend=attend)
+    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=ring.all_reduce)
     grad = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce)
     step = jax.jit(mesh.spmd(grad, mesh=m, in_specs=(specs, P("data")), out_specs=(P(), specs)))
     loss, gradients = step(mesh.place(model, specs, m), (jnp.asarray(WINDOWS), None))
@@ -468,11 +460,11 @@ def test_padding_the_vocabulary_changes_nothing():
 
 def test_later_tokens_do_not_change_earlier_logits():
     model = fixture()
-    before = np.asarray(gpt2.logits(model, jnp.asarray(WINDOWS), attend=attend))
+    before = np.asarray(gpt2.logits(model, jnp.asarray(WINDOWS)))
     for t in (1, 6, 11):
         changed = WINDOWS.copy()
         changed[:, t:] = (changed[:, t:] + 1) % 61
-        after = np.asarray(gpt2.logits(model, jnp.asarray(changed), attend=attend))
+        after = np.asarray(gpt2.logits(model, jnp.asarray(changed)))
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert (np.abs(after[:, t:] - before[:, t:]).max(axis=-1) > 1e-6).all()
 

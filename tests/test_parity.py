@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_gpt2_weights import assert_close, assert_same, attend, evaluate
+from test_gpt2_weights import assert_close, assert_same, evaluate
 
 from parallax import grads, mesh, rules
 from parallax.collectives import ring
@@ -65,14 +65,14 @@ def test_mesh_equals_theirs(dtype, theirs, tmp_path):
     _, windows, (_, expected_loss, expected) = case(theirs, SIZES["many heads"], dtype, tmp_path)
     model = gpt2.load(tmp_path, dtype=dtype)
     specs = rules.specs(model, gpt2.rules("tensor"), m)
-    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=ring.all_reduce, attend=attend)
+    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=ring.all_reduce)
     grad = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce)
     step = jax.jit(mesh.spmd(grad, mesh=m, in_specs=(specs, P("data")), out_specs=(P(), specs)))
     actual = step(mesh.place(model, specs, m), (windows, None))
     assert_close(actual, (expected_loss, expected), BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("attention", [attend, jax.nn.dot_product_attention])
+@pytest.mark.parametrize("attention", [gpt2.attention, functools.partial(jax.nn.dot_product_attention, is_causal=True)])
 def test_their_own_loss_equals_ours(attention, theirs, tmp_path):
     import torch
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax import mesh
+from parallax.models.gpt2.configuration import fields_of, read_config, read_json
 from parallax.models.gpt2.model import GPT2, Config
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -35,17 +36,6 @@ _MODULES = {  # ours: theirs
     "blocks.mlp.up": "h.{layer}.mlp.c_fc",
     "blocks.mlp.down": "h.{layer}.mlp.c_proj",
     "norm": "ln_f",
-}
-
-_ONLY: dict[str, tuple] = {  # the values that the model has code for; the first is what is meant where the field is left out
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new",),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
 }
 
 _FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
@@ -76,7 +66,7 @@ def load(path: str | os.PathLike, *, dtype: Any = jnp.float32, vocabulary_multip
     """
     dtype = _checked(dtype)
     config_file, index_file, files = _files(path)
-    config = _read_config(config_file, vocabulary_multiple)
+    config = read_config(config_file, vocabulary_multiple)
     with contextlib.ExitStack() as opened:
         stored = _open(opened, files, index_file)
         _check_stored(stored, config, config_file)
@@ -104,7 +94,7 @@ def save(model: GPT2, path: str | os.PathLike) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as unfinished:
         config, weights = Path(unfinished, _CONFIG), Path(unfinished, _WEIGHTS)
-        fields = _fields(model.config, tensors["transformer.wte.weight"].dtype)
+        fields = fields_of(model.config, tensors["transformer.wte.weight"].dtype)
         config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # safetensors leaves its file readable by its owner alone
@@ -189,7 +179,7 @@ def _files(path: str | os.PathLike) -> tuple[Path, Path | None, list[Path]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} needs a 'weight_map' from tensors to files; got {names!r}. Copy or download it again.")
     return names
@@ -325,79 +315,6 @@ def _tensors(model: GPT2) -> dict[str, np.ndarray]:
 
 def _with_paths(model: GPT2) -> Iterable[tuple[str, Any]]:
     return ((mesh.dotted(path), leaf) for path, leaf in jax.tree.leaves_with_path(model))
-
-
-# The configuration
-
-
-def _read_config(file: Path, vocabulary_multiple: int) -> Config:
-    if not file.is_file():
-        raise FileNotFoundError(f"gpt2.load needs {file}, which says what the weights beside it are. Copy it there.")
-    fields = _read_json(file)
-
-    def number(kind: Any, *names: str, default: float | None = None) -> Any:
-        """The one value of these fields. One that is left out is `default`, or, where that is None, what the others are."""
-        values = {name: fields.get(name, default) for name in names if default is not None or name in fields}
-        if not values or any(isinstance(value, bool) or not isinstance(value, kind) for value in values.values()):
-            raise ValueError(f"{file} needs a number for {names[0]}; got {values or 'no such field'}. Correct the file.")
-        if len(set(values.values())) > 1:
-            raise ValueError(f"{file}: {' and '.join(names)} must agree; got {values}. The model has one number for them.")
-        return next(iter(values.values()))
-
-    sizes: dict[str, Any] = {
-        "layers": number(int, "n_layer"),
-        "heads": number(int, "n_head"),
-        "width": number(int, "n_embd"),
-        "context": number(int, "n_positions", "n_ctx"),
-        "vocabulary": number(int, "vocab_size"),
-    }
-    rates: dict[str, Any] = {
-        "dropout": float(number(int | float, "resid_pdrop", "embd_pdrop", default=0.1)),
-        "attention_dropout": float(number(int | float, "attn_pdrop", default=0.1)),
-        "epsilon": float(number(int | float, "layer_norm_epsilon", default=1e-5)),
-    }
-    for field, values in (_ONLY | {"n_inner": (None, 4 * sizes["width"])}).items():
-        if fields.get(field, values[0]) not in values:
-            raise ValueError(
-                f"{file}: {field} must be {' or '.join(map(repr, values))}; it is {fields[field]!r}, for which this GPT-2 has "
-                f"no code. Load another model."
-            )
-    try:
-        return Config(**sizes, **rates, vocabulary_multiple=vocabulary_multiple)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _fields(config: Config, dtype: np.dtype) -> dict[str, Any]:
-    end = 50256 if config.vocabulary > 50256 else None  # <|endoftext|>, in GPT-2's own vocabulary
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        **{field: values[0] for field, values in _ONLY.items() if field != "quantization_config"},
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_embd": config.width,
-        "n_inner": None,
-        "n_positions": config.context,
-        "n_ctx": config.context,
-        "vocab_size": config.vocabulary,
-        "layer_norm_epsilon": config.epsilon,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "torch_dtype": dtype.name,
-    }
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). Copy or download it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. Copy or download it again.")
-    return fields
 
 
 def _some(names: list[str]) -> str:
