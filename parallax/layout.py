@@ -55,13 +55,13 @@ class Layout:
 
         The message names the nearest size that does.
         """
-        for name, what, size, by, of in (
-            ("heads", "the model's heads", heads, self.tensor, "tensor"),
-            ("hidden", "the feed-forward's hidden units", hidden, self.tensor, "tensor"),
-        ):
-            if size % by:
-                near = min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - by))
-                raise ValueError(f"Layout: {what} ({name}={size}) must divide by {of}={by}. Take {of}={near}, which divides it.")
+        for name, what, size in (("heads", "the model's heads", heads), ("hidden", "the feed-forward's hidden units", hidden)):
+            if size % self.tensor:
+                both = math.gcd(heads, hidden)
+                near = min((d for d in range(1, both + 1) if both % d == 0), key=lambda d: abs(d - self.tensor))
+                raise ValueError(
+                    f"Layout: {what} ({name}={size}) must divide by tensor={self.tensor}. Take tensor={near}, which divides it."
+                )
         for name, what, size, by, of in (
             ("layers", "the model's layers", layers, self.stage * self.chunks, "stage x chunks"),
             ("rows", "the vocabulary's padded rows", rows, self.stage * self.tensor, "stage x tensor"),

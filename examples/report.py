@@ -1,0 +1,190 @@
+"""What a run tells: the plan before it, a line while it goes on, a JSONL and a picture of its losses.
+
+Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T tokens of a sequence, n devices on an axis.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parallax.layout import Layout
+from parallax.models import gpt2
+
+# What a run will do
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """One row a line, the names in a column of their own; a row without a name continues the one above it."""
+    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
+    """The model's flops in a step of `tokens` tokens: (6 N + 12 L D T) each.
+
+    6 N is a multiplication and an addition for every parameter, once forward and twice backward; 12 L D T is the same for
+    attention's two products, the causal mask not deducted. What `--remat` computes again does not count.
+    """
+    return (6 * config.parameters + 12 * config.layers * config.width * length) * tokens
+
+
+def traffic(config: gpt2.Config, layout: Layout, shard_bytes: int, *, batch: int, length: int, remat: bool) -> dict[str, float]:
+    """The bytes that one device sends in a step, by mesh axis, as theory has it: an all-reduce of S bytes costs 2 (n-1)/n S.
+
+    Over data go the gradients of a device's shard, once. Over tensor go float32 activations [batch / data, T, D]: in each layer
+    2 forward and 2 backward (with remat 1 forward again, since nothing needs the block's own result), 1 for the embedding, 1 for
+    the head backward; and, for the loss, a maximum and two sums a token. Scalars are left out.
+    """
+    all_reduce = lambda n, size: 2 * (n - 1) / n * size
+    position = 4 * batch // layout.data * length
+    activations = config.layers * (5 if remat else 4) + 2
+    return {
+        "data": all_reduce(layout.data, shard_bytes),
+        "tensor": all_reduce(layout.tensor, position * (activations * config.width + 3)),
+    }
+
+
+def matrix_rate(devices: list[jax.Device], seconds: float = 1.0) -> tuple[float, str]:
+    """The flops per second of the best of many float32 matrix products, for all `devices` together, and what was measured."""
+    on_cpu = devices[0].platform == "cpu"
+    size = 1024 if on_cpu else 8192
+    x = jax.device_put(jnp.ones((size, size), jnp.float32), devices[0])
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    share = "one virtual device, which has all the cores" if on_cpu else f"one device, times {len(devices)}"
+    return (1 if on_cpu else len(devices)) * 2 * size**3 / best, f"float32 {size} x {size}, measured on {share}"
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quantity(number: float, unit: str) -> str:
+    """A number to three digits with the prefix that suits it: `quantity(1.2e9, "FLOP")` is "1.2 GFLOP"."""
+    power = min(4, int(math.log10(number) // 3)) if number >= 1 else 0
+    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"
+
+
+# While it goes on
+
+
+def new_folder(out: Path) -> Path:
+    """An empty folder at `out`, or at `out-2`, `out-3`, ... where that is taken: an earlier run's results stay as they are."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: needed a folder for the results, found a file. Choose another --out.")
+    number = 1
+    while True:
+        folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if folder.is_dir() and not any(folder.iterdir()):
+                return folder
+            number += 1
+
+
+class Metrics:
+    """One JSON object a step, on a line of its own, written out at once: what a stopped run measured is kept."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records: list[dict] = []
+        path.touch(exist_ok=False)
+
+    def write(self, **record) -> None:
+        """Append a record."""
+        self.records.append(record)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+class Progress:
+    """The state of a run in one line: rewritten in place on a terminal; into a file or pipe, a line an evaluation."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.held_out = math.nan
+        self._live = sys.stdout.isatty()
+        self._recent = deque(maxlen=20)
+        self._start = time.perf_counter()
+
+    def show(self, record: Mapping) -> None:
+        """Print the line for the newest record; the rates are the mean of the last twenty steps."""
+        step, evaluated = record["step"], "held_out" in record
+        if evaluated:
+            self.held_out = record["held_out"]
+        if step == 2:  # the first step compiled
+            self._recent.clear()
+            self._start = time.perf_counter() - record["seconds"]
+        self._recent.append(record)
+        if not (self._live or evaluated):
+            return
+        mean = lambda field: sum(each[field] for each in self._recent) / len(self._recent)
+        left = round((time.perf_counter() - self._start) / max(1, step - 1) * (self.steps - step))
+        line = (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {record['loss']:.3f}  held-out {self.held_out:.3f}  "
+            f"norm {record['gradient_norm']:.2f}  {mean('tokens_per_second'):,.0f} tokens/s  "
+            f"{mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
+        )
+        if self._live:
+            print("\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+        else:
+            print(line, flush=True)
+
+    def done(self) -> None:
+        """Leave the line as it stands."""
+        if self._live:
+            print()
+
+
+# After it
+
+
+def picture(path: Path, records: list[dict], lines: Mapping[str, float], *, tokens_per_step: int, unit: str, title: str) -> None:
+    """The curve of the losses against what needs no model, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
+    steps = [record["step"] for record in records]
+    held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
+    axes.plot(steps, [record["loss"] for record in records], color="#7aa6d6", linewidth=0.8, label="train, one batch")
+    axes.plot(*zip(*held_out, strict=True), color="#12467f", linewidth=2.4, marker="o", markersize=4, label="held-out")
+    last, loss = held_out[-1]
+    axes.annotate(f"{loss:.3f}", (last, loss), (7, 0), textcoords="offset points", va="center", color="#12467f", weight="bold")
+    for (name, value), style in zip(lines.items(), (":", "--", "-"), strict=True):
+        axes.axhline(value, color="#b0413e", linewidth=1.1, linestyle=style)
+        axes.annotate(
+            f"{name} {value:.3f}", (1, value), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+            ha="right", color="#b0413e", fontsize=9,
+        )  # fmt: skip
+    axes.set(xlabel="steps", ylabel=f"loss (nats a {unit})", xlim=(0, max(steps)))
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines["right"].set_visible(False)
+    thousands = tokens_per_step / 1000
+    tokens = axes.secondary_xaxis(
+        "top", functions=(lambda steps: np.multiply(steps, thousands), lambda tokens: np.divide(tokens, thousands))
+    )
+    tokens.set_xlabel(f"{unit}s seen in training (thousands)")
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93), frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,188 @@
+"""The two primitives that JAX's types lack: a cast that is honest, and a linear function with a stated transpose."""
+
+import functools
+
+import equinox as eqx
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh
+from parallax.collectives import ring
+from parallax.collectives.replicated import like, linear, ordered, replicated, varying, varying_axes
+
+
+def spmd(f, in_specs, out_specs):
+    return mesh.spmd(f, mesh=mesh.make(x=4, y=2), in_specs=in_specs, out_specs=out_specs)
+
+
+@functools.cache
+def copies():
+    """What all_reduce declares to be the same everywhere, as each device has it."""
+    f = spmd(lambda x: varying(ring.all_reduce(x, ("x", "y")), ("x", "y"))[None], (P(("x", "y")),), P(("x", "y")))
+    return jax.jit(f)
+
+
+@given(x=hnp.arrays(np.float32, (8, 3), elements=st.floats(width=32)))
+def test_a_declared_sum_has_the_same_bits_on_all_devices(x):
+    blocks = np.asarray(copies()(x))
+    assert blocks.shape == (8, 1, 3)
+    assert {block.tobytes() for block in blocks} == {blocks[0].tobytes()}
+
+
+def test_the_cast_changes_the_type_alone():
+    def body(x):
+        y = replicated(lax.all_gather(x, "x", tiled=True), "x")
+        batched = jax.vmap(lambda x: replicated(x, ("x", "y")))(x)
+        assert (varying_axes(x), varying_axes(y), varying_axes(batched)) == (("x", "y"), ("y",), ())
+        return y
+
+    x = np.arange(16.0).reshape(16, 1)
+    f = jax.jit(spmd(body, (P(("y", "x")),), P("y")))  # out_specs without "x": JAX itself accepts the result
+    np.testing.assert_array_equal(f(x), x)
+    assert "collective-permute" not in f.lower(x).compile().as_text()
+
+
+def test_no_transpose_is_guessed_for_the_cast():
+    with pytest.raises(NotImplementedError, match="replicated"):
+        jax.grad(lambda x: replicated(x, "x"))(1.0)
+
+
+MATRIX = np.arange(12.0).reshape(3, 4) - 5
+
+
+def apply(x):
+    """A linear function of the last dim, with its transpose stated: `MATRIX @ x`."""
+    return linear(x, forward=lambda x: x @ MATRIX.T, backward=lambda ct: ct @ MATRIX)
+
+
+def plain(x):
+    return x @ MATRIX.T
+
+
+def energy(f, x):
+    return jnp.sum(f(x) ** 3)
+
+
+def looped(f):
+    return lambda x: lax.scan(lambda carry, s: (carry + f(x * s), f(s * x)), f(x), jnp.arange(3.0))
+
+
+TRANSFORMED = {
+    "jit": lambda f, x: jax.jit(f)(x),
+    "vmap": lambda f, x: jax.vmap(f, in_axes=1, out_axes=2)(x),
+    "vmap of vmap": lambda f, x: jax.vmap(jax.vmap(f), in_axes=1, out_axes=1)(x),
+    "scan": lambda f, x: looped(f)(x),
+    "grad of scan": lambda f, x: jax.grad(lambda x: jnp.sum(looped(f)(x)[0] ** 2))(x),
+    "grad of checkpoint": lambda f, x: jax.grad(lambda x: energy(jax.checkpoint(f), x))(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x + 1,)),
+    "grad of vmap": lambda f, x: jax.grad(lambda x: energy(jax.vmap(f, in_axes=1), x))(x),
+    "vmap of grad": lambda f, x: jax.vmap(jax.grad(functools.partial(energy, f)))(x),
+    "forward over reverse": lambda f, x: jax.jvp(jax.grad(functools.partial(energy, f)), (x,), (x + 1,)),
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(functools.partial(energy, f))(x) ** 2))(x),
+    "third": lambda f, x: jax.jacfwd(jax.jacfwd(jax.grad(functools.partial(energy, f))))(x[0, 0]),
+    "transpose": lambda f, x: jax.linear_transpose(f, x)(f(x)),
+}
+every_transformation = pytest.mark.parametrize("transformation", TRANSFORMED)
+VALUES = hnp.arrays(np.float64, (2, 3, 4), elements=st.integers(-9, 9).map(float))
+
+
+@functools.cache
+def both(transformation):
+    transform = TRANSFORMED[transformation]
+    return jax.jit(lambda x: [transform(f, x) for f in (apply, plain)])
+
+
+@every_transformation
+@given(x=VALUES)
+def test_linear_is_the_function_it_wraps(transformation, x):
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), *both(transformation)(x))
+
+
+def test_linear_takes_the_stated_transpose():
+    """The transpose is used, not derived: a wrong one shows."""
+    gradient = jax.grad(lambda x: jnp.sum(linear(x, forward=lambda x: 2 * x, backward=lambda ct: 5 * ct)))(np.ones(3))
+    np.testing.assert_array_equal(gradient, np.full(3, 5.0))
+
+
+class Model(eqx.Module):
+    weight: jax.Array
+    count: jax.Array
+    activation: object
+    name: str
+    missing: None = None
+    kind: str = eqx.field(static=True, default="kind")
+
+
+def test_varying_takes_equinox_trees():
+    model = Model(jnp.ones((4, 2)), jnp.arange(4), jax.nn.relu, "model")
+
+    def body(model, seen):
+        assert (varying_axes(model.weight), varying_axes(model.count), varying_axes(seen)) == (("x",), (), ("y",))
+        result = varying(model, ("y", "x"))
+        assert (result.activation, result.name, result.kind, result.missing) == (jax.nn.relu, "model", "kind", None)
+        assert [varying_axes(leaf) for leaf in (result.weight, result.count)] == [("x", "y")] * 2
+        assert varying(model.weight, "x") is model.weight  # nothing is missing, nothing happens
+        arrays = eqx.filter(model, eqx.is_array)
+        matched = like(arrays, eqx.tree_at(lambda m: m.count, arrays, seen))
+        assert [varying_axes(leaf) for leaf in (matched.weight, matched.count)] == [("x",), ("y",)]
+        assert varying_axes(like(model.weight, seen)) == ("x", "y")  # what varies already goes on varying
+        return result.weight.sum(keepdims=True)
+
+    f = spmd(body, (Model(P("x"), P(), P(), P()), P("y")), P("x", "y"))
+    assert jax.eval_shape(
+        lambda weight, seen: f(eqx.tree_at(lambda m: m.weight, model, weight), seen), model.weight, jnp.arange(4)
+    )
+
+
+def test_ordered_keeps_values_and_types():
+    """What waits for a sum over "x" stays as it was, leaf by leaf, though the barrier itself mixes their types."""
+
+    def body(x):
+        first = lax.psum(x, "x")
+        tree = {"x": x, "y": varying(jnp.ones(2), "y"), "none": jnp.zeros(3)}
+        result = ordered(tree, (first, x))
+        assert jax.tree.map(varying_axes, result) == {"x": ("x",), "y": ("y",), "none": ()} == jax.tree.map(varying_axes, tree)
+        return jax.tree.map(lambda leaf: varying(leaf, ("x", "y")), result)
+
+    x = np.arange(8.0)
+    f = jax.jit(spmd(body, (P("x"),), P(("x", "y"))))
+    result = f(x)
+    np.testing.assert_array_equal(result["x"].reshape(4, 2, 2)[:, 0], x.reshape(4, 2))
+    np.testing.assert_array_equal(result["y"], np.ones(16))
+    np.testing.assert_array_equal(result["none"], np.zeros(24))
+
+
+def test_the_transpose_of_varying_is_a_sum():
+    gradient = spmd(jax.grad(lambda w: jnp.sum(varying(w, "x") * (lax.axis_index("x") + 1).astype(float))), (P(),), P())
+    np.testing.assert_array_equal(jax.jit(gradient)(np.ones(2)), np.full(2, 1.0 + 2 + 3 + 4))
+
+
+def test_outside_a_map_nothing_varies():
+    assert varying_axes(jnp.ones(3)) == ()
+    assert varying({"a": 1.0, "f": jax.nn.relu}, "x") == {"a": 1.0, "f": jax.nn.relu}
+
+
+class Unknown:
+    """A type of a JAX to come, which says nothing of `mat`."""
+
+
+def test_a_jax_that_no_longer_fits(monkeypatch):
+    fits_no_longer = (
+        r"parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 \(`jax.typeof\(x\).mat.varying`\), and JAX "
+        rf"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
+    )
+    f = spmd(lambda x: ring.all_reduce(x, "x"), (P("x"),), P())
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "typeof", lambda x: Unknown())
+        with pytest.raises(TypeError, match=fits_no_longer):
+            jax.eval_shape(f, jnp.ones((8, 2)))
+    monkeypatch.delattr(jax.core.ShapedArray, "mat")
+    with pytest.raises(TypeError, match=fits_no_longer):
+        jax.eval_shape(lambda x: replicated(x, "x"), 1.0)

@@ -1,0 +1,255 @@
+"""Layers whose weights are split over an axis equal the whole ones, in value and gradient, and send what theory says."""
+
+import functools
+import re
+
+import hlo
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh, tensor
+from parallax.collectives import ring
+
+ALL_REDUCES = {"ring": ring.all_reduce, "psum": lax.psum}
+LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the batch is split over "data"
+    "1": ({"data": 2, "tensor": 1}, "tensor"),
+    "2": ({"data": 2, "tensor": 2}, "tensor"),
+    "4": ({"data": 2, "tensor": 4}, "tensor"),
+    "8": ({"data": 1, "tensor": 8}, "tensor"),
+    "2 x 2": ({"data": 2, "a": 2, "b": 2}, ("b", "a")),
+    "none": ({"data": 2}, ()),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+UNIT = st.floats(-2, 2, width=32)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+
+
+def over(layout, f, in_specs, out_specs):
+    """`f(*arguments, axis)` mapped; "T" in a spec stands for the split axes of the layout."""
+    sizes, axis = LAYOUTS[layout]
+    world = mesh.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+
+    def fill(spec):
+        return P(*[(axis or None) if entry == "T" else entry for entry in spec])
+
+    specs = jax.tree.map(fill, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P))
+    return jax.jit(mesh.spmd(functools.partial(f, axis), mesh=world, in_specs=specs[0], out_specs=specs[1]))
+
+
+def dense(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["up_bias"][None])
+    return hidden @ params["down"] + params["down_bias"][None]
+
+
+def loss(f, params, x):
+    return jnp.sum(jnp.cos(f(params, x)))
+
+
+PARAMS = {"up": P(None, "T"), "up_bias": P("T"), "down": P("T"), "down_bias": P()}
+SHAPES = {"up": (3, 16), "up_bias": (16,), "down": (16, 5), "down_bias": (5,)}
+
+
+@functools.cache
+def pair(layout, all_reduce):
+    """The loss, its gradients of all parameters and of x, and the output of a column- and a row-parallel layer."""
+
+    def body(axis, params, x):
+        parallel = {"axis_name": axis, "all_reduce": ALL_REDUCES[all_reduce]}
+
+        def split(params, x):
+            hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
+            return tensor.row(hidden, params["down"], params["down_bias"], **parallel)
+
+        value, gradients = jax.value_and_grad(functools.partial(loss, split), argnums=(0, 1))(params, x)
+        return lax.psum(value, "data"), gradients, split(params, x)
+
+    return over(layout, body, (PARAMS, P("data")), (P(), (PARAMS, P("data")), P("data")))
+
+
+whole = jax.jit(
+    lambda params, x: (
+        *jax.value_and_grad(functools.partial(loss, dense), argnums=(0, 1))(params, x),
+        dense(params, x),
+    )
+)
+
+
+@every_layout
+@every_all_reduce
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_column_and_a_row_equal_the_whole_layers(layout, all_reduce, data):
+    params = {name: data.draw(hnp.arrays(np.float64, shape, elements=UNIT), label=name) for name, shape in SHAPES.items()}
+    x = data.draw(hnp.arrays(np.float64, (4, 3), elements=UNIT), label="x")
+    jax.tree.map(close, pair(layout, all_reduce)(params, x), whole(params, x))
+
+
+def test_without_bias():
+    x, w, v = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((4, 5))
+    none = {"axis_name": (), "all_reduce": lax.psum}
+    np.testing.assert_array_equal(tensor.row(tensor.column(x, w, None, **none), v, None, **none), x @ w @ v)
+
+
+def test_hidden_dims_may_be_several():
+    """Heads and head width, say: split over the heads, whole over the width."""
+    draw = np.random.default_rng(0).normal
+    up, bias, down, x = draw(size=(3, 4, 2)), draw(size=(4, 2)), draw(size=(4, 2, 5)), draw(size=(2, 6, 3))
+
+    def body(axis, up, bias, down, x):
+        parallel = {"axis_name": axis, "all_reduce": ring.all_reduce}
+        return tensor.row(tensor.column(x, up, bias, **parallel), down, None, **parallel)
+
+    split = over("4", body, (P(None, "T"), P("T"), P("T"), P("data")), P("data"))
+    close(split(up, bias, down, x), np.tensordot(np.tensordot(x, up, 1) + bias, down, 2))
+
+
+def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
+    arguments = [{name: jax.ShapeDtypeStruct(shape, jnp.float64) for name, shape in SHAPES.items()}]
+    arguments += [jax.ShapeDtypeStruct((4, 3), jnp.float64)]
+
+    def body(axis, params, x):
+        parallel = {"axis_name": axis, "all_reduce": ring.all_reduce}
+
+        def split(x):
+            hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
+            return jnp.sum(jnp.cos(tensor.row(hidden, params["down"], params["down_bias"], **parallel)))
+
+        return jax.grad(split)(x)
+
+    ops = hlo.collectives(over("4", body, (PARAMS, P("data")), P("data")), *arguments)
+    assert {op.kind for op in ops} == {"collective-permute"}
+    rows, n = 2, 4  # local rows; devices on the tensor axis; 8 bytes a number; both arrays pad to a multiple of n
+    assert sum(op.bytes for op in ops) == 2 * (n - 1) * 8 * (-(-rows * 5 // n) + -(-rows * 3 // n))
+
+
+V, VOCABULARY, D = 16, 13, 3  # three rows of padding
+
+
+@functools.cache
+def lookup(layout, all_reduce):
+    def body(axis, table, ids, weight):
+        def looked_up(table):
+            found = tensor.embed(table, ids, axis, all_reduce=ALL_REDUCES[all_reduce])
+            return jnp.sum(found * weight), found
+
+        gradient, found = jax.grad(looked_up, has_aux=True)(table)
+        return found, gradient
+
+    return over(layout, body, (P("T"), P("data"), P("data")), (P("data"), P("T")))
+
+
+@every_layout
+@every_all_reduce
+@settings(max_examples=5)
+@given(data=st.data())
+def test_embed_equals_take(layout, all_reduce, data):
+    table = data.draw(hnp.arrays(np.float64, (V, D), elements=UNIT), label="table")
+    weight = data.draw(hnp.arrays(np.float64, (4, 2, D), elements=UNIT), label="weight")
+    ids = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(-1, V)), label="ids")
+    found, gradient = lookup(layout, all_reduce)(table, ids, weight)
+    inside = (ids >= 0) & (ids < V)  # an id outside the table gives zeros
+    np.testing.assert_array_equal(found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), 0))
+    expected = np.zeros_like(table)
+    np.add.at(expected, ids[inside], weight[inside])
+    close(gradient, expected)
+
+
+@functools.cache
+def entropy(layout, all_reduce):
+    def body(axis, logits, targets, weight):
+        def summed(logits):
+            parallel = {"all_reduce": ALL_REDUCES[all_reduce], "vocabulary": VOCABULARY}
+            nats = tensor.cross_entropy(logits, targets, axis, **parallel)
+            return jnp.sum(nats * weight), nats
+
+        gradient, nats = jax.grad(summed, has_aux=True)(logits)
+        return nats, gradient
+
+    return over(layout, body, (P("data", None, "T"), P("data"), P("data")), (P("data"), P("data", None, "T")))
+
+
+@jax.jit
+def dense_entropy(logits, targets, weight):
+    def summed(logits):
+        every = jax.nn.log_softmax(logits[..., :VOCABULARY])
+        nats = -jnp.take_along_axis(every, targets[..., None], -1)[..., 0]
+        return jnp.sum(nats * weight), nats
+
+    gradient, nats = jax.grad(summed, has_aux=True)(logits)
+    return nats, gradient
+
+
+EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 709
+
+
+@every_layout
+@every_all_reduce
+@settings(max_examples=8)
+@given(data=st.data())
+def test_cross_entropy_equals_log_softmax(layout, all_reduce, data):
+    logits = data.draw(hnp.arrays(np.float64, (4, 2, V), elements=EXTREME), label="logits")
+    targets = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(0, VOCABULARY - 1)), label="targets")
+    weight = data.draw(hnp.arrays(np.float64, (4, 2), elements=UNIT), label="weight")
+    nats, gradient = entropy(layout, all_reduce)(logits, targets, weight)
+    assert np.isfinite(nats).all()
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[..., VOCABULARY:], 0)  # padding learns nothing
+    jax.tree.map(close, (nats, gradient), dense_entropy(logits, targets, weight))
+
+
+def test_cross_entropy_of_bfloat16_logits_is_near():
+    logits = np.linspace(-4, 4, 64).reshape(4, 16)
+    nats = tensor.cross_entropy(jnp.asarray(logits, jnp.bfloat16), jnp.arange(4), (), all_reduce=lax.psum)
+    expected = -np.diagonal(jax.nn.log_softmax(logits))
+    # exp, log and the sum of 16 terms round by at most eps each: (16 + 4) eps, on numbers up to 8
+    np.testing.assert_allclose(nats.astype(float), expected, atol=20 * 8 * float(jnp.finfo(jnp.bfloat16).eps))
+
+
+@every_all_reduce
+def test_no_logits_are_gathered(all_reduce):
+    """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient moves nothing."""
+    shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]
+    ops = hlo.collectives(entropy("4", all_reduce), *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    positions, n = 2 * 2, 4
+    kinds = {kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}}
+    maximum, sums = 8 * positions, 8 * 2 * positions
+    by_ring = {"all-reduce": maximum, "collective-permute": 2 * (n - 1) * sums // n}
+    assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[all_reduce]
+
+
+REFUSED = {
+    "enter": (
+        lambda x: tensor.enter(x, ("data", "tensor"), all_reduce=ring.all_reduce),
+        "tensor.enter needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
+        "Enter once, before the column-parallel layer, and leave after the row-parallel one.",
+    ),
+    "column": (
+        lambda x: tensor.column(x, jnp.ones((3, 2)), None, "data", all_reduce=ring.all_reduce),
+        "tensor.enter needs an x that is the same along 'data'; this one, of shape (2, 3), varies along ['data'].",
+    ),
+    "leave": (
+        lambda x: tensor.leave(x, "tensor", all_reduce=ring.all_reduce),
+        "tensor.leave needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
+        "would be counted once a device. Split the weights before it, or do not leave.",
+    ),
+    "row": (
+        lambda x: tensor.row(x, jnp.ones((3, 2)), None, ("tensor", "data"), all_reduce=ring.all_reduce),
+        "tensor.leave needs partial sums that differ along ('tensor', 'data'); this x, of shape (2, 2), is the same along "
+        "['tensor']",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refusals(wrong):
+    f, said = REFUSED[wrong]
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        jax.eval_shape(over("2", lambda axis, x: f(x), (P("data"),), P("data")), jnp.ones((4, 3)))
