@@ -1,14 +1,14 @@
-"""Train a byte-level GPT-2 on real text over data x tensor, on a ring all-reduce made of `ppermute`s.
+"""Train a byte-level GPT-2 on real text over data x stage x tensor, on a ring all-reduce made of `ppermute`s.
 
     python examples/gpt2.py
 
-needs no argument, no network and no accelerator: eight virtual CPU devices, data 4 x tensor 2, learn the State of the Union
-addresses. `--help` lists what can be changed, such as `--data 8 --tensor 1`, `--all-reduce psum` or `--text FILE`.
+needs no argument, no network and no accelerator: eight virtual CPU devices, data 2 x stage 2 x tensor 2 under the 1F1B
+schedule, learn the State of the Union addresses. `--help` lists what can be changed, such as `--data 4 --tensor 2`,
+`--schedule interleaved`, `--all-reduce psum` or `--text FILE`.
 
 On the back of the envelope: 0.8 M parameters and 16 sequences of 64 bytes are (6 N + 12 L D T) tokens = 5.5 GFLOP a step, 12 ms
 at the 450 GFLOP/s of two cores. So small a model does not get there: its matrices have 64 to 256 columns on a device, and eight
-devices that take turns on two cores meet in some 200 hops of a few kilobytes. A step takes about 0.1 s, 700 take 70 s, and
-compiling, evaluating and sampling 25 s more.
+devices that take turns on two cores meet in some 300 hops of a few kilobytes. A step takes about 0.15 s.
 """
 
 import time
@@ -31,11 +31,11 @@ import tyro
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax import data, mesh, step
+from parallax import data, draw, mesh, schedule, step
 from parallax.collectives import ring
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.models.gpt2.sample import sample
+from parallax.schedule import Schedule
 
 SHIPPED = Path(__file__).resolve().parent / "data"
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
@@ -66,17 +66,23 @@ class Settings:
     """What a token is: a byte, or one of GPT-2's 50,257 pieces of words."""
 
     data: int | None = None
-    """Replicas, among which the batch is split. By default all the devices that `tensor` leaves."""
+    """Replicas, among which the batch is split. By default all the devices that `stage` and `tensor` leave."""
+    stage: int | None = None
+    """Pipeline stages, among which the layers are split. By default 2 where no axis is given and four divides the devices."""
     tensor: int | None = None
-    """Devices that share each layer. By default 2, or 1 where `data` is given or the devices are odd in number."""
+    """Devices that share each layer. By default 2 where no axis is given and the devices are even in number."""
     devices: int = 8
     """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
     all_reduce: Literal["ring", "psum"] = "ring"
     """Who adds up over devices: our ring, or XLA's own all-reduce."""
-    microbatches: int = 2
-    """Parts of each replica's batch, one after another; their gradients are accumulated."""
+    microbatches: int = 4
+    """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
+    schedule: str = "one_f_one_b"
+    """The pipeline's: `gpipe`, `one_f_one_b`, `interleaved` (1F1B with 2 chunks), or a FILE.csv of your own."""
+    chunks: int | None = None
+    """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
     remat: bool = False
-    """Compute each block again in the backward pass, instead of keeping what it computed."""
+    """Compute each block (in a pipeline: each stage) again in the backward pass, instead of keeping what it computed."""
 
     steps: int = 700
     """Optimizer steps."""
@@ -106,6 +112,7 @@ class Plan:
     settings: Settings
     config: gpt2.Config
     layout: Layout
+    schedule: Schedule
     mesh: Mesh
     tokenizer: data.Tokenizer
     length: int
@@ -115,6 +122,11 @@ class Plan:
     prompt: np.ndarray
     lines: dict[str, float]
     out: Path
+
+    @property
+    def axes(self) -> str:
+        """The mesh, in words."""
+        return " x ".join(f"{name} {size}" for name, size in self.layout.axes.items())
 
     @property
     def unit(self) -> str:
@@ -128,13 +140,8 @@ def prepare(settings: Settings) -> Plan:
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(settings, name)}.")
     jax.config.update("jax_num_cpu_devices", settings.devices)
-    n = jax.device_count()
-    tensor = settings.tensor
-    if tensor is None:
-        tensor = 1 if settings.data or n % 2 else 2
-    replicas = max(1, n // max(1, tensor)) if settings.data is None else settings.data
-    layout = Layout(data=replicas, tensor=tensor, microbatches=settings.microbatches)
-    mesh_ = mesh.make(data=replicas, tensor=tensor)
+    layout, table = split(settings, jax.device_count())
+    mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
 
     tokenizer = TOKENIZERS[settings.tokenizer]()
     preset = MODELS[settings.model]
@@ -168,7 +175,32 @@ def prepare(settings: Settings) -> Plan:
         "bigram": data.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
     }
     out = report.new_folder(settings.out)
-    return Plan(settings, config, layout, mesh_, tokenizer, length, train, batches, evaluated, prompt, lines, out)
+    return Plan(settings, config, layout, table, mesh_, tokenizer, length, train, batches, evaluated, prompt, lines, out)
+
+
+def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
+    """The layout over `n` devices, and the schedule of its pipeline (one stage is a pipeline too)."""
+    given = [settings.data, settings.stage, settings.tensor]
+    by_default = lambda divisor: 2 if not any(given) and n % divisor == 0 else 1
+    tensor = by_default(2) if settings.tensor is None else settings.tensor
+    stage = by_default(4) if settings.stage is None else settings.stage
+    data_ = max(1, n // max(1, stage * tensor)) if settings.data is None else settings.data
+    M, name = settings.microbatches, settings.schedule
+    if name.endswith(".csv"):
+        table = schedule.from_csv(name)
+        if (table.stages, table.microbatches) != (stage, M) or settings.chunks not in (None, table.chunks):
+            raise ValueError(
+                f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
+                f"run has --stage {stage} --microbatches {M} --chunks {settings.chunks or 1}. Make them agree."
+            )
+        return Layout(data_, stage, tensor, M, table.chunks), table
+    if name not in ("gpipe", "one_f_one_b", "interleaved"):
+        raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
+    chunks = settings.chunks or (2 if name == "interleaved" else 1)
+    if name == "gpipe" and chunks > 1:
+        raise ValueError(f"--schedule gpipe has one chunk a stage; got --chunks {chunks}. Take --schedule interleaved.")
+    layout = Layout(data_, stage, tensor, M, chunks)
+    return layout, schedule.gpipe(stage, M) if name == "gpipe" else schedule.one_f_one_b(stage, M, chunks)
 
 
 def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
@@ -176,7 +208,7 @@ def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
     s, c, layout = plan.settings, plan.config, plan.layout
     per_step = s.batch * plan.length
     flops = report.step_flops(c, per_step, plan.length)
-    sent = report.traffic(c, layout, shard_bytes, batch=s.batch, length=plan.length, remat=s.remat)
+    sent = report.traffic(c, layout, plan.schedule, shard_bytes, batch=s.batch, length=plan.length, remat=s.remat)
     n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
     kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
     bytes_ = lambda size: report.quantity(size, "B")
@@ -190,14 +222,15 @@ def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
             "run",
             f"{s.steps:,} steps of {per_step:,} {plan.unit}s: {s.steps * per_step / len(plan.train):.2f} epochs, seed {s.seed}",
         ),
-        ("mesh", f"data {layout.data} x tensor {layout.tensor}: {n} {kind}"),
+        ("mesh", f"{plan.axes}: {n} {kind}"),
+        *([("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")] if layout.stage > 1 else []),
         (
             "batch",
             f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
             f"{layout.microbatches} microbatches",
         ),
         ("all-reduce", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (theory),"),
-        ("", f"{bytes_(sent['data'])} of gradients over data and {bytes_(sent['tensor'])} of activations over tensor"),
+        ("", ", ".join(f"{bytes_(size)} over {axis}" for axis, size in sent.items())),
         ("arithmetic", f"{report.quantity(flops, 'FLOP')} a step"),
         ("matrix rate", f"{report.quantity(rate, 'FLOP/s')} ({measured}):"),
         ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),
@@ -210,22 +243,16 @@ def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
 def optimizer(settings: Settings) -> optax.GradientTransformation:
     """AdamW with warm-up and cosine; only the blocks' matrices decay, not embeddings, norms or biases."""
     peak, warm_up = settings.learning_rate, min(100, settings.steps // 10)
-    schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warm_up, settings.steps, peak / 10)
+    rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, warm_up, settings.steps, peak / 10)
     decays = lambda path: path.endswith("weight") and "norm" not in path
     mask = lambda tree: jax.tree.map_with_path(lambda path, _: decays(mesh.dotted(path)), tree)
-    return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+    return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
 
 
-def held_out_loss(plan: Plan, model: gpt2.GPT2):
+def held_out_loss(plan: Plan):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
     all_reduce = ALL_REDUCE[plan.settings.all_reduce]
-
-    def local(model, windows):
-        loss = gpt2.loss(model, (windows, None), axis_name="tensor", all_reduce=all_reduce)
-        return all_reduce(loss, "data") / plan.layout.data
-
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, model)
-    one = jax.jit(mesh.spmd(local, mesh=plan.mesh, in_specs=(specs, P("data")), out_specs=P()))
+    one: Any = step.loss_step(plan.config, plan.layout, plan.mesh, schedule=plan.schedule, all_reduce=all_reduce)
     return lambda model: float(np.mean([one(model, windows).block_until_ready() for windows in plan.held_out]))
 
 
@@ -239,14 +266,18 @@ def run(plan: Plan) -> None:
         plan.layout,
         plan.mesh,
         batch=s.batch,
+        schedule=plan.schedule,
+        remat=s.remat,
         all_reduce=ALL_REDUCE[s.all_reduce],
         max_norm=1.0,
-        checkpoint=jax.checkpoint if s.remat else lambda block: block,
+        checkpoint=jax.checkpoint if s.remat and plan.layout.stage == 1 else lambda block: block,
         key=jax.random.key(s.seed),
     )
     shard = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(state.model))
     print(describe(plan, shard, rate, measured), flush=True)
-    held_out = held_out_loss(plan, state.model)
+    if plan.layout.stage > 1:
+        draw.timeline(plan.schedule, plan.out / "schedule.png")
+    held_out = held_out_loss(plan)
     metrics, progress = report.Metrics(plan.out / "metrics.jsonl"), report.Progress(s.steps)
     (plan.out / "settings.json").write_text(json.dumps(dataclasses.asdict(s), default=str, indent=2) + "\n")
     jax.block_until_ready(state)
@@ -287,7 +318,8 @@ def finish(plan: Plan, metrics: report.Metrics, model: gpt2.GPT2, seconds: dict[
     """The sample, the picture, and the last lines."""
     s, start = plan.settings, time.perf_counter()
     whole = jax.device_put(model, plan.mesh.devices.flat[0])
-    write = jax.jit(sample, static_argnames=("tokens", "window"))
+    whole = whole if plan.layout.stage == 1 else gpt2.unchunked(whole)
+    write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
     ids = write(whole, jnp.asarray(plan.prompt, jnp.int32), tokens=SAMPLED, window=plan.length, temperature=0.8, key=key)
     text = plan.tokenizer.decode(np.concatenate([plan.prompt, np.asarray(ids)]))
@@ -295,8 +327,7 @@ def finish(plan: Plan, metrics: report.Metrics, model: gpt2.GPT2, seconds: dict[
     (plan.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
     seconds["sample"], start = time.perf_counter() - start, time.perf_counter()
 
-    axes = f"data {plan.layout.data} x tensor {plan.layout.tensor}"
-    title = f"GPT-2, {plan.config.parameters:,} parameters, {axes}, {s.all_reduce} all-reduce: {s.text.name}"
+    title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {s.all_reduce} all-reduce: {s.text.name}"
     report.picture(
         plan.out / "loss.png", metrics.records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title
     )
@@ -306,7 +337,7 @@ def finish(plan: Plan, metrics: report.Metrics, model: gpt2.GPT2, seconds: dict[
     verdict = "below" if loss < bigram else "NOT below"
     print(
         f"held-out loss {loss:.3f} nats a {plan.unit}, {verdict} the bigram line of {bigram:.3f}; "
-        f"{time.perf_counter() - STARTED:.0f} s in all; metrics.jsonl, loss.png and sample.txt in {plan.out}"
+        f"{time.perf_counter() - STARTED:.0f} s in all; metrics.jsonl, loss.png and sample.txt are in {plan.out}"
     )
 
 

@@ -74,7 +74,7 @@ def value_and_grad(
     def grad(params, batch):
         _check(schedule, axis_name, where(params))
         weights = eqx.filter(params, eqx.is_inexact_array)
-        run = _Run(enter, stage, head, schedule, axis_name, where, remat, varying(params, axis_name), batch)
+        run = _Run(enter, stage, head, schedule, axis_name, where, varying(params, axis_name), batch, remat=remat)
         loss, sums = run()
         means = jax.tree.map(lambda total, w: (total / schedule.microbatches).astype(w.dtype), sums, weights)
         # What was the same on all stages is reduced; what is split over them is done.
@@ -83,6 +83,40 @@ def value_and_grad(
         return eqx.combine(all_reduce(shared, axis_name), own)
 
     return grad
+
+
+def value(
+    enter: Callable,
+    stage: Callable,
+    head: Callable,
+    schedule: Schedule,
+    axis_name: str,
+    *,
+    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    all_reduce: Callable = lax.psum,
+) -> Callable[[PyTree, PyTree], Float[Array, ""]]:
+    """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
+
+    Arguments and errors are those of `value_and_grad`.
+    """
+
+    def loss(params, batch):
+        _check(schedule, axis_name, where(params))
+        run = _Run(
+            enter,
+            stage,
+            head,
+            schedule,
+            axis_name,
+            where,
+            varying(params, axis_name),
+            batch,
+            lanes=frozenset({"forward", "head"}),
+        )
+        loss = run()[0] / schedule.microbatches
+        return all_reduce(loss, axis_name) if axis_name in varying_axes(loss) else loss
+
+    return loss
 
 
 def from_last(x: Shaped[Array, "*dims"], axis_name: AxisName, *, all_reduce: Callable) -> Shaped[Array, "*dims"]:
@@ -106,9 +140,22 @@ class _Carry(NamedTuple):
 class _Run:
     """One call: the functions, the schedule, and this device's parameters and batch."""
 
-    def __init__(self, enter, stage, head, schedule, axis_name, where, remat, params, batch):
+    def __init__(
+        self,
+        enter,
+        stage,
+        head,
+        schedule,
+        axis_name,
+        where,
+        params,
+        batch,
+        *,
+        remat=False,
+        lanes=frozenset({"forward", "head", "backward"}),
+    ):
         self.user_stage, self.user_head, self.user_enter, self.where = stage, head, enter, where
-        self.schedule, self.axis_name, self.remat = schedule, axis_name, remat
+        self.schedule, self.axis_name, self.remat, self.lanes = schedule, axis_name, remat, lanes
         self.parts = in_parts(batch, schedule.microbatches)
         in_blocks = eqx.tree_at(where, jax.tree.map(lambda _: False, params), replace_fn=_all_true)
         blocks, ends = eqx.partition(params, in_blocks)
@@ -137,7 +184,8 @@ class _Run:
             begin = 0
             for lanes, length in pattern:
                 of = jax.tree.map(lambda r: r[begin : begin + length], rows)  # noqa: B023
-                carry = lax.scan(lambda carry, row: (self._tick(lanes, carry, row), None), carry, of)[0]  # noqa: B023
+                run = lanes & self.lanes
+                carry = lax.scan(lambda carry, row: (self._tick(run, carry, row), None), carry, of)[0] if run else carry  # noqa: B023
                 begin += length
             return carry, None
 
@@ -171,6 +219,8 @@ class _Run:
             loss = self._head_loss(ends, y, row.finished)
             return loss if self._shared(loss) else jnp.where(self.last, loss, jnp.zeros((), loss.dtype))
 
+        if "backward" not in self.lanes:
+            return carry._replace(loss=carry.loss + loss_of(self.ends, y))
         loss, (ends, ct) = jax.value_and_grad(loss_of, argnums=(0, 1))(self.ends, y)
         counts = jnp.ones((), bool) if self._shared(loss) else self.last
         return carry._replace(
@@ -200,6 +250,8 @@ class _Run:
     def _stage_and_residuals(self, x, microbatch, chunk):
         """The stage's output, and what its backward tick needs that is not at hand there."""
         weights, known = self._at_hand(microbatch, chunk)
+        if "backward" not in self.lanes:
+            return self._stage(weights, x, microbatch, chunk), []
         if self.remat:
             return self._stage(weights, x, microbatch, chunk), [x]
         y, transposed = jax.vjp(lambda weights, x: self._stage(weights, x, microbatch, chunk), weights, x)

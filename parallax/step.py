@@ -124,17 +124,15 @@ def train_step(
     _check_mesh(layout, mesh_)
     weights_key, dropout_key = jax.random.split(key)
     if layout.stage == 1:
-        make_model, rule = functools.partial(gpt2.GPT2, config, key=weights_key, dtype=dtype), gpt2.rules()
         loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=all_reduce, checkpoint=checkpoint, attend=attend)
         grad = grads.accumulated(jax.value_and_grad(loss), microbatches=layout.microbatches)
     else:
-        make_model = lambda: gpt2.chunked(gpt2.GPT2(config, key=weights_key, dtype=dtype), layout.chunks)
-        rule = gpt2.rules(stage="stage")
-        schedule = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
         parts = gpt2.stages(config, all_reduce=all_reduce, checkpoint=checkpoint, attend=attend)
-        grad = pipeline.value_and_grad(*parts, schedule, "stage", remat=remat, all_reduce=all_reduce)
+        table = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
+        grad = pipeline.value_and_grad(*parts, table, "stage", remat=remat, all_reduce=all_reduce)
     grad = grads.averaged(grad, "data", all_reduce=all_reduce)
 
+    make_model, rule = _model(config, layout, weights_key, dtype)
     state, specs = init(make_model, optimizer, rule, mesh_)
     local = make(grad, optimizer, max_norm=max_norm, all_reduce=all_reduce)
     step = mesh.spmd(local, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(specs, P()))
@@ -145,6 +143,42 @@ def train_step(
         return step(state, (windows, sequence_keys(dropout_key, state.step, batch) if drops else None))
 
     return state, train
+
+
+def loss_step(
+    config: gpt2.Config,
+    layout: Layout,
+    mesh_: Mesh,
+    *,
+    schedule: Schedule | None = None,
+    all_reduce: Callable = ring.all_reduce,
+    attend: Callable = gpt2.attention,
+) -> Callable[[PyTree, Int[Array, "batch window"]], Float[Array, ""]]:
+    """The compiled `(model, windows) -> loss` of `train_step`'s model, without dropout, to evaluate with.
+
+    The batch may be of another size than in training; it must divide by data x microbatches.
+    """
+    if layout.stage == 1:
+        loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=all_reduce, attend=attend)
+    else:
+        parts = gpt2.stages(config, all_reduce=all_reduce, attend=attend)
+        table = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
+        loss = pipeline.value(*parts, table, "stage", all_reduce=all_reduce)
+
+    def local(model, windows):
+        return all_reduce(loss(model, (windows, None)), "data") / jax.lax.axis_size("data")
+
+    make_model, rule = _model(config, layout, jax.random.key(0), jnp.dtype(jnp.float32))
+    specs = rules.specs(eqx.filter_eval_shape(make_model), rule, mesh_)
+    return jax.jit(mesh.spmd(local, mesh=mesh_, in_specs=(specs, P("data")), out_specs=P()))
+
+
+def _model(config: gpt2.Config, layout: Layout, key, dtype) -> tuple[Callable[[], gpt2.GPT2], Callable]:
+    """How the model of a layout is made, and its rule."""
+    whole = functools.partial(gpt2.GPT2, config, key=key, dtype=dtype)
+    if layout.stage == 1:
+        return whole, gpt2.rules()
+    return lambda: gpt2.chunked(whole(), layout.chunks), gpt2.rules(stage="stage")
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:

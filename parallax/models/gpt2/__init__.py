@@ -22,6 +22,7 @@ from parallax.models.gpt2.model import (
     run_blocks,
     unchunked,
 )
+from parallax.models.gpt2.sample import sample
 from parallax.models.gpt2.stages import stages
 from parallax.models.gpt2.weights import load, save
 
@@ -46,6 +47,7 @@ __all__ = [
     "loss",
     "rules",
     "run_blocks",
+    "sample",
     "save",
     "stages",
     "unchunked",
