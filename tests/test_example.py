@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from parallax import schedule
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=4", "--evaluate-tokens=2048"]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
@@ -66,12 +68,17 @@ def test_metrics_hold_a_record_for_each_step(twice):
 def test_the_plan_stands_before_the_first_step(twice):
     plan, steps = twice[1][0].split("step 4/6", maxsplit=1)
     parameters = (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
-    for said in (f"{parameters:,} parameters", "data 4 x tensor 2: 8 virtual CPU devices", "2,452,353 bytes to train on"):
+    for said in (
+        f"{parameters:,} parameters",
+        "data 2 x stage 2 x tensor 2: 8 virtual CPU devices",
+        "2,452,353 bytes to train on",
+    ):
         assert said in plan
     for said in (
         "a device sends",
-        "of gradients over data",
-        "of activations over tensor",
+        "over data",
+        "over stage x tensor",
+        "one_f_one_b: 2 stages, 4 microbatches: time 15, bubble 3 (20%), at most 3 microbatches in flight",
         "FLOP/s",
         "uniform 5.545",
         "bigram 2.",
@@ -91,19 +98,27 @@ def test_the_plan_stands_before_the_first_step(twice):
         assert said in steps
 
 
-def test_the_picture_is_one(twice):
+@pytest.mark.parametrize(("name", "height", "width"), [("loss.png", 500, 900), ("schedule.png", 300, 900)])
+def test_the_pictures_are_pictures(twice, name, height, width):
     import matplotlib.image
 
-    pixels = matplotlib.image.imread(twice[0] / "out/gpt2/loss.png")
-    assert pixels.shape[0] > 500
-    assert pixels.shape[1] > 900
-    assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.5  # drawn on, and not all over
+    pixels = matplotlib.image.imread(twice[0] / "out/gpt2" / name)
+    assert pixels.shape[0] > height
+    assert pixels.shape[1] > width
+    assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.95  # drawn on, and not all over
 
 
 def test_one_device_computes_the_same_run(twice, tmp_path):
     train(tmp_path, "--devices=1", "--all-reduce=psum", "--microbatches=1", "--remat", "--out=alone")
     for one, eight in zip(losses(tmp_path / "alone"), losses(twice[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in one] == pytest.approx([value or 0 for value in eight], rel=2e-5)
+
+
+def test_a_table_of_your_own_computes_the_same_run(twice, tmp_path):
+    schedule.to_csv(schedule.gpipe(2, 4), tmp_path / "mine.csv")
+    train(tmp_path, "--data=2", "--stage=2", "--tensor=2", "--schedule=mine.csv", "--remat", "--dropout=0", "--out=mine")
+    for mine, eight in zip(losses(tmp_path / "mine"), losses(twice[0] / "out/gpt2"), strict=True):
+        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path):
@@ -118,6 +133,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 MISTAKES = {
     "--tensor=3": "multiply to 6, and there are 8 devices",
     "--batch=10": "batch=10) must divide by data x microbatches=8. Take batch=16 or batch=8",
+    "--layers=3": "layers=3) must divide by stage x chunks=2. Take layers=4 or layers=2",
+    "--schedule=pipedream": "--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got pipedream",
+    "--chunks=3": "layers=4) must divide by stage x chunks=6. Take layers=6",
     "--width=130": "width=130 must divide by heads=4",
     "--text=nowhere.txt": "nowhere.txt: needed a text file, found no file",
     "--text=short.txt": "one window needs 65 tokens (length 64 and the next one), the text has 27",
