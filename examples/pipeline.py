@@ -53,6 +53,6 @@ if __name__ == "__main__":
     state, specs = step.init(lambda: net, optimizer, rule, devices)
     train = jax.jit(mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     for i in range(101):
-        state, info = train(state, (inputs, targets))
+        state, info = jax.block_until_ready(train(state, (inputs, targets)))  # virtual devices share threads
         if i % 20 == 0:
             print(f"step {i:3d}  loss {info.loss:.4f}")

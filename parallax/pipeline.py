@@ -220,11 +220,11 @@ class _Run:
             return loss if self._shared(loss) else jnp.where(self.last, loss, jnp.zeros((), loss.dtype))
 
         if "backward" not in self.lanes:
-            return carry._replace(loss=carry.loss + loss_of(self.ends, y))
+            return carry._replace(loss=carry.loss + loss_of(self.ends, y).astype(carry.loss.dtype))
         loss, (ends, ct) = jax.value_and_grad(loss_of, argnums=(0, 1))(self.ends, y)
         counts = jnp.ones((), bool) if self._shared(loss) else self.last
         return carry._replace(
-            loss=carry.loss + loss,
+            loss=carry.loss + loss.astype(carry.loss.dtype),
             ends=_added(carry.ends, ends, counts),
             pending=lax.dynamic_update_index_in_dim(carry.pending, ct, row.put, 0),
         )
@@ -304,27 +304,27 @@ class _Run:
         return self.axis_name not in varying_axes(loss)
 
     def _type_of_x(self):
-        """What travels from stage to stage, as a shape with a replication type: at least what enters and what a stage makes."""
+        """What travels from stage to stage, as zeros with a replication type: at least what enters and what a stage makes."""
         zero = jnp.zeros((), jnp.int32)
-        self.x = jax.eval_shape(lambda: varying(self.user_enter(self._whole(self.ends), self._part(zero)), self.axis_name))
-        y = jax.eval_shape(lambda: self._stage(self._at_hand(zero, zero)[0], jnp.zeros_like(self.x), zero, zero))
+        entering = lambda: varying(self.user_enter(self._whole(self.ends), self._part(zero)), self.axis_name)
+        self.x = jnp.zeros_like(jax.eval_shape(entering))
+        y = jax.eval_shape(lambda: self._stage(self._at_hand(zero, zero)[0], self.x, zero, zero))
         if (y.shape, y.dtype) != (self.x.shape, self.x.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {self.x.dtype}{list(self.x.shape)}, since its output is the next "
                 f"stage's input; it returned {y.dtype}{list(y.shape)}. Move what changes the shape into enter or head."
             )
-        return y
+        return jnp.zeros_like(y)
 
     def _start(self, rows) -> _Carry:
         zero = jnp.zeros((), jnp.int32)
-        x = jnp.zeros_like(self.x)
-        residuals = jax.eval_shape(lambda: self._stage_and_residuals(x, self.index * 0, self.index * 0)[1])
-        loss = jax.eval_shape(lambda: self._head_loss(self.ends, x, zero))
+        residuals = jax.eval_shape(lambda: self._stage_and_residuals(self.x, self.index * 0, self.index * 0)[1])
+        loss = jax.eval_shape(lambda: self._head_loss(self.ends, self.x, zero))
         stacked = lambda struct, count: jnp.broadcast_to(jnp.zeros_like(struct), (count, *struct.shape))
         wide = lambda w: jnp.zeros_like(w, dtype=precision.wide(w.dtype))
         return _Carry(
-            x=x,
-            ct=x,
+            x=self.x,
+            ct=self.x,
             slots=[stacked(residual, int(rows.written.max()) + 1) for residual in residuals],
             pending=stacked(self.x, int(rows.put.max()) + 1),
             loss=jnp.zeros_like(loss, dtype=precision.wide(loss.dtype)),

@@ -3,6 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests may queue.
+os.environ.setdefault("NPROC", "32")
 
 import hypothesis
 import jax
