@@ -1,0 +1,170 @@
+"""The plain versions: one device, the pipeline that `jax.grad` walks back through, and how near is near enough."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from parallax import step
+from parallax.grads import in_parts
+from parallax.models import gpt2
+
+FLOAT64 = jnp.dtype("float64")
+EXACT = 1e-11  # in float64: a few thousand roundings of 1e-16, with room
+# AdamW divides by sqrt(v) + 1e-8, so a gradient that is all rounding (of a key's bias: its softmax does not see it) moves its
+# weight by up to lr * 1e-16 / 1e-8 a step, whatever the losses do: 1e-11 a step at lr = 1e-3, next to weights near 0.1.
+AFTER_ADAMW = 1e-9
+
+
+def one_device(enter: Callable, stage: Callable, head: Callable, positions: int) -> Callable:
+    """What a pipeline computes: the loss of the whole batch, each chunk of layers after the one before."""
+
+    def loss(params, batch):
+        x = enter(params, batch)
+        blocks, functions = eqx.partition(params.blocks, eqx.is_array)
+        blocks = jax.tree.map(lambda w: w.reshape(positions, -1, *w.shape[2:]), blocks)
+        for k in range(positions):
+            own = eqx.combine(jax.tree.map(lambda w: w[k], blocks), functions)  # noqa: B023
+            x = stage(own, x, batch, jnp.asarray(k, jnp.int32))
+        return head(params, x, batch)
+
+    return loss
+
+
+def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str) -> Callable:
+    """The same loss, pipelined as a first lesson does it: in tick t stage s runs microbatch t - s, if there is one.
+
+    Inside `mesh.spmd`, with one chunk a stage. Its gradient is what `jax.grad` makes of it: all backward ticks after all
+    forward ticks, in reverse, so that every stage holds what each of M + P - 1 ticks left behind.
+    """
+
+    def loss(params, batch):
+        P, s = lax.axis_size(axis_name), lax.axis_index(axis_name)
+        own = jax.tree.map(lambda w: w[0] if eqx.is_array(w) else w, params.blocks)
+        parts = in_parts(batch, microbatches)
+
+        def tick(carry, t):
+            x, total = carry
+            part = jax.tree.map(lambda leaf: leaf[jnp.clip(t - s, 0, microbatches - 1)], parts)
+            y = stage(own, jnp.where(s == 0, enter(params, part), x), part, s)
+            counts = (s == P - 1) & (t >= s) & (t - s < microbatches)
+            total += jnp.where(counts, head(params, y, part), jnp.zeros((), total.dtype))
+            return (lax.ppermute(y, axis_name, [(i, i + 1) for i in range(P - 1)]), total), None
+
+        x = jnp.zeros_like(enter(params, jax.tree.map(lambda leaf: leaf[0], parts)))
+        zeros = lax.pcast((x, jnp.zeros((), x.dtype)), axis_name, to="varying")
+        (_, total), _ = lax.scan(tick, zeros, jnp.arange(microbatches + P - 1, dtype=jnp.int32))
+        return lax.psum(total, axis_name) / microbatches
+
+    return loss
+
+
+class Run(NamedTuple):
+    """Training GPT-2: where it began, its first gradients, its losses, and where it ended."""
+
+    start: gpt2.GPT2
+    gradients: gpt2.GPT2
+    losses: list[float]
+    end: gpt2.GPT2
+
+
+class Recorded(NamedTuple):
+    """An optimizer's state, and the gradients it saw last."""
+
+    inner: optax.OptState
+    gradients: optax.Updates
+
+
+def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`optimizer`, which also remembers the gradients that it was given."""
+
+    def update(gradients, state, params=None):
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        return updates, Recorded(inner, gradients)
+
+    return optax.GradientTransformation(
+        lambda params: Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params)), update
+    )
+
+
+OPTIMIZER = recording(optax.adamw(1e-3))
+
+
+def windows(config: gpt2.Config, seed: int, number: int, batch: int) -> np.ndarray:
+    """The global batch of one step."""
+    return np.random.default_rng((seed, number)).integers(0, config.vocabulary, (batch, config.context + 1)).astype(np.int32)
+
+
+@functools.cache
+def gpt2_on_one_device(config: gpt2.Config, seed: int, steps: int, batch: int) -> Run:
+    """`step.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
+    weights_key, dropout_key = jax.random.split(jax.random.key(seed))
+
+    @jax.jit
+    def train(model, optimizer, number, tokens):
+        keys = step.sequence_keys(dropout_key, number, batch) if config.dropout or config.attention_dropout else None
+        loss, gradients = jax.value_and_grad(gpt2.loss)(model, (tokens, keys))
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+            updates, optimizer = OPTIMIZER.update(gradients, optimizer, model)
+        return jax.tree.map(jnp.add, model, updates), optimizer, loss
+
+    start = model = jax.jit(lambda: gpt2.GPT2(config, key=weights_key, dtype=FLOAT64))()
+    optimizer, losses, first = OPTIMIZER.init(model), [], None
+    for number in range(steps):
+        model, optimizer, loss = train(model, optimizer, jnp.asarray(number, jnp.int32), windows(config, seed, number, batch))
+        first = first or optimizer.gradients
+        losses.append(float(loss))
+    return Run(start, first, losses, model)
+
+
+def gpt2_on(layout, mesh, config: gpt2.Config, seed: int, steps: int, batch: int, **options) -> Run:
+    """The same run by `step.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
+    host = lambda model: jax.tree.map(np.asarray, gpt2.unchunked(model) if layout.stage > 1 else model)
+    with jax.numpy_dtype_promotion("standard"):
+        state, train = step.train_step(
+            config, OPTIMIZER, layout, mesh, batch=batch, dtype=FLOAT64, key=jax.random.key(seed), **options
+        )
+        start, losses, first = host(state.model), [], None
+        for number in range(steps):
+            state, info = train(state, windows(config, seed, number, batch))
+            first = first or host(state.optimizer.gradients)
+            losses.append(float(info.loss))
+    return Run(start, first, losses, host(state.model))
+
+
+def assert_same_run(run: Run, plain: Run) -> None:
+    """The weights begin with the same bits; the losses, the gradients and the weights at the end are those of one device."""
+    jax.tree.map(np.testing.assert_array_equal, run.start, plain.start)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=EXACT)
+    assert_close(run.gradients, plain.gradients, EXACT)
+    assert_close(run.end, plain.end, AFTER_ADAMW)
+
+
+def assert_close(tree, reference, tolerance: float) -> None:
+    """Every leaf within `tolerance` of the largest number in the reference's leaf, and of the same shape and type."""
+
+    def check(path, leaf, right):
+        leaf, right = np.asarray(leaf), np.asarray(right)
+        assert (leaf.shape, leaf.dtype) == (right.shape, right.dtype)
+        atol = tolerance * np.max(np.abs(right), initial=0)
+        np.testing.assert_allclose(leaf, right, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree.map_with_path(check, tree, reference)
+
+
+@contextlib.contextmanager
+def compiled_quickly():
+    """Compile with few optimizations: in half the time, to the same meaning. Not for tests that read the program."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)

@@ -1,0 +1,499 @@
+"""A pipeline computes what one device does, whatever the table, in constant memory and without a conditional."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+from reference import (
+    AFTER_ADAMW,
+    EXACT,
+    FLOAT64,
+    assert_close,
+    assert_same_run,
+    compiled_quickly,
+    gpt2_on,
+    gpt2_on_one_device,
+    naive_pipeline,
+    one_device,
+)
+
+from parallax import grads, mesh, pipeline, rules, schedule, step, tensor
+from parallax.collectives import ring
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b
+
+WIDTH = 8
+NOT_TAG = np.array([[0.0] + [1.0] * (WIDTH - 1)])  # the first column says which sequence it is
+REDUCE = [lax.psum, ring.all_reduce]
+no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
+
+
+class Model(eqx.Module):
+    """What the small models of these tests have in common: the ends, and blocks of [v, L / v, ...]."""
+
+    w_in: Array
+    blocks: Any
+    w_out: Array
+
+
+class Kind(NamedTuple):
+    """A sort of small model: one layer's weights, what it does with them, how they are split, and what the head begins with."""
+
+    weights: Callable
+    layer: Callable
+    specs: Any = P(None, "stage")
+    last: Callable = lambda x, part: x
+
+
+def pair(x, w, part, **parallel):
+    """Split over tensor; it also sees the batch, which must be that of its microbatch."""
+    y = jnp.tanh(tensor.column(x, w["up"], None, **parallel))
+    return x + part["gate"][:, None] * tensor.row(y, w["down"], None, **parallel)
+
+
+def pair_weights(key):
+    up, down = jax.random.normal(key, (2, WIDTH, WIDTH)) / 3
+    return {"up": up, "down": down}
+
+
+def perceptron(x, w, part, **parallel):
+    """An Equinox network with an activation function among its leaves, and an integer that gets no gradient."""
+    return x + jax.vmap(w["net"])(x) * jnp.cos(w["number"].astype(x.dtype))
+
+
+def perceptron_weights(key):
+    return {
+        "net": eqx.nn.MLP(WIDTH, WIDTH, 4, 1, jax.nn.gelu, dtype=FLOAT64, key=key),
+        "number": jax.random.randint(key, (), 0, 9),
+    }
+
+
+def picky(x, part):
+    """`x / |x|`: not a number at zero, which the first ticks compute on, nor for an x and a batch of different microbatches."""
+    matches = jnp.sqrt(1 - (100 * (x[:, 0] - part["tag"])) ** 2)
+    return (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) * matches[:, None]).at[:, 0].set(x[:, 0])
+
+
+pairs = Kind(pair_weights, pair, {"up": P(None, "stage", None, "tensor"), "down": P(None, "stage", "tensor")})
+perceptrons = Kind(perceptron_weights, perceptron)
+fragile = Kind(pair_weights, lambda x, w, part, **parallel: picky(x + NOT_TAG * jnp.tanh(x @ w["up"]), part), last=picky)
+
+
+def functions(kind, axis_name=(), all_reduce=lax.psum):
+    """`enter`, `stage` and `head` of a small model."""
+
+    def stage(blocks, x, part, position):
+        arrays, static = eqx.partition(blocks, eqx.is_array)
+        layer = lambda x, w: kind.layer(x, eqx.combine(w, static), part, axis_name=axis_name, all_reduce=all_reduce)
+        x = lax.scan(lambda x, w: (layer(x, w), None), x, arrays)[0]
+        return x * (1 + NOT_TAG * jnp.cos(position.astype(x.dtype)) / 9)  # each chunk must know its place
+
+    enter = lambda params, part: NOT_TAG * (part["x"] @ params.w_in) + (1 - NOT_TAG) * part["tag"][:, None]
+    head = lambda params, x, part: jnp.mean((kind.last(x, part) @ params.w_out - part["y"]) ** 2)
+    return enter, stage, head
+
+
+def model(kind, chunks, layers, seed=0):
+    keys = jax.random.split(jax.random.key(seed), layers + 2)
+    each = [kind.weights(key) for key in keys[2:]]
+    stack = lambda *leaves: jnp.stack(leaves).reshape(chunks, -1, *leaves[0].shape) if eqx.is_array(leaves[0]) else leaves[0]
+    return Model(jax.random.normal(keys[0], (5, WIDTH)), jax.tree.map(stack, *each), jax.random.normal(keys[1], (WIDTH, 3)))
+
+
+def batch_of(rows, seed=0):
+    keys = jax.random.split(jax.random.key(seed + 1), 3)
+    shapes = {"x": (rows, 5), "y": (rows, 3), "gate": (rows,)}
+    normal = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return normal | {"tag": jnp.arange(rows) / 64}
+
+
+def on(data, stages, tensor):
+    return mesh.make(data=data, stage=stages, tensor=tensor, devices=jax.devices()[: data * stages * tensor])
+
+
+def pipelined(kind, table, data=1, tensor=1, *, remat=False, all_reduce=lax.psum):
+    """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
+    grad = pipeline.value_and_grad(*functions(kind, "tensor", all_reduce), table, "stage", remat=remat, all_reduce=all_reduce)
+    grad = grads.averaged(grad, "data", all_reduce=all_reduce)
+    specs, mesh_ = Model(P(), kind.specs, P()), on(data, table.stages, tensor)
+    return eqx.filter_jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs)))
+
+
+@compiled_quickly()
+def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, all_reduce=lax.psum):
+    """The loss and every gradient are those of one device."""
+    positions, rows = table.stages * table.chunks, beside[0] * table.microbatches * 2
+    params, batch = model(kind, table.chunks, layers * positions, seed), batch_of(rows, seed)
+    loss, gradients = pipelined(kind, table, *beside, remat=remat, all_reduce=all_reduce)(params, batch)
+    plain = eqx.filter_jit(eqx.filter_value_and_grad(one_device(*functions(kind), positions)))(params, batch)
+    np.testing.assert_allclose(loss, plain[0], rtol=EXACT)
+    assert_close(gradients, plain[1], EXACT)
+
+
+@st.composite
+def by_hand(draw, stages, microbatches, chunks):
+    """Any table that can run: microbatches in any order, late or early, backwards in another order."""
+    walk = [(k % stages, k // stages) for k in range(stages * chunks)]
+
+    def lane(walk, earliest):
+        cells, starts = {}, {}
+        for m in draw(st.permutations(range(microbatches))):
+            start = earliest[m] + draw(st.integers(0, 3))
+            while any((start + k, s) in cells for k, (s, _) in enumerate(walk)):
+                start += 1
+            cells |= {(start + k, s): m * chunks + c for k, (s, c) in enumerate(walk)}
+            starts[m] = start
+        return cells, starts
+
+    forward, starts = lane(walk, [0] * microbatches)
+    backward, _ = lane(walk[::-1], [starts[m] + len(walk) - 1 for m in range(microbatches)])
+    busy = sorted({tick for tick, _ in forward | backward})
+    tables = [[[cells.get((tick, s), -1) for s in range(stages)] for tick in busy] for cells in (forward, backward)]
+    return functools.partial(Schedule, *np.array(tables), chunks=chunks)
+
+
+@st.composite
+def cases(draw, biggest=8):
+    """How to make a table, and what stands beside it on eight devices."""
+    stages = draw(st.integers(1, biggest))
+    chunks = draw(st.sampled_from([1, 1, 2, 3])) if stages > 1 else 1
+    microbatches = draw(st.integers(1, 6)) if chunks == 1 else stages * draw(st.integers(1, 2))
+    tables = [st.just(functools.partial(one_f_one_b, stages, microbatches, chunks)), by_hand(stages, microbatches, chunks)]
+    tables += [st.just(functools.partial(gpipe, stages, microbatches))] if chunks == 1 else []
+    beside = [(d, t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t * stages <= 8]
+    return draw(st.one_of(tables)), draw(st.sampled_from(beside))
+
+
+CSV = """\
+tick,forward 0,forward 1,backward 0,backward 1
+0,0,,,
+1,1,0,,
+2,,1,,1
+3,2,,1,0
+4,,2,0,
+5,,,,2
+6,,,2,
+"""
+
+draws = given(
+    kind=st.sampled_from([pairs, perceptrons, fragile]),
+    case=cases(),
+    layers=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+    remat=st.booleans(),
+    all_reduce=st.sampled_from(REDUCE),
+)
+
+
+@settings(max_examples=6, phases=no_shrinking)
+@draws
+def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
+    make_table, beside = case
+    check(kind, make_table(), beside, layers, seed, remat, all_reduce)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, phases=no_shrinking)
+@draws
+def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
+    make_table, beside = case
+    check(kind, make_table(), beside, layers, seed, remat, all_reduce)
+
+
+@pytest.mark.parametrize(
+    ("table", "remat"),
+    [(one_f_one_b(4, 3), False), (one_f_one_b(4, 3), True), (one_f_one_b(2, 4, chunks=2), False), (gpipe(4, 3), True)],
+)
+def test_garbage_never_leaks(table, remat):
+    """Idle ticks compute 0 / 0 and its gradient, in the stage and in the head; none of it is in any sum."""
+    check(fragile, table, remat=remat)
+
+
+def test_a_table_written_by_hand(tmp_path):
+    (tmp_path / "mine.csv").write_text(CSV)
+    check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), all_reduce=ring.all_reduce)
+
+
+@compiled_quickly()
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 2), (3, 7)])
+def test_the_naive_pipeline_computes_the_same(stages, microbatches):
+    """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the clever one must equal."""
+    params, batch = model(perceptrons, 1, stages), batch_of(2 * microbatches)
+    loss, gradients = naive(perceptrons, stages, microbatches)(params, batch)
+    clever = pipelined(perceptrons, one_f_one_b(stages, microbatches))(params, batch)
+    np.testing.assert_allclose(clever[0], loss, rtol=EXACT)
+    assert_close(clever[1], gradients, EXACT)
+
+
+def naive(kind, stages, microbatches):
+    loss = naive_pipeline(*functions(kind, "tensor"), microbatches, "stage")
+    loss = mesh.spmd(loss, mesh=on(1, stages, 1), in_specs=(Model(P(), kind.specs, P()), P()), out_specs=P())
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss))
+
+
+@compiled_quickly()
+@pytest.mark.parametrize("table", [one_f_one_b(4, 3), one_f_one_b(2, 4, chunks=3), gpipe(3, 2)])
+def test_the_forward_lane_alone_is_the_loss(table):
+    """`pipeline.value`: the same loss, and no exchange but one a tick."""
+    enter, stage, head = functions(perceptrons)
+    params, batch = model(perceptrons, table.chunks, table.stages * table.chunks), batch_of(2 * table.microbatches)
+    value = pipeline.value(enter, stage, head, table, "stage")
+    specs = (Model(P(), perceptrons.specs, P()), P())
+    value = mesh.spmd(value, mesh=on(1, table.stages, 1), in_specs=specs, out_specs=P())
+    arrays, static = eqx.partition(params, eqx.is_array)
+    value_of = lambda arrays, batch: value(eqx.combine(arrays, static), batch)
+    plain = one_device(enter, stage, head, table.stages * table.chunks)(params, batch)
+    np.testing.assert_allclose(jax.jit(value_of)(arrays, batch), plain, rtol=EXACT)
+    permutes = [op for op in hlo.collectives(value_of, arrays, batch) if op.kind == "collective-permute"]
+    assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
+
+
+@compiled_quickly()
+def test_five_steps_of_adamw():
+    """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
+    table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2)
+    params = model(pairs, 2, 8)
+    grad = pipeline.value_and_grad(*functions(pairs, "tensor"), table, "stage")
+    grad = grads.averaged(grad, "data", all_reduce=lax.psum)
+    specs = Model(P(), pairs.specs, P())
+    specs = step.State(specs, rules.optimizer_specs(optimizer, params, specs), P())
+    local = step.make(grad, optimizer, max_norm=1.0)
+    train = jax.jit(mesh.spmd(local, mesh=on(2, 2, 2), in_specs=(specs, P("data")), out_specs=(specs, P())))
+    plain = jax.jit(step.make(jax.value_and_grad(one_device(*functions(pairs), 4)), optimizer, max_norm=1.0))
+    ours = theirs = step.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    with jax.numpy_dtype_promotion("standard"):
+        for number in range(5):
+            ours, info = train(ours, batch_of(16, number))
+            theirs, plain_info = plain(theirs, batch_of(16, number))
+            np.testing.assert_allclose(info, plain_info, rtol=EXACT)
+    assert_close(ours.model, theirs.model, AFTER_ADAMW)
+
+
+CONFIG = gpt2.Config(
+    layers=8, heads=4, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
+)
+BATCH = 16
+
+
+def train_gpt2(layout, table, seed, remat, all_reduce):
+    options = {"schedule": table, "remat": remat, "all_reduce": all_reduce}
+    with compiled_quickly():
+        run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
+        assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
+
+
+@pytest.mark.parametrize(
+    ("layout", "table", "remat", "all_reduce"),
+    [
+        (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring.all_reduce),
+        (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum),
+        pytest.param(Layout(stage=8, microbatches=2), gpipe(8, 2), False, lax.psum, marks=pytest.mark.slow),
+    ],
+)
+def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):
+    """Weights at birth bit for bit; the loss, every gradient, and five steps of AdamW, with dropout."""
+    train_gpt2(layout, table, 0, remat, all_reduce)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, phases=no_shrinking)
+@given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), all_reduce=st.sampled_from(REDUCE))
+def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, all_reduce):
+    sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]
+    d, s, t = data.draw(st.sampled_from(sizes))
+    chunks = data.draw(st.sampled_from([c for c in (1, 2, 4) if s * c <= 8]))
+    microbatches = data.draw(st.sampled_from([m for m in (1, 2, 4, 8) if d * m <= BATCH and (chunks == 1 or m % s == 0)]))
+    make_table = data.draw(st.just(lambda: None) | by_hand(s, microbatches, chunks))
+    train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, all_reduce)
+
+
+ROWS = 32  # of a microbatch, in the programs that are read
+
+
+@functools.cache
+def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None):
+    """A compiled pipeline; `layers` in each chunk."""
+    table = make(stages, microbatches) if make else one_f_one_b(stages, microbatches, chunks)
+    arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
+    grad = pipeline.value_and_grad(*functions(pairs), table, "stage", remat=remat)
+    mesh_, specs = mesh.make(stage=stages, devices=jax.devices()[:stages]), Model(P(), P(None, "stage"), P())
+    return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["stored", "remat"])
+def test_memory_does_not_grow_with_the_microbatches(remat):
+    few, many = (program(M, remat=remat).memory_analysis().temp_size_in_bytes for M in (8, 64))
+    assert many == pytest.approx(few, rel=0.02)
+
+
+def test_the_naive_pipelines_memory_grows_with_them():
+    def bytes_of(microbatches):
+        arguments = model(pairs, 1, 4), batch_of(ROWS * microbatches)
+        return naive(pairs, 4, microbatches).lower(*arguments).compile().compiled.memory_analysis().temp_size_in_bytes
+
+    eight, sixteen, sixty_four = (bytes_of(M) for M in (8, 16, 64))
+    assert sixty_four - sixteen == pytest.approx(6 * (sixteen - eight), rel=0.1)
+    assert sixty_four > 3 * program(64).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        (one_f_one_b(4, 8), {}),
+        (one_f_one_b(4, 8), {"remat": True}),
+        (one_f_one_b(4, 8, chunks=2), {"chunks": 2}),
+        (gpipe(4, 8), {"make": gpipe}),
+    ],
+)
+def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, options):
+    text = program(8, **options).as_text()
+    assert not re.search(r"\bconditional\(", text)
+    found = collections.Counter((op.kind, op.bytes) for op in hlo.parse(text))
+    ticks = sum((lane >= 0).any(axis=1).sum() for lane in table.lanes.values())
+    ends = {8 * 5 * WIDTH: 1, 8 * WIDTH * 3: 1, 8: 1}  # w_in and w_out, which all stages have, and the loss
+    assert found == {("collective-permute", 8 * ROWS * WIDTH): ticks} | {("all-reduce", n): c for n, c in ends.items()}
+    for body in re.split(r"\n\n", text):
+        assert len(re.findall(r" collective-permute(?:-start)?\(", body)) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"chunks": 2}, {"chunks": 2, "remat": True}, {"make": gpipe}])
+def test_the_program_does_not_grow_with_the_microbatches(options):
+    few, many = (len(program(M, **options).as_text()) for M in (8, 64))
+    assert many <= 1.2 * few
+
+
+def test_the_program_does_not_grow_with_the_layers():
+    few, many = (len(program(8, layers=layers).as_text()) for layers in (1, 12))  # on each of 4 stages
+    assert many <= 1.5 * few
+
+
+@pytest.mark.parametrize("all_reduce", [lax.psum, pytest.param(ring.all_reduce, marks=pytest.mark.slow)], ids=["psum", "ring"])
+def test_gpt2s_collectives_are_those_of_theory(all_reduce):
+    """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
+    layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
+    config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
+    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+        state, train = step.train_step(
+            *(config, optax.adamw(1e-3), layout, on(2, 2, 2)),
+            batch=BATCH,
+            all_reduce=all_reduce,
+            dtype=FLOAT64,
+            key=jax.random.key(0),
+        )
+    windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        text = train.lower(state, windows).compile().as_text()
+    assert not re.search(r"\bconditional\(", text)
+
+    M, P_, t, d = layout.microbatches, layout.stage, layout.tensor, layout.data
+    tokens, ticks, layers = BATCH // d // M * config.context, M + P_ - 1, config.layers // P_
+    activation, everywhere = tokens * config.width, P_ * t
+    shard = lambda leaf: math.prod(leaf.addressable_shards[0].data.shape)
+    reductions = [
+        *[(t, activation)] * 2 * layers * ticks * 2,  # in the layers, forward and backward
+        *[(everywhere, activation), (P_, activation)] * ticks,  # the embedding, forward; what enters it, backward
+        *[(P_, activation), (everywhere, activation), (everywhere, 2 * tokens)]
+        * M,  # the head: from the last stage, back, the sums
+        *[(P_, shard(leaf)) for leaf in (state.model.wpe, state.model.norm.weight, state.model.norm.bias)],
+        *[(d, shard(leaf)) for leaf in jax.tree.leaves(state.model)],
+        (d, 1),  # the loss
+        *[(P_, 1), (everywhere, 1)],  # squared norms of what is split over the stages, and over both
+    ]
+    # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of the logits stay `lax.pmax`.
+    expected = collections.Counter({("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M})
+    for n, elements in reductions:
+        if all_reduce is lax.psum:
+            expected["all-reduce", 8 * elements] += 1
+        else:
+            expected["collective-permute", 8 * math.ceil(elements / n)] += 2 * (n - 1)
+    assert collections.Counter((op.kind, op.bytes) for op in hlo.parse(text)) == expected
+
+
+def test_sums_are_wider_than_bfloat16():
+    """512 gradients of 1 have the mean 1; added up in bfloat16 they would stop at 256."""
+    M = 512
+    params = Model(jnp.zeros((1,), jnp.bfloat16), jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.zeros((1,), jnp.bfloat16))
+    enter = lambda params, part: part + params.w_in[None]
+    stage = lambda blocks, x, part, position: x + jnp.sum(blocks, axis=0, keepdims=True)
+    head = lambda params, x, part: jnp.sum(x + params.w_out[None])
+    grad = pipeline.value_and_grad(enter, stage, head, one_f_one_b(2, M), "stage")
+    specs = Model(P(), P(None, "stage"), P())
+    run = jax.jit(mesh.spmd(grad, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=(P(), specs)))
+    loss, gradients = run(params, jnp.ones((M, 1), jnp.bfloat16))
+    assert float(loss) == 1
+    jax.tree.map(lambda g, w: np.testing.assert_array_equal(g, jnp.ones_like(w), strict=True), gradients, params)
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "rows", "stage", "message"),
+    [
+        (
+            one_f_one_b(2, 4),
+            *(lambda params: params, 16, None),
+            "pipeline: the schedule has 2 stages, and the mesh axis 'stage' has 4 devices. Make the schedule for stages=4.",
+        ),
+        (
+            one_f_one_b(4, 4),
+            *(lambda params: params, 18, None),
+            "The batch's leaf ['gate'] has 18 rows on each device, which must divide by microbatches=4. "
+            "Take a batch that is a multiple of it, or fewer microbatches.",
+        ),
+        (
+            one_f_one_b(4, 4, chunks=2),
+            *(lambda params: params, 16, None),
+            "pipeline: the blocks' array ['down'] has shape (1, 2, 8, 8) on a stage, and its first dim must be the schedule's "
+            "chunks, 2. Reshape L layers to [2, L / 2, ...] and split dim 1 over 'stage'.",
+        ),
+        (
+            one_f_one_b(4, 4),
+            *(lambda params: eqx.tree_at(lambda p: p.blocks["up"], params, params.blocks["up"][0]), 16, None),
+            "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first dim must be the schedule's "
+            "chunks, 1. Reshape L layers to [1, L / 1, ...] and split dim 1 over 'stage'.",
+        ),
+        (
+            one_f_one_b(4, 4),
+            *(lambda params: params, 16, lambda blocks, x, part, position: x[:, :4]),
+            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
+            "returned float64[4, 4]. Move what changes the shape into enter or head.",
+        ),
+        (
+            one_f_one_b(4, 4),
+            *(lambda params: params, 16, lambda blocks, x, part, position: x.astype(jnp.float32)),
+            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
+            "returned float32[4, 8]. Move what changes the shape into enter or head.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
+    enter, own, head = functions(pairs)
+    specs = Model(P(), P(None, "stage"), P())
+    for arrow in (pipeline.value_and_grad, pipeline.value):
+        f = mesh.spmd(arrow(enter, stage or own, head, table, "stage"), mesh=on(1, 4, 1), in_specs=(specs, P()), out_specs=P())
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}\n"):  # JAX adds a note
+            jax.eval_shape(f, change(model(pairs, 1, 8)), batch_of(rows))
+
+
+def test_a_weight_lane_is_refused():
+    message = (
+        "pipeline.value_and_grad runs schedules of a forward and a backward lane, and this one has a weight lane. "
+        "Take schedule.one_f_one_b or schedule.gpipe; schedule.zero_bubble is there to compare and to draw."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pipeline.value_and_grad(*functions(pairs), schedule.zero_bubble(4, 8), "stage")
