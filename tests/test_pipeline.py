@@ -303,7 +303,7 @@ def train_gpt2(layout, table, seed, remat, all_reduce):
     ("layout", "table", "remat", "all_reduce"),
     [
         (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring.all_reduce),
-        (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum),
+        pytest.param(Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum, marks=pytest.mark.slow),
         pytest.param(Layout(stage=8, microbatches=2), gpipe(8, 2), False, lax.psum, marks=pytest.mark.slow),
     ],
 )

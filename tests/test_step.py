@@ -222,7 +222,7 @@ def test_make_clips_as_optax_does(max_norm):
 )
 def test_evaluation_is_the_loss_without_dropout(layout, all_reduce):
     config = dataclasses.replace(SHAPES[0], layers=4)
-    model, windows = gpt2.GPT2(config, key=jax.random.key(0)), np.arange(BATCH * 9, dtype=np.int32).reshape(BATCH, 9) % 30
+    model, windows = gpt2.GPT2(config, key=jax.random.key(0)), jnp.arange(BATCH * 9, dtype=jnp.int32).reshape(BATCH, 9) % 30
     plain = gpt2.loss(model, (windows, None))
     split = gpt2.chunked(model, layout.chunks) if layout.stage > 1 else model
     loss = step.loss_step(config, layout, on(layout), all_reduce=all_reduce)(split, windows)

@@ -1,0 +1,101 @@
+"""Each benchmark runs and prints its tables, and what its parser reads off a compiled program is what theory says."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh
+from parallax.collectives import ring
+
+ROOT = Path(__file__).parent.parent
+FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+measure = load("measure")
+
+RUNS = {
+    "collectives": (
+        ["--devices", "2", "4", "--processes", "2", "--sizes", "4096", "1048576", "--rounds", "2"],
+        ["2 devices of one process", "4 devices of one process", "2 processes over gloo", "to floor", "Geometric means"],
+    ),
+    "train_step": (
+        ["--quick", "--data=2", "--layers=1", "--rounds=2"],
+        ["a plain", "b ours", "c GSPMD", "d ours, psum", "e ours, ring", "of matrix rate", "(e/c)"],
+    ),
+    "pipeline": (
+        ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
+        ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_prints_its_tables(name):
+    flags, expected = RUNS[name]
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *flags]
+    environment = os.environ | {"XLA_FLAGS": FAST_COMPILER, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for words in expected:
+        assert words in ran.stdout, ran.stdout
+
+
+def compiled(f, n, x):
+    over = mesh.make(x=n, devices=jax.devices()[:n])
+    return jax.jit(mesh.spmd(f, mesh=over, in_specs=(P("x"),), out_specs=P())).lower(x).compile()
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("turns", [1, 5])
+def test_counts_what_runs_in_loops(n, turns):
+    size = 6 * n
+
+    def f(x):
+        return lax.scan(lambda total, _: (total + ring.all_reduce(x + total, "x"), None), jnp.zeros(size), length=turns)[0]
+
+    sent = measure.collectives(compiled(f, n, jnp.ones(n * size)))
+    assert sent == {"collective-permute": measure.Traffic(turns * 2 * (n - 1), turns * 2 * (n - 1) * size // n * 8)}
+
+
+def test_reads_every_kind_of_array():
+    sent = measure.collectives(compiled(lambda x: lax.psum((x, x[:3].astype(jnp.int8)), "x"), 4, jnp.ones(40)))
+    assert sent["all-reduce"].bytes == 10 * 8 + 3
+
+
+def test_rivals_take_turns():
+    order = []
+    rival = lambda name: lambda: order.append(name)
+    seconds = measure.interleaved({"a": rival("a"), "b": rival("b")}, rounds=3)
+    assert "".join(order) == "ab" + "ababab"
+    assert [len(rounds) for rounds in seconds.values()] == [3, 3]
+    assert measure.medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+
+
+def test_copy_leaves_its_source_alone():
+    x = jnp.arange(8.0)
+    run = measure.copy(x)
+    assert [np.asarray(run()).tolist() for _ in range(3)] == [list(range(1, 9))] * 3
+
+
+def test_failed_processes_tell_and_end():
+    commands = [[sys.executable, "-c", text] for text in ("raise SystemExit('broken')", "import time; time.sleep(60)")]
+    with pytest.raises(RuntimeError, match="broken"):
+        measure.run_together(commands, timeout=30)
+    with pytest.raises(RuntimeError, match="ended, after 1 s"):
+        measure.run_together(commands[1:], timeout=1)
