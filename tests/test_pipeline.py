@@ -210,7 +210,7 @@ def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, rema
 
 
 @pytest.mark.slow
-@settings(max_examples=100, phases=no_shrinking)
+@settings(max_examples=30, phases=no_shrinking)
 @draws
 def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
     make_table, beside = case
@@ -313,7 +313,7 @@ def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, phases=no_shrinking)
+@settings(max_examples=6, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), all_reduce=st.sampled_from(REDUCE))
 def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, all_reduce):
     sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]

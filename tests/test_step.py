@@ -71,7 +71,7 @@ def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatc
 
 
 @pytest.mark.slow
-@settings(max_examples=25, phases=no_shrinking)
+@settings(max_examples=8, phases=no_shrinking)
 @draws
 def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, all_reduce, microbatches, config, seed):
     train(data_tensor, all_reduce, microbatches, config, seed)
@@ -119,10 +119,9 @@ def test_the_collectives_are_those_of_theory(all_reduce):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("all_reduce", REDUCE, ids=["psum", "ring"])
-@pytest.mark.parametrize("config", SHAPES)
 @pytest.mark.parametrize(("data", "tensor", "microbatches"), [(4, 2, 4), (2, 4, 1)])
-def test_dropout_adds_no_collective(data, tensor, microbatches, config, all_reduce):
-    found, expected = count(config, Layout(data=data, tensor=tensor, microbatches=microbatches), all_reduce)
+def test_dropout_adds_no_collective(data, tensor, microbatches, all_reduce):
+    found, expected = count(SHAPES[1], Layout(data=data, tensor=tensor, microbatches=microbatches), all_reduce)
     assert found == expected
 
 
