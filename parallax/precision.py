@@ -1,8 +1,112 @@
-"""Which floating-point type a number is kept in."""
+"""Which floating-point type a number is kept in: weights wide, products narrow, sums wide.
 
+In mixed precision the parameters and the optimizer's state stay in float32, `mixed` runs the model in bfloat16 or float16, and
+whatever is added up (gradients over microbatches and devices, norms, softmax, the loss) is added in `wide` types.
+
+float16 ends at 65,504 and loses what is below 6e-8, so there the loss is multiplied by a number before it is differentiated.
+`Scale` is that number and its history, part of a step's state: it falls when a gradient overflows, and that step is skipped;
+it rises when none has for a while.
+
+    def grad_of(scale):                                                         # scale: a traced scalar
+        grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
+        return precision.unscaled(grads.averaged(grad, "data", all_reduce=ring.all_reduce), scale)
+
+Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
     """The type to add up values of `dtype` in: itself where it has 32 bits or more, else float32."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def cast(tree: Tree, dtype: DTypeLike) -> Tree:
+    """`tree` with its arrays of real floating-point numbers in `dtype`; all else as it is."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf, tree)
+
+
+def mixed(grad: Callable, dtype: DTypeLike) -> Callable:
+    """`grad` computed in `dtype`, with gradients in the types of the parameters: mixed precision.
+
+    The parameters are cast once a call: stand outside `grads.accumulated` and `pipeline.value_and_grad`, whose sums are
+    `wide` to the end, and inside `grads.averaged`, which then reduces wide gradients. The loss is `wide` too.
+    """
+
+    def wrapped(params, batch):
+        loss, gradients = grad(cast(params, dtype), batch)
+        weights = eqx.filter(params, eqx.is_inexact_array)
+        return loss.astype(wide(loss.dtype)), jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+
+    return wrapped
+
+
+def scaled(loss: Callable[..., Float[Array, ""]], scale: Float[Array, ""]) -> Callable[..., Float[Array, ""]]:
+    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline."""
+
+    def wrapped(*arguments):
+        value = loss(*arguments)
+        return value.astype(wide(value.dtype)) * scale.astype(wide(value.dtype))
+
+    return wrapped
+
+
+def unscaled(grad: Callable, scale: Float[Array, ""]) -> Callable:
+    """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in `wide` types.
+
+    Stand inside whatever looks at the size of gradients, such as `grads.clipped`.
+    """
+
+    def wrapped(params, batch):
+        return jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype)), grad(params, batch))
+
+    return wrapped
+
+
+class Scale(eqx.Module):
+    """What a float16 loss is multiplied by, and what became of the steps so far."""
+
+    value: Float[Array, ""]
+    good: Int[Array, ""]  # steps without an overflow since the value last changed
+    skipped: Int[Array, ""]  # steps with one, since the beginning
+
+    def __init__(self, value: float = 2.0**15):
+        self.value = jnp.asarray(value, jnp.float32)
+        self.good = self.skipped = jnp.zeros((), jnp.int32)
+
+
+def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0) -> Scale:
+    """The `Scale` of the next step: over `factor` after an overflow, times it after `interval` steps without one.
+
+    It stays between 1 and 2^24: gradients that need more are lost in float32 sums as well, and the scale itself is finite.
+
+    Args:
+        scale: this step's.
+        finite: whether this step's gradients all were: the same on all devices, as `jnp.isfinite(grads.norm(gradients))` is.
+        interval: steps without an overflow before the scale is raised.
+        factor: a power of two, so that scaling rounds nothing.
+    """
+    good = jnp.where(finite, scale.good + 1, 0)
+    grown = good >= interval
+    value = jnp.where(finite, jnp.where(grown, scale.value * factor, scale.value), scale.value / factor)
+    after = (jnp.clip(value, 1.0, 2.0**24), jnp.where(grown, 0, good), scale.skipped + (~finite).astype(jnp.int32))
+    return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, after)
+
+
+def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
+    """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then holds: a skipped step."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if eqx.is_array(a) else a, new, old)
+
+
+def _is_float(leaf) -> bool:
+    return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

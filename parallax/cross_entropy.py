@@ -1,0 +1,103 @@
+"""The cross-entropy of a language model's head, without its logits: a block of tokens at a time, the gradient on the way.
+
+The logits `x · table^T` are B T V numbers, often more than all the rest of the model. A block of tokens needs only its own, and
+what it leaves behind is small: a loss, the gradient of its `x`, and its term of the table's gradient. All three are made while
+the block's logits are there, so the backward pass has nothing left to do but to scale.
+
+Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989), section 3.2.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from parallax import precision, tensor
+from parallax.collectives.replicated import AxisName, axes, like, varying, varying_axes
+
+
+def mean(
+    x: Float[Array, "*batch width"],
+    table: Float[Array, "rows width"],
+    targets: Int[Array, "*batch"],
+    axis_name: AxisName,
+    *,
+    all_reduce: Callable,
+    vocabulary: int | None = None,
+    block_tokens: int = 512,
+) -> Float[Array, ""]:
+    """The mean of -log softmax(x · table^T)[targets] in nats: `x[B, D], W[V_X, D], targets[B] -> scalar`.
+
+    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, ...))`, with three matrix products for value and gradient,
+    as there, and one for the value alone. The products' terms are of `x`'s type, their sums, the softmax and the loss in
+    float32 or wider.
+
+    It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes these, so that blocks
+    of some hundred tokens cost no time. What moves over `axis_name` is that of `tensor.cross_entropy`, block by block.
+
+    Backwards, as after `tensor.enter`, the cotangent of `x` is this device's share. There is no forward-mode derivative.
+
+    Args:
+        x: what the head multiplies, after `tensor.enter`.
+        table: the rows of the vocabulary, or this device's, split over `axis_name`.
+        targets: they count over the whole vocabulary.
+        axis_name: the axis or axes that the rows are split over; `()` where the table is whole.
+        all_reduce: the collective that joins them.
+        vocabulary: rows from here on are padding: their logits are minus infinity, their gradients zero.
+        block_tokens: at most so many tokens' logits are there at once.
+
+    Raises:
+        ValueError: `x` is the same along an axis of `axis_name`; or `block_tokens` is below 1.
+    """
+    same = set(axes(axis_name)) - set(varying_axes(x))
+    if same:
+        raise ValueError(
+            f"cross_entropy.mean needs an x that differs along {axis_name!r}, since its gradient does; this one, of shape "
+            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.enter(x, {axis_name!r}, all_reduce=...)."
+        )
+    if block_tokens < 1:
+        raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
+    # All three vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
+    union = varying_axes(x) + varying_axes(table) + varying_axes(targets)
+    count, width, wide = targets.size, x.shape[-1], precision.wide(x.dtype)
+    blocks = -(-count // block_tokens)
+
+    def in_blocks(leaf, *dims):
+        """Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient."""
+        padding = [(0, -count % blocks)] + [(0, 0)] * len(dims)
+        return jnp.pad(leaf.reshape(count, *dims), padding).reshape(blocks, -1, *dims)
+
+    def whole(leaf, *dims):
+        return leaf.reshape(-1, *dims)[:count]
+
+    def make_logits(x, table):
+        return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
+
+    def losses_of(logits, targets):
+        return tensor.cross_entropy(logits, targets, axis_name, all_reduce=all_reduce, vocabulary=vocabulary)
+
+    @jax.custom_vjp
+    def loss(x, table, targets):
+        block = lambda _, each: (None, losses_of(make_logits(each[0], table), each[1]))
+        return jnp.mean(whole(lax.scan(block, None, (in_blocks(x, width), in_blocks(targets)))[1]))
+
+    def forward(x, table, targets):
+        def block(sums, each):
+            part, target = each
+            losses, transposed = jax.vjp(lambda logits: losses_of(logits, target), make_logits(part, table))
+            error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
+            sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
+            return sums, (losses, jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide))
+
+        zeros = like(jnp.zeros(table.shape, wide), table)
+        sums, (losses, shares) = lax.scan(block, zeros, (in_blocks(x, width), in_blocks(targets)))
+        return jnp.mean(whole(losses)), (whole(shares, width).reshape(x.shape), sums)
+
+    def backward(gradients, ct):
+        scaled = [(g * (ct / count)).astype(leaf.dtype) for g, leaf in zip(gradients, (x, table), strict=True)]
+        return *scaled, None
+
+    loss.defvjp(forward, backward)
+    return loss(*varying((x, table, targets), union))
