@@ -105,24 +105,28 @@ def linear(
     *,
     forward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
     backward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    name: str = "",
 ) -> Shaped[Array, "..."]:
-    """`forward(x)`, a linear function whose transpose is `backward`.
+    """`forward(x)`, a linear function whose transpose is `backward`. Policies of `jax.checkpoint` can know it by its `name`.
 
     Forward and reverse derivatives of any order, `vmap`, `scan`, `checkpoint` and `jit` all apply, in and around
     `shard_map`. `backward` must take and return the replication types that belong to a transpose: a result that is
     invariant along an axis has an invariant cotangent.
     """
-    return linear_p.bind(x, forward=forward, backward=backward)
+    return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
 
-def _batched(arguments, dims, *, forward, backward):
+def _batched(arguments, dims, *, forward, backward, name):
     (x,), (dim,) = arguments, dims
-    return linear_p.bind(x, forward=jax.vmap(forward, in_axes=dim), backward=jax.vmap(backward, out_axes=dim)), 0
+    over = {"forward": jax.vmap(forward, in_axes=dim), "backward": jax.vmap(backward, out_axes=dim)}
+    return linear_p.bind(x, **over, name=name), 0
 
 
 linear_p = Primitive("linear_collective")
-linear_p.def_impl(lambda x, *, forward, backward: forward(x))
-linear_p.def_abstract_eval(lambda x, *, forward, backward: jax.make_jaxpr(forward)(x).out_avals[0])
-mlir.register_lowering(linear_p, mlir.lower_fun(lambda x, *, forward, backward: forward(x), multiple_results=False))
-ad.deflinear2(linear_p, lambda ct, x, *, forward, backward: [linear_p.bind(ct, forward=backward, backward=forward)])
+linear_p.def_impl(lambda x, *, forward, backward, name: forward(x))
+linear_p.def_abstract_eval(lambda x, *, forward, backward, name: jax.make_jaxpr(forward)(x).out_avals[0])
+mlir.register_lowering(linear_p, mlir.lower_fun(lambda x, *, forward, backward, name: forward(x), multiple_results=False))
+ad.deflinear2(
+    linear_p, lambda ct, x, *, forward, backward, name: [linear_p.bind(ct, forward=backward, backward=forward, name="")]
+)
 batching.primitive_batchers[linear_p] = _batched

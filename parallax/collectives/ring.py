@@ -14,16 +14,17 @@ its devices. Here n is the number of devices on the axis and S the bytes of the 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
-from parallax.collectives.replicated import AxisName, axes, linear, replicated, varying, varying_axes
+from parallax.collectives import twins
+from parallax.collectives.replicated import AxisName, linear, varying, varying_axes
+from parallax.collectives.twins import index, send, size
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -46,16 +47,8 @@ def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, 
         ValueError: a leaf's `scatter_dimension` has another size.
     """
 
-    def leaf(x):
-        dim = _dim("scatter_dimension", scatter_dimension, x.ndim)
-        _check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, _size(axis_name), tiled)
-        return linear(
-            x,
-            forward=lambda x: _reduce_scatter(_split(x, dim, axis_name, tiled), axis_name),
-            backward=lambda ct: _merge(_all_gather(ct, axis_name), dim, tiled),
-        )
-
-    return jax.tree.map(lambda x: leaf(varying(_summable(x), axis_name)), x)
+    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
+    return twins.reduce_scatter(x, axis_name, scatter_dimension, tiled, **pair)
 
 
 def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Tree:
@@ -70,15 +63,8 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
         tiled: concatenate along the dim `axis`, instead of adding a dim of size n there.
     """
 
-    def leaf(x):
-        dim = _dim("axis", axis, x.ndim + (not tiled))
-        return linear(
-            x,
-            forward=lambda x: _merge(_all_gather(x, axis_name), dim, tiled),
-            backward=lambda ct: _reduce_scatter(_split(ct, dim, axis_name, tiled), axis_name),
-        )
-
-    return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
+    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
+    return twins.all_gather(x, axis_name, axis, tiled, **pair)
 
 
 def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
@@ -87,19 +73,12 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     A reduce-scatter and an all-gather of the flattened leaf, zero-padded to a multiple of n elements: 2 (n - 1)/n of its
     bytes a link. Its transpose costs nothing: the result is the same everywhere, so its cotangent is too.
     """
-    return jax.tree.map(
-        lambda x: linear(
-            varying(_summable(x), axis_name),
-            forward=lambda x: replicated(_all_reduce(x, axis_name), axis_name),
-            backward=lambda ct: varying(ct, axis_name),
-        ),
-        x,
-    )
+    return twins.all_reduce(x, axis_name, twins.in_blocks(axis_name, scatter_blocks, gather_blocks))
 
 
 def all_mean(x: Tree, axis_name: AxisName) -> Tree:
     """The mean over devices, on every device: `A {U_X} -> A`. The twin of `lax.pmean`; costs one `all_reduce`."""
-    n = _size(axis_name)
+    n = size(axis_name)
     return jax.tree.map(lambda x: x / n, all_reduce(x, axis_name))
 
 
@@ -120,12 +99,12 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
     """
 
     def leaf(x):
-        split, concat = _dim("split_axis", split_axis, x.ndim), _dim("concat_axis", concat_axis, x.ndim)
-        _check_divides("all_to_all", "split_axis", x.shape, split, _size(axis_name), tiled)
+        split, concat = twins.dim_of("split_axis", split_axis, x.ndim), twins.dim_of("concat_axis", concat_axis, x.ndim)
+        twins.check_divides("all_to_all", "split_axis", x.shape, split, size(axis_name), tiled)
         return linear(
             x,
-            forward=lambda x: _merge(_exchange(_split(x, split, axis_name, tiled), axis_name), concat, tiled),
-            backward=lambda ct: _merge(_exchange(_split(ct, concat, axis_name, tiled), axis_name), split, tiled),
+            forward=lambda x: twins.merge(_exchange(twins.split(x, split, axis_name, tiled), axis_name), concat, tiled),
+            backward=lambda ct: twins.merge(_exchange(twins.split(ct, concat, axis_name, tiled), axis_name), split, tiled),
         )
 
     return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
@@ -133,42 +112,76 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
 
 def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1) -> Shaped[Array, "*dims"]:
     """Device i's `x` on device i + `distance`, round the ring: one hop of every collective here."""
-    names, place = _mesh_order(axes(axis_name))
-    n = len(place)
-    return lax.ppermute(x, names, [(place[i], place[(i + distance) % n]) for i in range(n)])
+    n = size(axis_name)
+    return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
 
-def _reduce_scatter(blocks, axis_name):
-    """`[n, *block] -> [*block]`: the sum over devices of the block with the device's own index."""
-    n, me = _size(axis_name), _index(axis_name)
-    hop = lambda h, partial: send_next(partial, axis_name) + _block(blocks, (me - 1 - h) % n)
-    return _hops(n, hop, _block(blocks, (me - 1) % n))
+def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Shaped[Array, "*block"]:
+    """The sum over devices of the block with the device's own index."""
+    return together([summing(blocks, axis_name)], unrolled=UNROLLED)[0]
 
 
-def _all_gather(block, axis_name):
-    """`[*block] -> [n, *block]`: all devices' blocks, in their order.
+def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
+    """All devices' blocks, in their order.
 
     Always a loop: written out, XLA's CPU backend holds all n messages at once, and takes 1.2 to 2.5 times as long.
     """
-    n, me = _size(axis_name), _index(axis_name)
+    return together([filling(block, axis_name)])[0][1]
+
+
+class Hops(NamedTuple):
+    """A walk round a ring: what a device begins with, and what hop h = 1 .. n - 1 makes of it."""
+
+    n: int
+    first: Any
+    hop: Callable[[Any, Any], Any]
+
+
+def summing(blocks: Shaped[Array, "n *block"], axis_name: AxisName, direction: int = 1) -> Hops:
+    """The partial sum for block i starts at device i + `direction` and gains one term a hop, until it is home."""
+    n, me = size(axis_name), index(axis_name)
+
+    def hop(h, partial):
+        return send_next(partial, axis_name, distance=direction) + _block(blocks, (me - (1 + h) * direction) % n)
+
+    return Hops(n, _block(blocks, (me - direction) % n), hop)
+
+
+def filling(block: Shaped[Array, "*block"], axis_name: AxisName, direction: int = 1) -> Hops:
+    """Each block goes round, and every device keeps a copy: (the block that came last, `[n, *block]` so far)."""
+    n, me = size(axis_name), index(axis_name)
 
     def hop(h, carry):
-        message, blocks = send_next(carry[0], axis_name), carry[1]
-        return message, lax.dynamic_update_index_in_dim(blocks, message, (me - h) % n, 0)
+        message, blocks = send_next(carry[0], axis_name, distance=direction), carry[1]
+        return message, lax.dynamic_update_index_in_dim(blocks, message, (me - h * direction) % n, 0)
 
     blocks = varying(jnp.zeros((n, *block.shape), block.dtype), varying_axes(block))
-    return lax.fori_loop(1, n, hop, (block, lax.dynamic_update_index_in_dim(blocks, block, me, 0)))[1]
+    return Hops(n, (block, lax.dynamic_update_index_in_dim(blocks, block, me, 0)), hop)
 
 
-def _all_reduce(x, axis_name):
-    n = _size(axis_name)
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % n))
-    return _all_gather(_reduce_scatter(flat.reshape(n, -1), axis_name), axis_name).reshape(-1)[: x.size].reshape(x.shape)
+def together(walks: Sequence[Hops], *, unrolled: int = 1) -> list:
+    """What each of the walks ends with, hop h of all of them side by side; the longer go on alone.
+
+    Up to `unrolled` devices the hops are written out; beyond, they are loops.
+    """
+    carries, start = [walk.first for walk in walks], 1
+    for n in sorted({walk.n for walk in walks}):
+
+        def hops(h, carries, n=n):
+            return [walk.hop(h, carry) if walk.n >= n else carry for walk, carry in zip(walks, carries, strict=True)]
+
+        if n > unrolled:
+            carries = lax.fori_loop(start, n, hops, carries)
+        else:
+            for h in range(start, n):
+                carries = hops(h, carries)
+        start = n
+    return carries
 
 
 def _exchange(blocks, axis_name):
     """`[n, *block] -> [n, *block]`: block j goes to device j; what comes from device j is put at j."""
-    n, me = _size(axis_name), _index(axis_name)
+    n, me = size(axis_name), index(axis_name)
     received = blocks
     for k in range(1, n):
         message = send_next(_block(blocks, (me + k) % n), axis_name, distance=k)
@@ -176,70 +189,5 @@ def _exchange(blocks, axis_name):
     return received
 
 
-def _hops(n: int, hop: Callable, carry):
-    """`carry` after hops 1 to n - 1."""
-    if n > UNROLLED:
-        return lax.fori_loop(1, n, hop, carry)
-    for h in range(1, n):
-        carry = hop(h, carry)
-    return carry
-
-
 def _block(blocks, index):
     return lax.dynamic_index_in_dim(blocks, index, 0, keepdims=False)
-
-
-def _split(x, dim: int, axis_name, tiled: bool):
-    """`x` as n blocks, in front: the inverse of `_merge`."""
-    if tiled:
-        n = _size(axis_name)
-        x = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x, dim, 0)
-
-
-def _merge(blocks, dim: int, tiled: bool):
-    x = jnp.moveaxis(blocks, 0, dim)
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
-
-
-def _size(axis_name) -> int:
-    return lax.axis_size(axis_name)
-
-
-def _index(axis_name):
-    return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)
-
-
-def _mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """The axes as `lax.ppermute` wants them, in the mesh's order, and the place there of each device of the ring."""
-    if len(names) < 2:
-        return names, list(range(_size(names)))
-    ordered = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
-    ring = np.arange(_size(names)).reshape([lax.axis_size(name) for name in names])
-    in_mesh_order = ring.transpose([names.index(name) for name in ordered]).reshape(-1)
-    return ordered, np.argsort(in_mesh_order).tolist()
-
-
-def _summable(x):
-    """Truth values are counted, as `lax.psum` counts them."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-
-
-def _dim(name: str, dim: int, rank: int) -> int:
-    if not -rank <= dim < rank:
-        raise ValueError(f"{name}={dim} needs an array of more dims than {rank}: take one of {list(range(rank))}.")
-    return dim % rank
-
-
-def _check_divides(function: str, argument: str, shape, dim: int, n: int, tiled: bool):
-    if tiled and shape[dim] % n:
-        raise ValueError(
-            f"{function}: dim {dim} ({argument}) of shape {shape} must divide by {n}, the number of devices on the axis. "
-            f"Pad it to {shape[dim] + -shape[dim] % n}, or choose another dim."
-        )
-    if not tiled and shape[dim] != n:
-        raise ValueError(
-            f"{function}: dim {dim} ({argument}) of shape {shape} must be {n}, the number of devices on the axis, since "
-            f"tiled=False drops it. Pass tiled=True to split a longer dim, or reshape."
-        )

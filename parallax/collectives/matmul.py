@@ -1,0 +1,214 @@
+"""Matrix products that overlap with their collective: the gather or the scatter is cut into hops, with a product beside each.
+
+A gather before a product makes the links wait for nothing and the multipliers wait for the links. Here device i multiplies the
+block that it holds while the next ones arrive, from both neighbours at once; and in the product before a scatter, partial sums
+travel from both sides towards their owner and gain a block's product in each hop. The whole gathered operand, or the whole
+product before it is scattered, never exists, in the backward pass neither.
+
+Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis, S the bytes of one device's `[T_X, D]`.
+
+| function | messages | bytes a device sends, half each way | gradients of the operand and of the weight |
+|---|---|---|---|
+| `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more round of the operand |
+| `matmul_reduce_scatter` | n - 1 | (n - 1) S | one round of the cotangent gives both |
+
+Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not across a loop's end, and
+a tensor axis has a few dozen devices at most.
+
+Source: Wang et al., Overlap communication with dependent computation via decomposition in large deep learning models
+(ASPLOS 2023).
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact
+
+from parallax import precision
+from parallax.collectives.replicated import AxisName, axes, varying, varying_axes
+from parallax.collectives.ring import send_next
+from parallax.collectives.twins import check_divides, dim_of, index, size
+
+
+def all_gather_matmul(
+    x: Inexact[Array, "*batch inputs"], weight: Inexact[Array, "inputs *outputs_shard"], axis_name: AxisName, *, axis: int = 0
+) -> Inexact[Array, "*gathered_and_outputs_shard"]:
+    """`x`, gathered along its dim `axis`, times `weight`: `A[T_X, D] . W[D, F_X] -> [T, F_X]`, the gathered `A` never whole.
+
+    It equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`, each row by a product of its
+    own. The transpose in `x` is `matmul_reduce_scatter` with the transposed weight. Reverse derivatives of any order apply,
+    under `vmap`, `scan` and `checkpoint` too; forward ones do not.
+
+    Args:
+        x: one device's rows. Its last dim is multiplied; the others are the batch.
+        weight: `[D, *F]`; the outputs may have several dims, as in `tensor.column`.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`, a plain product.
+        axis: the dim of `x` that is gathered.
+
+    Raises:
+        ValueError: `axis` is the last dim or none of `x`.
+    """
+    axis = dim_of("axis", axis, x.ndim)
+    _check_not_last("all_gather_matmul", "axis", axis, x.shape)
+    return _all_gather_matmul(*_alike(x, weight, axis_name), axis_name, axis)
+
+
+def matmul_reduce_scatter(
+    x: Inexact[Array, "*batch_and_inputs_shard"],
+    weight: Inexact[Array, "*inputs_shard outputs"],
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+) -> Inexact[Array, "*scattered outputs"]:
+    """`x` times `weight`, summed over devices; device i keeps block i: `A[T, F_X] . W[F_X, D] -> [T_X, D]`.
+
+    It equals `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, scatter_dimension=..., tiled=True)`,
+    up to the order of the additions, and the product `{U_X}` is never whole. The sums that travel have `x`'s type. The
+    transpose in `x` is `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under `vmap`,
+    `scan` and `checkpoint` too; forward ones do not.
+
+    Args:
+        x: all rows, and this device's share of the inputs.
+        weight: `[*F, D]`; the inputs may have several dims, the last ones of `x`, as in `tensor.row`.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`, a plain product.
+        scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
+
+    Raises:
+        ValueError: `scatter_dimension` is the last dim of the product or none, or its size does not divide by the devices.
+    """
+    batch = x.ndim - weight.ndim + 1
+    dim = dim_of("scatter_dimension", scatter_dimension, batch + 1)
+    _check_not_last("matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1]))
+    check_divides("matmul_reduce_scatter", "scatter_dimension", x.shape, dim, size(axis_name), True)
+    return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _all_gather_matmul(x, weight, axis_name, axis):
+    def multiply(y, j, block):
+        return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
+
+    n = size(axis_name)
+    y = jax.eval_shape(lambda: jnp.tensordot(x, weight, axes=1))
+    return _as_they_arrive(x, axis_name, multiply, _zeros(_times(y.shape, axis, n), y.dtype, x))
+
+
+def _all_gather_matmul_forward(x, weight, axis_name, axis):
+    return _all_gather_matmul(x, weight, axis_name, axis), (x, weight)
+
+
+def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
+    x, weight = residuals
+    # Without the barrier XLA would take this round of `x` for the forward one, and hold all blocks in between.
+    x, ct = lax.optimization_barrier((x, ct))
+
+    def add(total, j, block):
+        return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
+
+    total = _as_they_arrive(x, axis_name, add, _zeros(weight.shape, precision.wide(weight.dtype), x))
+    return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(weight.dtype)
+
+
+_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul_reduce_scatter(x, weight, axis_name, dim):
+    n, me = size(axis_name), index(axis_name)
+
+    def product(j):
+        return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
+
+    return _towards_their_owner(product, axis_name, n, me)
+
+
+def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
+    return _matmul_reduce_scatter(x, weight, axis_name, dim), (x, weight)
+
+
+def _matmul_reduce_scatter_backward(axis_name, dim, residuals, ct):
+    x, weight = residuals
+    transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
+
+    def multiply_and_add(carry, j, block):
+        y, total = carry
+        y = _put(y, jnp.tensordot(block, transposed, axes=1), j, dim)
+        return y, total + _outer(_block(x, j, dim, ct.shape[dim]), block, batch)
+
+    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, precision.wide(weight.dtype), x)
+    y, total = _as_they_arrive(ct, axis_name, multiply_and_add, zeros)
+    return y, total.astype(weight.dtype)
+
+
+_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+def _as_they_arrive(x, axis_name: AxisName, visit: Callable, carry):
+    """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
+    n, me = size(axis_name), index(axis_name)
+    carry, ahead, behind = visit(carry, me, x), x, x
+    for h in range(1, n // 2 + 1):
+        ahead = send_next(ahead, axis_name)
+        carry = visit(carry, (me - h) % n, ahead)
+        if 2 * h < n:  # the device opposite is reached from one side
+            behind = send_next(behind, axis_name, distance=-1)
+            carry = visit(carry, (me + h) % n, behind)
+    return carry
+
+
+def _towards_their_owner(product: Callable, axis_name: AxisName, n: int, me):
+    """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
+    ahead = behind = None
+    for h in range(n // 2, 0, -1):
+        ahead = send_next(_sum(ahead, product((me + h) % n)), axis_name)
+        if 2 * h < n:
+            behind = send_next(_sum(behind, product((me - h) % n)), axis_name, distance=-1)
+    return _sum(behind, _sum(ahead, product(me)))
+
+
+def _sum(partial, product):
+    return product if partial is None else partial + product
+
+
+def _alike(x, weight, axis_name):
+    """Both operands, varying wherever one of them or the blocks do: the transpose of this is where a gradient is summed."""
+    everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
+    return varying(x, everywhere), varying(weight, everywhere)
+
+
+def _outer(x, y, batch: int):
+    """`[*batch, D], [*batch, F] -> [D, F]`, summed over the batch in a wide type."""
+    dims = list(range(batch))
+    return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=precision.wide(x.dtype))
+
+
+def _transposed(weight, inputs: int):
+    """`[*inputs, *outputs] -> [*outputs, *inputs]`."""
+    return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
+
+
+def _block(x, j, dim: int, length: int):
+    return lax.dynamic_slice_in_dim(x, j * length, length, dim)
+
+
+def _put(y, block, j, dim: int):
+    return lax.dynamic_update_slice_in_dim(y, block, j * block.shape[dim], dim)
+
+
+def _zeros(shape, dtype, like):
+    return varying(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def _times(shape, dim: int, n: int):
+    return (*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+
+
+def _check_not_last(function: str, argument: str, dim: int, shape):
+    if dim == len(shape) - 1:
+        raise ValueError(
+            f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the product. Take one of the dims "
+            f"{list(range(dim))} before it."
+        )

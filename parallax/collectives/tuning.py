@@ -1,0 +1,209 @@
+"""Measures what a hop takes on the live mesh, and chooses the all-reduce of each array by its size.
+
+    link = tuning.fit(mesh, "data")                    # alpha, beta, gamma, for the formulas of `cost`
+    all_reduce, why = tuning.auto(mesh, "data")        # a drop-in for lax.psum, and a text that says what it chose and why
+
+The model is good for which functions are worth a race, and the race decides. All processes of the mesh must call these functions
+together, and all find the same: of each time, the slowest process's counts.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh as meshes
+from parallax.collectives import bidirectional, cost, doubling, ring
+from parallax.collectives.cost import Cost, Link
+from parallax.collectives.replicated import AxisName, axes, varying
+
+FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
+RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
+
+
+def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 5) -> Link:
+    """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of two rings at once, and of
+    all bytes exchanged and added.
+
+    The least sum of relative differences, over arrays of `sizes` bytes a device, no term below zero; `Link.error` is the
+    median difference that is left. A hop's time bends where messages outgrow a cache, so it is not zero. Takes some seconds,
+    most of them to compile.
+
+    Args:
+        mesh: the mesh; its other axes are used at the same time, as in a training step.
+        axis_name: the axis, or several, which then form one ring.
+        sizes: bytes a device.
+        rounds: how often each is measured in turn; the median counts.
+    """
+    n = _size(mesh, axis_name)
+    part, whole = lambda size: size // n, lambda size: size - size % n
+    probes = [  # (a function, how many of the numbers it takes, its options)
+        (ring.send_next, lambda size: size, {}),
+        (ring.all_gather, part, {}),
+        (bidirectional.all_gather, part, {}),
+        (ring.reduce_scatter, whole, {"tiled": True}),
+        (doubling.all_reduce, lambda size: size, {}),
+    ]
+    calls, costs = [], []
+    for nbytes in sizes:
+        for f, taken, options in probes:
+            count = taken(nbytes // 4)
+            calls.append((lambda x, f=f, count=count, options=options: f(x[:count], axis_name, **options), nbytes))
+            costs.append(cost.of(f, 4 * count, n))
+    return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
+
+
+def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
+    """The `Link` whose seconds differ least from those `measured`: the sum of relative differences, no term below 0.
+
+    Sums, not squares: a time that a busy machine spoilt pulls no harder than another.
+    """
+    best, found = math.inf, Link(0.0, 0.0)
+    for one_port, count in itertools.product((False, True), range(1, 5)):
+        relative = np.array([cost.terms(price, one_port) for price in costs]) / np.asarray(measured)[:, None]
+        scale = np.maximum(relative.max(axis=0), 1e-300)  # seconds and seconds a byte differ by nine decades
+        for used in map(list, itertools.combinations(range(4), count)):
+            rates = np.zeros(4)
+            rates[used] = _least_absolute(relative[:, used] / scale[used]) / scale[used]
+            left = np.abs(relative @ rates - 1)
+            if rates.min() >= 0 and left.sum() < best:
+                best = left.sum()
+                found = Link(*map(float, rates), one_port=one_port, error=float(np.median(left)))
+    return found
+
+
+def _least_absolute(terms: np.ndarray) -> np.ndarray:
+    """The x for which the sum of |terms x - 1| is least, by least squares with weights (Weiszfeld's iteration)."""
+    weights = np.ones(len(terms))
+    for _ in range(30):
+        x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
+        weights = np.maximum(np.abs(terms @ x - 1), 1e-6) ** -0.5
+    return x
+
+
+class Choice(NamedTuple):
+    """The functions raced on one axis, and their seconds at each size: an all-reduce of that axis by the array's size."""
+
+    sizes: tuple[int, ...]
+    times: dict[Callable, list[float]]
+
+    def fastest(self, nbytes: int) -> Callable:
+        """The function that is expected to be the fastest for `nbytes`: between the sizes raced, by the line between them."""
+        at = math.log(max(nbytes, 1))
+        known = [math.log(size) for size in self.sizes]
+        return min(self.times, key=lambda f: np.interp(at, known, np.log(self.times[f])))
+
+
+def auto(
+    mesh: Mesh,
+    *axis_names: AxisName,
+    among: Sequence[Callable] | None = None,
+    sizes: Sequence[int] = RACE_SIZES,
+    rounds: int = 5,
+    link: Link | None = None,
+) -> tuple[Callable, str]:
+    """An all-reduce that takes, for each array, the one that was fastest at its size; and what was measured, chosen, and why.
+
+    For each axis: `fit`, then a race between those that the model puts first or second at one of the sizes, and `lax.psum`,
+    which no formula knows. The choice is made at trace time, by the bytes of each leaf, and costs nothing in the step. Axes that
+    were not measured get `lax.psum`. What it returns is a twin of `lax.psum`, as every function is that it chooses from.
+
+    Args:
+        mesh: the mesh that the step will run on.
+        axis_names: the axes along which it will reduce; of several at once, a tuple.
+        among: the functions to choose from beside `lax.psum`; all exact all-reduces of the library by default.
+        sizes: bytes a device at which to race.
+        rounds: how often each is measured in turn; the median counts.
+        link: of these axes, if it has been fitted before.
+    """
+    choices: dict[tuple[str, ...], Choice] = {}
+    told = []
+    for axis_name in axis_names:
+        n, fitted = _sizes(mesh, axis_name), link or fit(mesh, axis_name, rounds=rounds)
+        rivals = cost.exact(n) if among is None else among
+        predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals}
+        ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
+        raced = [lax.psum, *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1])]
+        calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in sizes]  # noqa: B023
+        measured = iter(measure(mesh, axis_name, calls, rounds=rounds))
+        choice = Choice(tuple(sizes), {f: [next(measured) for _ in sizes] for f in raced})
+        choices[tuple(sorted(axes(axis_name)))] = choice
+        told.append(_told(axis_name, n, fitted, choice, predicted))
+
+    def all_reduce(x, axis_name):
+        choice = choices.get(tuple(sorted(axes(axis_name))))
+        if choice is None:
+            return lax.psum(x, axis_name)
+        return jax.tree.map(lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x)
+
+    return all_reduce, "\n".join([*told, "Any other axis: lax.psum, not measured."])
+
+
+def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable, int]], *, rounds: int) -> list[float]:
+    """The median seconds of each call: of a function of local blocks, and the bytes of its float32 array on each device.
+
+    They take turns, so that a machine that drifts drifts for all. Of all processes, the slowest counts.
+    """
+    spec, n = P(axis_name), _size(mesh, axis_name)
+    placed = lambda x, spec, n: jax.make_array_from_callback((n, *x.shape[1:]), NamedSharding(mesh, spec), lambda _: x)
+    inputs = {nbytes: placed(np.ones((1, nbytes // 4), np.float32), spec, n) for nbytes in {nbytes for _, nbytes in calls}}
+    body = lambda f: lambda x: varying(f(x[0]), axis_name)[None]
+    programs = [jax.jit(meshes.spmd(body(f), mesh=mesh, in_specs=(spec,), out_specs=spec)) for f, _ in calls]
+    taken = np.zeros((rounds + 1, len(calls)))
+    for r in range(rounds + 1):
+        for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
+            repeats = min(8, max(1, 2**18 // nbytes)) if r else 1
+            start = time.perf_counter()
+            for _ in range(repeats):
+                jax.block_until_ready(program(inputs[nbytes]))
+            taken[r, k] = (time.perf_counter() - start) / repeats
+    medians = np.median(taken[1:], axis=0).astype(np.float32)  # the first compiles
+    every = P(mesh.axis_names)
+    slowest = meshes.spmd(lambda x: lax.pmax(x[0], mesh.axis_names), mesh=mesh, in_specs=(every,), out_specs=P())
+    return np.asarray(jax.jit(slowest)(placed(medians[None], every, mesh.size)), np.float64).tolist()
+
+
+def _told(axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict) -> str:
+    """What was measured and chosen on one axis."""
+    lines = [
+        f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, "
+        f"{1e9 * link.gamma:.3g} ns a byte added, {1e6 * link.start:.3g} us a call (within {link.error:.0%} in the median); "
+        f"messages of a round go {'one after another' if link.one_port else 'at the same time'}.",
+        "Milliseconds, measured (predicted):",
+    ]
+    for f, times in choice.times.items():
+        model = predicted.get(f, [None] * len(times))
+        cells = [f"{1e3 * t:.3g}" + ("" if m is None else f" ({1e3 * m:.3g})") for t, m in zip(times, model, strict=True)]
+        cells = [f"{_bytes(size)} {cell}" for size, cell in zip(choice.sizes, cells, strict=True)]
+        lines.append(f"  {spelt(f)}: " + ", ".join(cells))
+    grid = [2**k for k in range(2, 31)]
+    spans = [(f, list(sizes)) for f, sizes in itertools.groupby(grid, key=choice.fastest)]
+    chosen = [spelt(f) + (f" from {_bytes(sizes[0])}" if k else "") for k, (f, sizes) in enumerate(spans)]
+    return "\n".join([*lines, f"Chosen, as the fastest at its size: {', '.join(chosen)}."])
+
+
+def spelt(f: Callable) -> str:
+    """The function's name with its module's: `ring.all_reduce`."""
+    module = f.__module__.rpartition(".")[2]
+    return f"lax.{f.__name__}" if f is lax.psum else f"{module}.{f.__name__}"
+
+
+def _bytes(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
+    return tuple(mesh.shape[name] for name in axis_name) if isinstance(axis_name, tuple) else mesh.shape[axis_name]
+
+
+def _size(mesh: Mesh, axis_name: AxisName) -> int:
+    return math.prod(mesh.shape[name] for name in axes(axis_name))

@@ -1,0 +1,178 @@
+"""Packed into buckets, an all-reduce gives what it gives leaf by leaf, in fewer messages and at one copy."""
+
+import functools
+import itertools
+import re
+
+import hlo
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import grads, mesh
+from parallax.collectives import buckets, ring
+from parallax.collectives.replicated import varying
+from parallax.models import gpt2
+
+ALL_REDUCES = {"ring": ring.all_reduce, "psum": lax.psum}
+every_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES.values(), ids=ALL_REDUCES)
+LEAVES = {  # shape, dtype, and the axes along which the block differs
+    "a": ((3, 2), "float32", "xy"),
+    "b": ((), "float32", "xy"),
+    "c": ((5,), "float64", "xy"),
+    "d": ((7,), "float32", "x"),
+    "e": ((0, 4), "float32", "xy"),
+    "g": ((9,), "float32", "xy"),
+    "h": ((3,), "bool", "xy"),
+    "j": ((4,), "float32", "x"),
+    "k": ((1, 3), "bfloat16", "xy"),
+}
+NBYTES = (1, 30, 48, 2**20)
+
+
+def over(n, f, out_specs):
+    world = mesh.make(x=n, y=8 // n if n in (2, 4) else 1, devices=jax.devices()[: 8 if n in (2, 4) else n])
+    specs = {name: P(*axes) for name, (_, _, axes) in LEAVES.items()}
+    return world, mesh.spmd(
+        lambda tree: f({name: leaf.reshape(leaf.shape[len(LEAVES[name][2]) :]) for name, leaf in tree.items()}),
+        mesh=world,
+        in_specs=(specs,),
+        out_specs=out_specs,
+    )
+
+
+def everywhere(tree):
+    return jax.tree.map(lambda leaf: varying(leaf, ("x", "y"))[None, None], tree)
+
+
+def energy(tree):
+    return sum(jnp.sum(leaf.astype(jnp.float64) ** 2) for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def both(n, all_reduce, nbytes):
+    """The values and the gradients of the floats, in buckets and leaf by leaf: their types are compared as they are traced."""
+    rivals = buckets.bucketed(all_reduce, nbytes=nbytes), all_reduce
+
+    def body(tree):
+        whole = {name: leaf for name, leaf in tree.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        real = {name: leaf for name, leaf in tree.items() if name not in whole}
+        values = [f(tree, "x") for f in rivals]
+        gradients = [jax.grad(lambda real: energy(f({**real, **whole}, "x")))(real) for f in rivals]  # noqa: B023
+        for ours, plain in (values, gradients):
+            for name, leaf in ours.items():
+                assert jax.typeof(leaf) == jax.typeof(plain[name])
+        return everywhere((values, gradients))
+
+    world, f = over(n, body, P("x", "y"))
+    return world, jax.jit(f)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@every_all_reduce
+@settings(max_examples=4)
+@given(data=st.data())
+def test_equals_leaf_by_leaf(n, all_reduce, data):
+    """On whole numbers, which add exactly in any order."""
+    nbytes = NBYTES[n % len(NBYTES)]
+    with reference.compiled_quickly():
+        world, f = both(n, all_reduce, nbytes)
+        tree = {}
+        for name, (shape, dtype, axes) in LEAVES.items():
+            blocks = [world.shape[axis] for axis in axes]
+            drawn = data.draw(hnp.arrays(np.int8, (*blocks, *shape), elements=st.integers(-3, 3)))
+            tree[name] = drawn.astype(jnp.dtype(dtype))
+        for ours, plain in f(tree):
+            jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), ours, plain)
+
+
+SHAPES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "int8", "bfloat16"])), max_size=20)
+
+
+@given(leaves=SHAPES, nbytes=st.integers(1, 100))
+def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbytes):
+    arrays = [np.zeros(size, jnp.dtype(dtype)) for size, dtype in leaves]
+    found = buckets.assigned([jnp.asarray(array) for array in arrays], nbytes)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(arrays)))
+    for dtype in {array.dtype for array in arrays}:
+        alike = [bucket for bucket in found if arrays[bucket[0]].dtype == dtype]
+        assert all(arrays[i].dtype == dtype for bucket in alike for i in bucket)
+        assert [i for bucket in alike for i in bucket] == [
+            i for i, array in enumerate(arrays) if array.dtype == dtype
+        ]  # in order
+        assert all(len(bucket) == 1 or sum(arrays[i].nbytes for i in bucket) <= nbytes for bucket in alike)
+        for bucket, after in itertools.pairwise(alike):
+            assert sum(arrays[i].nbytes for i in bucket) + arrays[after[0]].nbytes > nbytes
+
+
+@every_all_reduce
+def test_it_averages_gradients(all_reduce):
+    """As `grads.averaged` takes it; losses and gradients come in one tree."""
+    params, batch = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, jnp.arange(16.0).reshape(8, 2)
+    grad = jax.value_and_grad(lambda params, batch: jnp.sum((batch @ params["w"] + params["b"][None]) ** 2))
+
+    def run(all_reduce):
+        f = grads.averaged(grad, "x", all_reduce=all_reduce)
+        return jax.jit(mesh.spmd(f, mesh=mesh.make(x=8), in_specs=(P(), P("x")), out_specs=P()))(params, batch)
+
+    jax.tree.map(np.testing.assert_array_equal, run(buckets.bucketed(all_reduce)), run(all_reduce))
+
+
+def unstacked(config):
+    """The shapes of GPT-2's leaves with every layer's weights apart."""
+    model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
+    blocks = [leaf.shape[1:] for leaf in jax.tree.leaves(model.blocks)] * config.layers
+    return [leaf.shape for leaf in (model.wte, model.wpe)] + blocks + [leaf.shape for leaf in jax.tree.leaves(model.norm)]
+
+
+def compiled(shapes, all_reduce, n=2):
+    """The all-reduce of one float32 array of each shape on each device, compiled."""
+    f = mesh.spmd(
+        lambda tree: all_reduce(jax.tree.map(lambda leaf: leaf[0], tree), "x"),
+        mesh=mesh.make(x=n, devices=jax.devices()[:n]),
+        in_specs=(P("x"),),
+        out_specs=P(),
+    )
+    return jax.jit(f).lower([jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]).compile()
+
+
+def test_gpt2s_gradients_take_a_fifth_of_the_messages():
+    """The small GPT-2's 148 leaves, and not one byte more than its padding."""
+    shapes = unstacked(gpt2.SMALL)
+    assert len(shapes) == 148
+    plain, packed = (hlo.parse(compiled(shapes, f).as_text()) for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce)))
+    assert len(plain) == 2 * 148
+    assert len(packed) <= len(plain) / 5
+    assert sum(op.bytes for op in packed) == sum(op.bytes for op in plain)
+
+
+def test_it_takes_one_copy_at_most():
+    """In memory, beside what leaf by leaf needs: the buckets, and their longer messages, one coming and one going of 1/n each."""
+    shapes, n = [(1000 + i, 7) for i in range(12)], 4
+    total = sum(4 * 7 * rows for rows, _ in shapes)
+    plain, packed = (
+        compiled(shapes, f, n).memory_analysis().temp_size_in_bytes
+        for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce, nbytes=2**17))
+    )
+    assert packed <= plain + (1 + 2 / n) * total
+
+
+def test_a_leaf_alone_is_not_copied():
+    """A large leaf's program has no more temporary memory than without buckets."""
+    plain, packed = (
+        compiled([(2**16,)], f, n=4).memory_analysis().temp_size_in_bytes
+        for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce))
+    )
+    assert packed == plain
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=re.escape("bucketed needs nbytes of 1 or more; got 0. The usual size is 26214400.")):
+        buckets.bucketed(ring.all_reduce, nbytes=0)

@@ -1,0 +1,396 @@
+"""Every algorithm, on every number of devices: its meaning on the list of blocks, its `jax.lax` twin, its bits and its traffic.
+
+A function that joins COLLECTIVES, with its formula in TRAFFIC, is tested for free. What is drawn at random for the ring in
+test_ring.py (dims, layouts, dtypes) is here a short list for all.
+"""
+
+import functools
+import math
+import re
+import subprocess
+import sys
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from reference import compiled_quickly
+from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
+
+from parallax import mesh
+from parallax.collectives import bidirectional, doubling, halving, ring, torus
+from parallax.collectives.replicated import varying
+
+COLLECTIVES = (
+    *(module.all_reduce for module in (ring, bidirectional, halving, doubling, torus)),
+    *(module.reduce_scatter for module in (ring, bidirectional, halving, torus)),
+    *(module.all_gather for module in (ring, bidirectional, halving, torus)),
+    torus.hierarchical_all_reduce,
+    functools.partial(torus.hierarchical_all_reduce, all_reduce=doubling.all_reduce),
+)
+ON_TWO_AXES = COLLECTIVES[-2:]  # and on nothing else
+
+
+def kind(collective):
+    name = getattr(collective, "func", collective).__name__
+    return name.removeprefix("hierarchical_")
+
+
+def module(collective):
+    return getattr(collective, "func", collective).__module__
+
+
+def on_torus(collective):
+    return module(collective) == torus.__name__
+
+
+def name(collective):
+    function = getattr(collective, "func", collective)
+    return f"{module(collective).split('.')[-1]}.{function.__name__}" + " with doubling" * (function is not collective)
+
+
+every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
+one_axis = pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f not in ON_TWO_AXES], ids=name)
+
+MANNERS = {  # options, and what fits them on n devices; sizes that do not divide by n among them
+    "all_reduce": [({}, lambda n: {(): "bool", (5,): "float32", (3, 4): "bfloat16", (0,): "int8", (2, 1, 3): "complex64"})],
+    "reduce_scatter": [
+        ({"scatter_dimension": 0, "tiled": False}, lambda n: {(n,): "float32", (n, 3): "int8", (n, 0): "float64"}),
+        ({"scatter_dimension": -1, "tiled": True}, lambda n: {(2, 3 * n): "float16", (1, 2, n): "complex64"}),
+    ],
+    "all_gather": [
+        ({"axis": 0, "tiled": False}, lambda n: {(): "bool", (5,): "float32", (0,): "float64"}),
+        ({"axis": -1, "tiled": True}, lambda n: {(2, 3): "float16", (1, 2, 2): "complex64"}),
+    ],
+}
+MESHES = (  # and the axes that are joined, in their order
+    *[({"x": n}, "x") for n in range(1, 9)],
+    ({"x": 2, "y": 4}, ("y", "x")),
+    ({"x": 3, "y": 2}, ("x", "y")),
+    ({"x": 2, "y": 2, "z": 2}, ("z", "x", "y")),
+)
+QUICK = {True: {"x": 2, "y": 4}, False: {"x": 3}}  # of a torus or not; the others are in the longer run
+TWELVE = (({"x": 12}, "x"), ({"x": 3, "y": 4}, ("y", "x")), ({"x": 3, "y": 2, "z": 2}, ("z", "x", "y")))
+
+
+def fits(collective, axis):
+    return collective not in ON_TWO_AXES or len(axis) == 2
+
+
+def cases(among):
+    """Each collective on each mesh that it fits."""
+
+    def case(f, sizes, axis):
+        where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
+        marks = () if sizes == QUICK[on_torus(f)] else pytest.mark.slow
+        return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
+
+    chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[1])]
+    return pytest.mark.parametrize(("collective", "sizes", "axis"), chosen)
+
+
+every_case = cases(COLLECTIVES)
+every_sum = cases([f for f in COLLECTIVES if kind(f) == "all_reduce"])
+
+
+def on_blocks(body, sizes):
+    """`body` on a tree of blocks [*sizes, *block], jitted; every device's result comes back so."""
+    names, depth = tuple(sizes), len(sizes)
+
+    def local(tree):
+        result = body(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[depth:]), tree))
+        return jax.tree.map(lambda leaf: varying(leaf, names).reshape((1,) * depth + leaf.shape), result)
+
+    world = mesh.make(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+    return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(*names),), out_specs=P(*names)))
+
+
+def in_order(blocks, sizes, axis):
+    """[*sizes, *block] -> [n, *block], as `axis` counts the devices."""
+    names = list(sizes)
+    blocks = np.moveaxis(blocks, [names.index(name) for name in axis], range(len(names)))
+    return blocks.reshape(math.prod(sizes.values()), *blocks.shape[len(names) :])
+
+
+def whole_numbers(shape, dtype):
+    x = np.random.default_rng(0).integers(-3, 4, shape)
+    return (x + 1j * np.flip(x)).astype(dtype) if dtype.startswith("complex") else x.astype(jnp.dtype(dtype))
+
+
+def twin_of(collective, axis_name, **options):
+    """The function of `jax.lax`, on trees; 0.10.2 fails on a negative dim."""
+
+    def leaf(x):
+        rank = x.ndim + (options.get("tiled") is False and "axis" in options)
+        return TWIN[kind(collective)](x, axis_name, **{k: v if k == "tiled" else v % rank for k, v in options.items()})
+
+    return lambda tree: jax.tree.map(leaf, tree)
+
+
+def gradient(f, tree):
+    inexact = [leaf for leaf in tree if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jax.grad(lambda inexact: energy(f(inexact)))(inexact)
+
+
+@every_case
+def test_meaning_type_and_gradient(collective, sizes, axis):
+    n = math.prod(sizes.values())
+    manners = MANNERS[kind(collective)]
+
+    def body(trees):
+        results = []
+        for tree, (options, _) in zip(trees, manners, strict=True):
+            ours = functools.partial(collective, axis_name=axis, **options)
+            twin = twin_of(collective, axis, **options)
+            results.append((ours(tree), twin(tree), gradient(ours, tree), gradient(twin, tree)))
+            jax.tree.map(same_type, *results[-1][:2])
+            jax.tree.map(same_type, *results[-1][2:])
+        return results
+
+    trees = [[whole_numbers((*sizes.values(), *x), dtype) for x, dtype in fitting(n).items()] for _, fitting in manners]
+    with compiled_quickly():
+        found = on_blocks(body, sizes)(trees)
+    for tree, (options, _), result in zip(trees, manners, found, strict=True):
+        ours, twin, our_gradient, twin_gradient = result
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), (ours, our_gradient), (twin, twin_gradient))
+        for x, y in zip(tree, ours, strict=True):
+            meant = MEANING[kind(collective)](list(in_order(x, sizes, axis)), **options)
+            np.testing.assert_array_equal(in_order(np.asarray(y), sizes, axis), np.stack(meant), strict=True)
+
+
+@every_sum
+def test_replicas_have_the_same_bits(collective, sizes, axis):
+    """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on the order."""
+    n = math.prod(sizes.values())
+    numbers = np.random.default_rng(0).standard_normal((*sizes.values(), 37)) * 10.0 ** np.arange(-18, 19)
+    with np.errstate(over="ignore"):  # float16 ends at 65504
+        xs = [numbers.astype(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", "float16", "float64")]
+    for x, y in zip(xs, on_blocks(functools.partial(collective, axis_name=axis), sizes)(xs), strict=True):
+        copies = in_order(np.asarray(y), sizes, axis)
+        assert {copy.tobytes() for copy in copies} == {copies[0].tobytes()}
+        blocks = in_order(np.asarray(x), sizes, axis).astype(np.longdouble)
+        eps, tiny = float(jnp.finfo(x.dtype).eps), float(jnp.finfo(x.dtype).tiny)
+        with np.errstate(all="ignore"):  # float16 overflows: so does the bound
+            bound = n * eps * np.abs(blocks).sum(0) + n * tiny
+            off = np.abs(copies.astype(np.longdouble) - blocks.sum(0))
+        # n - 1 additions, each off by at most eps/2 of a result that no sum of magnitudes exceeds
+        assert np.all((off <= bound) | ~np.isfinite(copies.astype(np.float64)))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        pytest.param(f, marks=pytest.mark.slow if sys.modules[module(f)] in (ring, bidirectional) else (), id=name(f))
+        for f in COLLECTIVES
+    ],
+)
+def test_transformations(collective):
+    """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over three devices, or two axes of two."""
+    sizes = {"x": 2, "y": 2} if on_torus(collective) else {"x": 3}
+    axis, options = tuple(sizes), OPTIONS.get(kind(collective), {})
+    functions = [functools.partial(collective, axis_name=axis, **options), twin_of(collective, axis, **options)]
+    x = whole_numbers((*sizes.values(), math.prod(sizes.values()), 2, 2), "float64")
+    both = on_blocks(lambda x: {key: [t(f, x) for f in functions] for key, t in TRANSFORMED.items()}, sizes)
+    with compiled_quickly():
+        results = both(x)
+    for key, (ours, twin) in results.items():
+        np.testing.assert_array_equal(ours, twin, key, strict=True)
+
+
+@every_collective
+def test_types(collective):
+    """Whichever axes the input varies along, the result varies where the twin's does."""
+    names, options = ("x", "y", "z"), OPTIONS.get(kind(collective), {})
+    world = mesh.make(x=2, y=2, z=2)
+    for axis in (axis for axis in ("y", ("z", "x"), ("x", "y", "z")) if fits(collective, axis)):
+        for k in range(8):
+            given = tuple(name for bit, name in enumerate(names) if k >> bit & 1)
+
+            def body(x, axis=axis):
+                # psum and psum_scatter refuse an x that varies along some of the axes only: ours let it vary along all
+                y = varying(x, axis) if jax.typeof(x).mat.varying & set(axis) else x
+                same_type(collective(x, axis, **options), twin_of(collective, axis, **options)(y))
+                return varying(x, names)
+
+            spmd = mesh.spmd(body, mesh=world, in_specs=(P(given),), out_specs=P(names))
+            jax.eval_shape(spmd, jax.ShapeDtypeStruct((8 * 2 ** len(given), 8), jnp.float32))
+
+
+@one_axis
+def test_over_no_axis(collective):
+    """`lax` neither adds nor drops a dim where there is no axis."""
+    manners = [{}] if kind(collective) == "all_reduce" else [{"tiled": False}, {"tiled": True}]
+    x = np.arange(6.0).reshape(2, 1, 3)
+    for options in manners:
+        both = on_blocks(lambda x, o=options: (collective(x, (), **o), TWIN[kind(collective)](x, (), **o)), {"x": 2})
+        np.testing.assert_array_equal(*both(x), strict=True)
+
+
+def hops_of_doubling(n):
+    """log2 of the greatest power of two, and one hop in and one out for the devices beyond it."""
+    return n.bit_length() - 1 + (2 if n & (n - 1) else 0)
+
+
+def sent(collective, sizes, size):
+    """What the docstrings say: (messages that a device sends, elements in them), for arrays of `size` elements a device."""
+    n = math.prod(sizes)
+    block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[kind(collective)]
+    phases = 2 if kind(collective) == "all_reduce" else 1
+    once = {
+        ring: n - 1,
+        bidirectional: 2 * (n - 1),
+        halving: math.ceil(math.log2(n)),
+        torus: len(sizes) * sum(k - 1 for k in sizes),
+    }
+    if collective is doubling.all_reduce:
+        return hops_of_doubling(n), hops_of_doubling(n) * size
+    if collective not in ON_TWO_AXES:
+        return phases * once[sys.modules[module(collective)]], phases * (n - 1) * block
+    slow, fast = sizes
+    block = math.ceil(size / fast)
+    if collective is torus.hierarchical_all_reduce:
+        over_slow = 2 * (slow - 1), 2 * (slow - 1) * math.ceil(block / slow)
+    else:
+        over_slow = hops_of_doubling(slow), hops_of_doubling(slow) * block
+    return 2 * (fast - 1) + over_slow[0], 2 * (fast - 1) * block + over_slow[1]
+
+
+def compiled_traffic(collective, sizes, axis, shape):
+    options = OPTIONS.get(kind(collective), {})
+    f = on_blocks(lambda x: collective(x, axis, **options), sizes)
+    ops = hlo.collectives(f, jax.ShapeDtypeStruct((*sizes.values(), *shape), jnp.float32))
+    assert {op.kind for op in ops} <= {"collective-permute"}
+    return len(ops), sum(op.bytes for op in ops) // 4
+
+
+@every_case
+def test_traffic_of_the_compiled_program(collective, sizes, axis):
+    """Hops and bytes are those of the docstrings, exactly; 5 n + 3 elements do not divide."""
+    n = math.prod(sizes.values())
+    shape = (5 * n + 3,) if kind(collective) == "all_reduce" else (n, 7)
+    expected = sent(collective, [sizes[name] for name in axis], math.prod(shape))
+    assert compiled_traffic(collective, sizes, axis, shape) == expected
+
+
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f not in ON_TWO_AXES and kind(f) != "all_gather"], ids=name)
+def test_backward(collective):
+    """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an all-gather of its blocks does."""
+    sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
+    f = on_blocks(jax.grad(lambda x: energy(jnp.sin(collective(x, axis, **options)))), sizes)
+    ops = hlo.collectives(f, jax.ShapeDtypeStruct((2, 3, 6, 5), jnp.float32))
+    messages, elements = sent(collective, (2, 3), 30)
+    times = 1 if kind(collective) == "all_reduce" else 2
+    assert (len(ops), sum(op.bytes for op in ops)) == (times * messages, times * 4 * elements)
+
+
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if sys.modules[module(f)] not in (halving, doubling)], ids=name)
+def test_long_walks_are_loops(collective, monkeypatch):
+    """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
+    monkeypatch.setattr(ring, "UNROLLED", 1)
+    sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
+    x = whole_numbers((2, 3, 6, 3), "float32")
+    f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
+    np.testing.assert_array_equal(*f(x), strict=True)
+    assert compiled_traffic(collective, sizes, axis, (6, 3)) == sent(collective, (2, 3), 18)
+    if kind(collective) != "reduce_scatter" and "doubling" not in name(collective):
+        longer = on_blocks(lambda x: collective(x, axis, **options), {"x": 2, "y": 4}).lower(np.zeros((2, 4, 6, 3), np.float32))
+        shorter = on_blocks(lambda x: collective(x, axis, **options), sizes).lower(x)
+        assert len({program.as_text().count("stablehlo.collective_permute") for program in (longer, shorter)}) == 1
+
+
+def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
+    """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
+    monkeypatch.setattr(ring, "UNROLLED", 1)
+    for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (bidirectional.all_reduce, {"x": 2, "y": 2}, 2)):
+        program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
+        assert program.count("stablehlo.while") == loops
+        assert program.count("stablehlo.collective_permute") == 2 * loops
+
+
+PERMUTE = re.compile(r"f32\[(?:1,)?(\d+)\]\S* collective-permute\(.*?source_target_pairs=\{\{(.*?)\}\}")
+
+
+def test_the_slow_axis_carries_a_part():
+    """Over (slow, fast) = (2, 4) a device sends 2 (s - 1)/s S/4 over the slow axis: read from the pairs of each permute."""
+    sizes = {"slow": 2, "fast": 4}
+    f = on_blocks(lambda x: torus.hierarchical_all_reduce(x, ("slow", "fast")), sizes)
+    text = f.lower(jax.ShapeDtypeStruct((2, 4, 64), jnp.float32)).compile().as_text()
+    slow = [f"{i},{(i + 4) % 8}" for i in range(8)]  # device i is (i // 4, i % 4)
+    elements = [int(size) for size, pairs in PERMUTE.findall(text) if sorted(pairs.split("},{")) == slow]
+    assert elements == [8, 8]  # 64 elements / 4 fast devices / 2 slow ones: once out, once back
+
+
+ERRORS = {
+    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4, the number of devices on the axis. Pad it to 8,"
+    " or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
+    "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of devices on the axis, since tiled=False "
+    "drops it. Pass tiled=True to split a longer dim, or reshape.": (
+        lambda f, x: f(x, "x", scatter_dimension=-1),
+        "reduce_scatter",
+    ),
+    "scatter_dimension=2 needs an array of more dims than 2: take one of [0, 1].": (
+        lambda f, x: f(x, "x", scatter_dimension=2),
+        "reduce_scatter",
+    ),
+    "scatter_dimension=0 needs an array of one dim or more, and this one is a scalar. Reshape it to (1,).": (
+        lambda f, x: f(x[0, 0], "x"),
+        "reduce_scatter",
+    ),
+    "axis=2 needs an array of more dims than 2: take one of [0, 1].": (
+        lambda f, x: f(x, "x", axis=2, tiled=True),
+        "all_gather",
+    ),
+    "axis=0 needs an array of one dim or more, and this one is a scalar. Reshape it to (1,).": (
+        lambda f, x: f(x[0, 0], "x", tiled=True),
+        "all_gather",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("collective", "message"), [(f, m) for m, (_, of) in ERRORS.items() for f in COLLECTIVES if kind(f) == of], ids=str
+)
+def test_errors(collective, message):
+    def call(x):
+        return ERRORS[message][0](collective, x)
+
+    spmd = mesh.spmd(call, mesh=mesh.make(x=4, y=2), in_specs=(P("x"),), out_specs=P("x"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))
+
+
+@pytest.mark.parametrize("axis", ["x", ("x",), ("x", "y", "z"), ()])
+def test_a_hierarchy_has_two_axes(axis):
+    spmd = mesh.spmd(
+        lambda x: torus.hierarchical_all_reduce(x, axis), mesh=mesh.make(x=2, y=2, z=2), in_specs=(P("x"),), out_specs=P("x")
+    )
+    message = f"hierarchical_all_reduce needs two mesh axes, (slow, fast); got {axis!r}. Use ring.all_reduce for one axis."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))
+
+
+@pytest.mark.slow
+def test_twelve_devices():
+    """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def on_twelve_devices():
+    jax.config.update("jax_num_cpu_devices", 12)
+    for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
+        jax.config.update(f"jax_{setting}", value)
+    for collective in COLLECTIVES:
+        for sizes, axis in TWELVE:
+            if fits(collective, axis):
+                print(name(collective), sizes, flush=True)
+                test_meaning_type_and_gradient(collective, sizes, axis)
+                test_traffic_of_the_compiled_program(collective, sizes, axis)
+                if kind(collective) == "all_reduce":
+                    test_replicas_have_the_same_bits(collective, sizes, axis)
+
+
+if __name__ == "__main__":
+    on_twelve_devices()
