@@ -1,6 +1,6 @@
-"""All-reduces against `lax.psum`: in one process on virtual devices, and over gloo between processes.
+"""All-reduces in one race with `lax.psum`: in one process on virtual devices, and over gloo between processes.
 
-    python benchmarks/collectives.py [--quick]
+    python benchmarks/collectives.py [--quick] [--picture race.png]
 
 A rival is a line of RIVALS. See benchmarks/README.md for the columns.
 """
@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,23 +24,50 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import ring
+from parallax.collectives import bidirectional, cost, doubling, halving, quantized, ring, torus, tuning
+from parallax.collectives.cost import Link
 
-
-class Rival(NamedTuple):
-    """An all-reduce, and what theory says of it, for n devices and arrays of S bytes."""
-
-    all_reduce: Callable
-    sends: Callable[[int, int], float]  # the bytes of its collectives' results, on a device
-    touches: Callable[[int, int], float]  # the bytes that a device reads and writes, in one process
-
-
+AXES = ("slow", "fast")  # of 1 x 2, 2 x 2 and 2 x 4 devices, so that those of two axes can run
 RIVALS = {
-    "psum": Rival(lax.psum, lambda n, S: S, lambda n, S: 2 * S),
-    # Each of n - 1 hops copies a message (2) and adds it to a block (3), then each of n - 1 copies one (2) and stores it (2).
-    "ring": Rival(ring.all_reduce, lambda n, S: 2 * (n - 1) / n * S, lambda n, S: 9 * (n - 1) / n * S),
+    "psum": lax.psum,
+    "ring": ring.all_reduce,
+    "two rings": bidirectional.all_reduce,
+    "halving": halving.all_reduce,
+    "doubling": doubling.all_reduce,
+    "torus": torus.all_reduce,
+    "hierarchical": torus.hierarchical_all_reduce,
+    "int8": quantized.all_reduce,
 }
-FAR = 2**20, 2**22  # means are taken from 1 MB over gloo, from 4 MB in one process
+INEXACT = ("int8",)  # not counted among the best
+FAR = {"gloo": 2**12, "process": 2**22}  # means are taken from 4 kB over gloo, from 4 MB in one process
+
+
+class Place(NamedTuple):
+    """What was measured in one place: a row for each size, the link that was fitted, and what `auto` says."""
+
+    where: str
+    n: int
+    link: Link
+    told: str
+    rows: list[dict]
+
+    @property
+    def over_gloo(self) -> bool:
+        """Whether the devices are in processes of their own."""
+        return self.where.endswith("gloo")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Devices on the slow and on the fast axis."""
+        return shape(self.n)
+
+    def knows(self, rival: str) -> bool:
+        """Whether there is a formula: none is for psum and auto."""
+        return RIVALS.get(rival) in cost.FORMULAS
+
+    def predicted(self, rival: str, nbytes: int) -> float:
+        """Seconds by the formula and the link."""
+        return cost.seconds(cost.of(RIVALS[rival], nbytes, self.shape), self.link) if self.knows(rival) else math.nan
 
 
 def main():
@@ -47,18 +75,28 @@ def main():
     if arguments.process is not None:
         return one_of_many(arguments)
     measure.virtual_devices(max(arguments.devices, default=1))
-    means = []
+    places = []
     for n in arguments.devices:
-        rows = sweep(mesh.make(x=n, devices=jax.devices()[:n]), arguments.sizes, arguments.rounds)
-        means += report(f"{n} devices of one process", rows, FAR[1])
+        world = mesh.make(**dict(zip(AXES, shape(n), strict=True)), devices=jax.devices()[:n])
+        places.append(Place(f"{n} devices of one process", n, *race(world, arguments)))
+        report(places[-1])
     for n in arguments.processes:
-        flags = ["--rounds", str(arguments.rounds), "--sizes", *map(str, arguments.sizes)]
+        flags = ["--rounds", str(arguments.rounds), "--sizes", *map(str, arguments.sizes), "--rivals", *arguments.rivals]
         flags = ["--processes", str(n), "--port", str(measure.free_port()), *flags]
         commands = [[sys.executable, __file__, "--process", str(i), *flags] for i in range(n)]
         first, *_ = measure.run_together(commands, timeout=arguments.timeout)
-        means += report(f"{n} processes over gloo", json.loads(first.splitlines()[-1]), FAR[0])
-    if means:
-        print(f"Geometric means of the ratio to psum\n\n{measure.table(means)}\n")
+        link, told, rows = json.loads(first.splitlines()[-1])
+        places.append(Place(f"{n} processes over gloo", n, Link(*link), told, rows))
+        report(places[-1])
+    summarise(places)
+    if arguments.picture:
+        draw(arguments.picture, places)
+        print(f"Drawn in {arguments.picture}.")
+
+
+def shape(n: int) -> tuple[int, int]:
+    """Two machines, of n/2 devices each; of two devices, one."""
+    return (2, n // 2) if n > 2 and n % 2 == 0 else (1, n)
 
 
 def parse() -> argparse.Namespace:
@@ -67,15 +105,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="*", default=None, help="process counts over gloo (2 4)")
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes a device, in float32 (4 kB to 64 MB)")
     parser.add_argument("--rounds", type=int, default=None, help="times that each rival is measured in turn (7)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the processes of one count")
+    parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "auto"], default=None, help="who races (all); psum always does")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for the processes of one count")
+    parser.add_argument("--picture", help="a file for the picture")
     parser.add_argument("--quick", action="store_true", help="a run of some seconds, to see that it works")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    defaults = dict(devices=[2, 4, 8], processes=[2, 4], sizes=[4**k * 1024 for k in range(1, 9)], rounds=7)
-    quick = dict(devices=[2, 8], processes=[2], sizes=[4096, 2**20], rounds=3)
-    for name, value in (quick if arguments.quick else defaults).items():
+    usual = dict(
+        devices=[2, 4, 8], processes=[2, 4], sizes=[4**k * 1024 for k in range(1, 9)], rounds=7, rivals=[*RIVALS, "auto"]
+    )
+    quick = dict(devices=[2, 8], processes=[2], sizes=[4096, 2**20], rounds=3, rivals=["psum", "ring", "halving"])
+    for name, value in (quick if arguments.quick else usual).items():
         setattr(arguments, name, value if getattr(arguments, name) is None else getattr(arguments, name))
+    arguments.rivals = list(dict.fromkeys(["psum", *arguments.rivals]))
     return arguments
 
 
@@ -85,8 +128,7 @@ def one_of_many(arguments: argparse.Namespace):
     try:
         measure.virtual_devices(1)
         jax.distributed.initialize(f"127.0.0.1:{arguments.port}", count, arguments.process)
-        rows = sweep(mesh.make(x=count), arguments.sizes, arguments.rounds)
-        print(json.dumps(rows), flush=True)
+        print(json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)), flush=True)
         jax.distributed.shutdown()
     except Exception:  # the others would wait for this process for minutes: end at once
         traceback.print_exc()
@@ -94,57 +136,148 @@ def one_of_many(arguments: argparse.Namespace):
         os._exit(1)
 
 
-def sweep(mesh_: Mesh, sizes: Sequence[int], rounds: int) -> list[dict]:
-    """For each size, the median seconds and the compiled traffic of all rivals, and the seconds of a copy of the array."""
-    n = mesh_.size
+def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[dict]]:
+    """The link fitted, what `auto` says, and for each size the median seconds and compiled bytes of all rivals, and of a copy."""
+    rivals, told = {name: RIVALS[name] for name in arguments.rivals if name != "auto"}, ""
+    link = tuning.fit(world, AXES)
+    if "auto" in arguments.rivals:
+        rivals["auto"], told = tuning.auto(world, AXES, link=link)
     rows = []
-    for S in sizes:
-        local = np.ones((1, S // 4), np.float32)
-        sharding = NamedSharding(mesh_, P("x"))
-        x = jax.make_array_from_callback((n, S // 4), sharding, lambda _: local)  # noqa: B023
-        programs = {}
-        for name, rival in RIVALS.items():
-            local_sum = functools.partial(rival.all_reduce, axis_name="x")
-            programs[name] = jax.jit(mesh.spmd(local_sum, mesh=mesh_, in_specs=(P("x"),), out_specs=P()))
-        runs = {name: functools.partial(program, x) for name, program in programs.items()}
+    for S in arguments.sizes:
+        runs, sent = {}, {}
+        x = placed(world, S)
+        for name, all_reduce in rivals.items():
+            local = lambda x, f=all_reduce: f(x, AXES)
+            program = jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(AXES),), out_specs=P())).lower(x).compile()
+            runs[name] = functools.partial(program, x)
+            sent[name] = sum(kind.bytes for kind in measure.collectives(program).values())
+        check(world, runs)
         calls = max(1, min(20, 2**22 // S))  # a sample of a short one is many calls
-        times = measure.interleaved(runs | {"copy": measure.copy(x)}, rounds=rounds, calls=calls)
-        sent = {name: measure.collectives(program.lower(x).compile()) for name, program in programs.items()}
-        bytes_sent = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in sent.items()}
-        rows.append({"n": n, "S": S, "seconds": measure.medians(times), "sent": bytes_sent})
-    return rows
+        times = measure.interleaved(runs | {"copy": measure.copy(x)}, rounds=arguments.rounds, calls=calls)
+        rows.append({"S": S, "seconds": measure.medians(times), "sent": sent})
+    return link, told, rows
 
 
-def report(where: str, rows: list[dict], far: int) -> list[dict]:
-    """Print the table of one count of devices; return its geometric means."""
-    in_one_process = where.endswith("one process")
-    lines, ratios = [], {name: [] for name in RIVALS if name != "psum"}
-    for row in rows:
-        n, S, seconds = row["n"], row["S"], row["seconds"]
-        for name, rival in RIVALS.items():
-            predicted = rival.sends(n, S)
+def placed(world: Mesh, nbytes: int) -> jax.Array:
+    """An array of `nbytes` on each device: small whole numbers, other ones on each."""
+    size, sharding = nbytes // 4, NamedSharding(world, P(AXES))
+    block = lambda index: (np.arange(size, dtype=np.float32) % 13 + (index[0].start or 0))[None]
+    return jax.make_array_from_callback((world.size, size), sharding, block)
+
+
+def check(world: Mesh, runs: dict[str, Callable]):
+    """Refuse rivals whose sum is another than psum's."""
+    host = {name: np.asarray(run().addressable_data(0)) for name, run in runs.items()}
+    for name, found in host.items():
+        bound = np.abs(host["psum"]).max() * world.size / 127 if name in INEXACT else 0
+        if not np.abs(found - host["psum"]).max() <= bound:
+            raise AssertionError(f"{name}: the sum is off by {np.abs(found - host['psum']).max()}, of {bound} at most.")
+
+
+def report(place: Place):
+    """Print the table of one place."""
+    lines = []
+    for row in place.rows:
+        S, seconds = row["S"], row["seconds"]
+        for name in row["sent"]:
+            predicted, known = place.predicted(name, S), place.knows(name)
             line = {
                 "size": measure.size(S),
                 "rival": name,
                 "ms": measure.milliseconds(seconds[name]),
+                "predicted ms": measure.milliseconds(predicted),
+                "off by": f"{predicted / seconds[name] - 1:+.0%}" if known else "nan",
                 "to psum": f"{seconds[name] / seconds['psum']:.2f}",
-                "GB/s": f"{2 * (n - 1) / n * S / seconds[name] / 1e9:.3f}",
-                "predicted B": f"{predicted:.0f}",
-                "compiled B": f"{row['sent'][name]}",
+                "predicted B": cost.of(RIVALS[name], S, place.shape).sent if known else "nan",
+                "compiled B": row["sent"][name],
             }
-            if in_one_process:
-                seconds_a_byte = seconds["copy"] / (2 * S) if FAR[0] <= S else math.nan  # a small copy is all overhead
-                floor = rival.touches(n, S) * seconds_a_byte
+            if not place.over_gloo:
+                touched = touches(name, S, place.shape) if S >= 2**20 else math.nan  # a small copy is all overhead
+                floor = touched * seconds["copy"] / (2 * S)
                 line |= {"floor ms": measure.milliseconds(floor), "to floor": f"{seconds[name] / floor:.2f}"}
             lines.append(line)
-            if name in ratios and far <= S:
-                ratios[name].append(seconds[name] / seconds["psum"])
-    print(f"{where}\n\n{measure.table(lines)}\n", flush=True)
-    return [
-        {"where": where, "from": measure.size(far), "rival": name, "to psum": f"{measure.geometric_mean(of):.2f}"}
-        for name, of in ratios.items()
-        if of
-    ]
+    print(f"{place.where}\n\n{measure.table(lines)}\n")
+    link = place.link
+    print(
+        f"The link fitted: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, {1e9 * link.gamma:.3g} ns a byte "
+        f"added, {1e6 * link.start:.3g} us a call, {'one port' if link.one_port else 'links of their own'}; off by "
+        f"{link.error:.0%} in the median of what it was fitted to.\n{place.told}\n",
+        flush=True,
+    )
+
+
+def touches(rival: str, nbytes: int, axes: tuple[int, ...]) -> float:
+    """Bytes that a device reads and writes in one process: a message is copied (2), then added (3) or stored (2)."""
+    if rival == "psum":
+        return 2 * nbytes
+    if rival not in RIVALS:
+        return math.nan
+    price = cost.of(RIVALS[rival], nbytes, axes)
+    return 4 * price.sent + price.reduced
+
+
+def summarise(places: Sequence[Place]):
+    """Print who won at each size, the means of the ratios to psum, how auto did, and how far the model was off."""
+    winners, means = [], []
+    for place in places:
+        exact = [name for name in place.rows[0]["sent"] if name not in (*INEXACT, "auto")]
+        ours = [name for name in exact if name != "psum"]
+        ratios = {name: [] for name in [*place.rows[0]["sent"], "the best of ours"] if name != "psum"}
+        off, behind = [], []
+        for row in place.rows:
+            S, seconds = row["S"], row["seconds"]
+            best = min(ours, key=seconds.__getitem__)
+            line = {"where": place.where, "size": measure.size(S), "fastest": min(exact, key=seconds.__getitem__)}
+            line |= {"of ours": best, "to psum": f"{seconds[best] / seconds['psum']:.2f}"}
+            winners.append(
+                line | {"auto to the best": f"{seconds.get('auto', math.nan) / min(seconds[name] for name in exact):.2f}"}
+            )
+            off += [abs(place.predicted(name, S) / seconds[name] - 1) for name in ours]
+            behind += [seconds["auto"] / min(seconds[name] for name in exact)] if "auto" in seconds else []
+            if FAR["gloo" if place.over_gloo else "process"] <= S:
+                for name, of in ratios.items():
+                    of.append(seconds[best if name == "the best of ours" else name] / seconds["psum"])
+        line = {"where": place.where} | {name: f"{measure.geometric_mean(of):.2f}" for name, of in ratios.items()}
+        line |= {"auto at worst to the best": f"{max(behind, default=math.nan):.2f}"}
+        means.append(line | {"model off by, median": f"{statistics.median(off):.0%}"})
+    if places:
+        print(f"Who wins\n\n{measure.table(winners)}\n")
+        far = f"{measure.size(FAR['gloo'])} over gloo, from {measure.size(FAR['process'])} in one process"
+        print(f"Geometric means of the ratio to psum, from {far}\n\n{measure.table(means)}\n", flush=True)
+
+
+def draw(path: str, places: Sequence[Place]):
+    """Time against size, a panel for each place: what was measured as marks, the model as lines."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(len(places), 3)
+    size = {"nrows": -(-len(places) // columns), "ncols": columns}
+    figure, panels = plt.subplots(
+        **size, figsize=(5 * columns, 4.2 * size["nrows"] + 0.5), sharex=True, squeeze=False, layout="constrained"
+    )
+    marks = dict(zip([*RIVALS, "auto"], "ks^vDPXo*", strict=False)) | {"psum": "o", "int8": "x"}
+    colours = dict(zip([*RIVALS, "auto"], ["black", *plt.rcParams["axes.prop_cycle"].by_key()["color"]], strict=False))
+    for panel, place in zip(panels.flat, places, strict=False):
+        sizes = [row["S"] for row in place.rows]
+        for name in place.rows[0]["sent"]:
+            style = {"color": colours[name], "markersize": 5, "fillstyle": "none"}
+            measured = [1e3 * row["seconds"][name] for row in place.rows]
+            panel.loglog(sizes, measured, marks[name], label=name, linestyle=":" if name == "psum" else "none", **style)
+            model = [1e3 * place.predicted(name, S) for S in sizes]
+            panel.loglog(sizes, model, color=colours[name], linewidth=1, alpha=0.7)
+        panel.set(title=place.where, xlabel="bytes on each device", ylabel="time of an all-reduce, ms")
+        panel.grid(alpha=0.3)
+    for panel in panels.flat[len(places) :]:
+        panel.set_visible(False)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, title="marks: measured; lines: the model"
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

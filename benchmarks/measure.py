@@ -11,21 +11,16 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from parallax import hlo
+
 MB = 1e6
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-COLLECTIVE = re.compile(rf"= ([^%]+?) ({'|'.join(KINDS)})(-start)?\(%")
-CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|called_computations|branch_computations)=\{?((?:%[\w.-]+(?:, )?)+)")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-NUMBER = re.compile(r"[\d.e+-]+%?|nan|[\d.]+ (B|kB|MB|\([\d.]+\))")
-ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+NUMBER = re.compile(r"[\d.e+-]+%?|nan|[\d.]+ (B|kB|MB|GB|\([\d.]+\))")
 
 
 class Traffic(NamedTuple):
@@ -92,43 +87,12 @@ def temporary(compiled: jax.stages.Compiled) -> int:
 
 def collectives(compiled: jax.stages.Compiled) -> dict[str, Traffic]:
     """What a compiled program sends in one call, by kind: what stands in a loop counts once a turn."""
-    return traffic(compiled.as_text())
-
-
-def traffic(text: str) -> dict[str, Traffic]:
-    """The collectives in a compiled module's text, loops of a known length counted out."""
-    lines: dict[str, list[str]] = defaultdict(list)
-    entry = name = ""
-    for line in text.splitlines():
-        if found := COMPUTATION.match(line):
-            name = found[2]
-            entry = name if found[1] else entry
-        else:
-            lines[name].append(line)
     total: dict[str, Traffic] = {}
-
-    def walk(name: str, times: int) -> None:
-        for line in lines[name]:
-            if found := COLLECTIVE.search(line):
-                result, kind, start = found.groups()
-                before = total.get(kind, Traffic(0, 0))
-                total[kind] = Traffic(before.count + times, before.bytes + times * _bytes(result, kind, bool(start)))
-            trips = TRIPS.search(line) if " while(" in line else None
-            for called in CALLED.findall(line):
-                for callee in called.replace("%", "").split(", "):
-                    walk(callee, times * int(trips[1]) if trips else times)
-
-    walk(entry, 1)
+    for run in hlo.runs(hlo.module(compiled)):
+        kind, nbytes = run.instruction.collective, sum(op.bytes for op in run.instruction.ops)
+        before = total.get(kind, Traffic(0, 0))
+        total[kind] = Traffic(before.count + run.times, before.bytes + run.times * nbytes)
     return total
-
-
-def _bytes(result: str, kind: str, start: bool) -> int:
-    arrays = ARRAY.findall(result)
-    if start and kind in ("all-gather", "collective-permute"):  # (operands, results, context words)
-        arrays = [array for array in arrays if array != ("u32", "")]
-        arrays = arrays[len(arrays) // 2 :]
-    bits = lambda dtype: 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
-    return sum(math.prod(int(dim) for dim in dims.split(",") if dim) * bits(dtype) // 8 for dtype, dims in arrays)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -182,8 +146,8 @@ def milliseconds(seconds: float) -> str:
 
 def size(count: float) -> str:
     """A number of bytes, in units of 1024."""
-    for unit in ("B", "kB"):
+    for unit in ("B", "kB", "MB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
         count /= 1024
-    return f"{count:.4g} MB"
+    return f"{count:.4g} GB"

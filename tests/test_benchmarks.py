@@ -31,8 +31,12 @@ measure = load("measure")
 
 RUNS = {
     "collectives": (
-        ["--devices", "2", "4", "--processes", "2", "--sizes", "4096", "1048576", "--rounds", "2"],
-        ["2 devices of one process", "4 devices of one process", "2 processes over gloo", "to floor", "Geometric means"],
+        ["--quick", "--devices", "4", "--rounds=1", "--picture={folder}/race.png"],
+        ["4 devices of one process", "2 processes over gloo", "predicted ms", "to floor", "Who wins", "model off by", "Drawn in"],
+    ),
+    "simulate": (
+        ["--sides", "2", "316", "--picture={folder}/simulate.png"],
+        ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],
     ),
     "train_step": (
         ["--quick", "--data=2", "--layers=1", "--rounds=2"],
@@ -46,14 +50,16 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_prints_its_tables(name):
+def test_prints_its_tables(name, tmp_path):
     flags, expected = RUNS[name]
+    flags = [flag.format(folder=tmp_path) for flag in flags]
     command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *flags]
     environment = os.environ | {"XLA_FLAGS": FAST_COMPILER, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for words in expected:
         assert words in ran.stdout, ran.stdout
+    assert len(list(tmp_path.glob("*.png"))) == sum("png" in flag for flag in flags)
 
 
 def compiled(f, n, x):
