@@ -14,11 +14,26 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer
 
 Tokens = Integer[np.ndarray, "_"]  # any number of them: train and held_out differ
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Tokens that `batch` can read: an array, a mapped file, or `shards.Shards`."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, places: np.ndarray, /) -> np.ndarray:
+        """The tokens at these places."""
+        ...
+
 
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_VOCABULARY = 50257
@@ -41,7 +56,7 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: int) -> N
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "xb") as file:
-            file.write(np.ascontiguousarray(tokens, _item(vocabulary)).data)
+            file.write(np.ascontiguousarray(tokens, stored_as(vocabulary)).data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -55,7 +70,7 @@ def read(path: str | os.PathLike[str], *, vocabulary: int) -> Tokens:
     Raises `FileNotFoundError`, or `ValueError` for a file that is empty, cut short, or holds tokens outside the vocabulary (as
     one of another tokenizer would: a device would clamp them without a word).
     """
-    path, item = Path(path), _item(vocabulary)
+    path, item = Path(path), stored_as(vocabulary)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: needed a token file, found no file. Make one with data.write.")
     size = path.stat().st_size
@@ -87,7 +102,7 @@ def split(tokens: Tokens, held_out: float = 0.1) -> tuple[Tokens, Tokens]:
 
 
 def batch(
-    tokens: Tokens, *, seed: int, step: int, size: int, length: int, rows: slice = slice(None)
+    tokens: Source, *, seed: int, step: int, size: int, length: int, rows: slice = slice(None)
 ) -> Int32[np.ndarray, "rows length_and_one"]:
     """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token after them.
 
@@ -280,7 +295,8 @@ def _pairs(tokens: Tokens, vocabulary: int) -> np.ndarray:
     return tokens[:-1].astype(np.int64) * vocabulary + tokens[1:].astype(np.int64)
 
 
-def _item(vocabulary: int) -> np.dtype:
+def stored_as(vocabulary: int) -> np.dtype:
+    """How a token is stored: in two bytes, or in four where V > 65,536."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 

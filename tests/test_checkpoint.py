@@ -1,0 +1,420 @@
+"""What was saved comes back bit for bit, on any layout; what is not as it was saved is refused by name."""
+
+import functools
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from reference import EXACT, FLOAT64, compiled_quickly, windows
+
+from parallax import checkpoint, mesh, step
+from parallax.checkpoint import Checkpoints
+from parallax.layout import Layout
+from parallax.models import gpt2
+
+SETTINGS = {"width": 16, "seed": 0}
+
+
+def small_state(number: int = 0, *, on: P | None = None):
+    """One of every kind of leaf."""
+    axes = mesh.make(data=4, tensor=2)
+    arrays = {"weight": np.arange(32.0, dtype=np.float32).reshape(8, 4) + number, "scale": np.float64(2.0**number)}
+    placed = mesh.place(arrays, {"weight": P("data") if on is None else on, "scale": P()}, axes)
+    key = jax.device_put(jax.random.fold_in(jax.random.key(1), number), mesh.shardings(P(), axes))
+    rbg = jax.random.key(number, impl="rbg")
+    plain = {"position": 7 * number, "loss_scale": 0.5, "on": True, "call": jnp.tanh, "host": np.arange(3)}
+    return placed | {"key": key, "rbg": rbg} | plain
+
+
+def assert_equal(tree, reference):
+    def check(path, leaf, other):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        assert type(leaf) is type(other), path
+        if hasattr(leaf, "dtype"):
+            assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), path
+            np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(path))
+        else:
+            assert leaf == other, path
+
+    jax.tree.map_with_path(check, tree, reference)
+
+
+def checkpoints(folder, run=SETTINGS, **options):
+    return Checkpoints(folder, settings=run, say=options.pop("say", lambda line: None), **options)
+
+
+def saved(folder, steps=(1, 2), **options):
+    """A folder with a checkpoint for each of the steps."""
+    with checkpoints(folder, **options) as store:
+        for number in steps:
+            store.save(number, small_state(number), note={"seen": number})
+    return Path(folder)
+
+
+def files_of(folder, number):
+    return sorted(path for path in (folder / f"{number:08d}").rglob("*") if path.is_file())
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("on", [P("data"), P(("data", "tensor")), P("tensor", "data"), P()], ids=str)
+def test_every_leaf_comes_back_where_it_was_asked_for(tmp_path, on):
+    saved(tmp_path, [3])
+    like = small_state(9, on=on)
+    step_, state, note, refused = checkpoints(tmp_path).restore(like)
+    assert (step_, note, refused) == (3, {"seen": 3}, {})
+    assert_equal(state, small_state(3))
+    assert state["weight"].sharding == like["weight"].sharding
+    assert state["key"].sharding == like["key"].sharding
+
+
+def test_shapes_are_enough_to_restore_to(tmp_path):
+    saved(tmp_path, [3])
+    like = small_state(9)
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    like = jax.tree.map(lambda leaf: shape(leaf) if isinstance(leaf, jax.Array) else leaf, like)
+    assert_equal(checkpoints(tmp_path).restore(like).state, small_state(3))
+
+
+def test_a_new_folder_holds_nothing(tmp_path):
+    assert checkpoints(tmp_path / "new").restore(small_state()) is None
+
+
+def test_the_state_may_be_donated_at_once(tmp_path):
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(np.arange(4_000_000, dtype=np.float32), mesh.shardings(P("data"), mesh.make(data=8)))
+    with checkpoints(tmp_path) as store:
+        store.save(1, {"x": x})
+        for _ in range(5):
+            x = jax.block_until_ready(add(x))
+    found = checkpoints(tmp_path).restore({"x": x}).state["x"]
+    np.testing.assert_array_equal(found, np.arange(4_000_000, dtype=np.float32))
+
+
+def test_keeps_the_last_and_every_nth(tmp_path):
+    saved(tmp_path, range(1, 11), keep=2, keep_every=4)
+    assert checkpoints(tmp_path).steps() == [4, 8, 9, 10]
+
+
+# What is refused
+
+
+def damage(kind, folder, number, generator):
+    """Turn one bit of the checkpoint, each as likely as any other; or cut short, or remove, one of its files."""
+    sizes = {path: path.stat().st_size for path in files_of(folder, number)}
+    (path,) = generator.choices(list(sizes), list(sizes.values()))
+    content = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[: generator.randrange(len(content))])
+    else:
+        place = generator.randrange(8 * len(content))
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+    return path
+
+
+def refused_after(kind, folder, scratch, seed):
+    shutil.copytree(folder, scratch)
+    path = damage(kind, scratch, 2, random.Random(seed))
+    said = []
+    restored = checkpoints(scratch, say=said.append).restore(small_state())
+    assert restored.step == 1
+    assert_equal(restored.state, small_state(1))
+    assert str(path) in restored.refused[2]
+    assert any(str(path) in line for line in said)
+    shutil.rmtree(scratch)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("kind", ["bit", "truncated", "missing"])
+def test_damage_is_refused_by_name_and_the_one_before_is_restored(two, tmp_path, kind):
+    for seed in range(10):
+        refused_after(kind, two, tmp_path / "copy", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bit", "truncated", "missing"])
+def test_a_hundred_times(two, tmp_path, kind):
+    for seed in range(100, 200):
+        refused_after(kind, two, tmp_path / "copy", seed)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "arrays/manifest.ocdbt"])
+def test_a_file_of_another_run_is_refused_by_name(tmp_path, name):
+    ours, theirs = saved(tmp_path / "ours"), saved(tmp_path / "theirs", run=SETTINGS | {"width": 32})
+    shutil.copy(theirs / "00000002" / name, ours / "00000002" / name)
+    said = []
+    assert checkpoints(ours, say=said.append).restore(small_state()).step == 1
+    assert "00000002" in said[0]
+    assert ("width=32 (here 16)" if name == "manifest.json" else name) in said[0]
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(
+        checkpoint.Refused,
+        match=r"(?s)step 2: .*00000002.*another run, which had depth=none \(here 2\), seed=0 \(here 1\)\..*step 1: ",
+    ):
+        checkpoints(tmp_path, SETTINGS | {"seed": 1, "depth": 2}).restore(small_state())
+    differing = checkpoint.differences({"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": "x"})
+    assert differing == "b=2 (here 3), c=None (here none), d=none (here 'x')"
+
+
+def test_a_checkpoint_under_another_step_is_refused(tmp_path):
+    (saved(tmp_path) / "00000002").rename(tmp_path / "00000007")
+    restored = checkpoints(tmp_path).restore(small_state())
+    assert restored.step == 1
+    assert "needed the manifest of step 7, got that of step 2" in restored.refused[7]
+    assert "00000002: needed a folder, found none" in restored.refused[2]
+
+
+@pytest.mark.parametrize("loss", ["manifests", "folders"])
+def test_a_run_that_lost_all_does_not_begin_again(tmp_path, loss):
+    saved(tmp_path)
+    for folder in (tmp_path / "00000001", tmp_path / "00000002"):
+        shutil.rmtree(folder) if loss == "folders" else (folder / "manifest.json").unlink()
+    with pytest.raises(checkpoint.Refused, match=r"held finished checkpoints, and none of them may be restored:\n  step 2: "):
+        checkpoints(tmp_path).restore(small_state())
+
+
+def test_a_first_save_that_was_cut_short_is_no_checkpoint(tmp_path):
+    saved(tmp_path, [5])
+    (tmp_path / "00000005" / "manifest.json").unlink()
+    (tmp_path / "newest.json").unlink()
+    said = []
+    store = checkpoints(tmp_path, say=said.append)
+    assert store.restore(small_state()) is None
+    assert "was not finished" in said[0]
+    with store:
+        store.save(5, small_state(5))
+    assert_equal(checkpoints(tmp_path).restore(small_state()).state, small_state(5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000005", "newest.json"]
+
+
+# Nothing good is replaced by something worse
+
+
+def test_steps_do_not_go_back(tmp_path):
+    saved(tmp_path, [4, 8])
+    with checkpoints(tmp_path) as store:
+        for number in (8, 5):
+            with pytest.raises(ValueError, match=f"finished checkpoint of step 8, and saving step {number} would go back"):
+                store.save(number, small_state())
+    assert checkpoints(tmp_path).steps() == [4, 8]
+
+
+def test_a_damaged_one_is_replaced_when_the_run_comes_by_again(tmp_path):
+    saved(tmp_path, [1, 2, 3], keep=2)
+    for number in (2, 3):
+        damage("bit", tmp_path, number, random.Random(number))
+    with pytest.raises(checkpoint.Refused):
+        checkpoints(tmp_path).restore(small_state())
+    saved(tmp_path / "other", [1])
+    shutil.copytree(tmp_path / "other" / "00000001", tmp_path / "00000001")
+    with checkpoints(tmp_path, keep=2) as store:
+        assert store.restore(small_state()).step == 1
+        for number in (2, 3, 4):
+            store.save(number, small_state(number))
+            store.wait()
+            assert 1 in store.steps() or number > 2  # of the good ones, the last two stay
+    assert store.steps() == [3, 4]
+    assert_equal(checkpoints(tmp_path).restore(small_state()).state, small_state(4))
+
+
+def can_mount(folder):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder]
+    return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("how", ["a small file system", "a limit to a file's size"])
+def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
+    mounted = how == "a small file system" and shutil.which("mount") and can_mount(tmp_path)
+    try:
+        saved(tmp_path, [1])
+        noise = {"big": jax.device_put(np.random.default_rng(0).standard_normal(1_000_000))}  # 8 MB
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if not mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, before[1]))
+        try:
+            store = checkpoints(tmp_path)
+            message = r"(?s)of step 2 in .*00000002 was not saved: .*newest finished one is .*00000001\."
+            with pytest.raises(OSError, match=message), store:
+                store.save(2, noise)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        again = checkpoints(tmp_path)
+        assert again.restore(small_state()).step == 1
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,size=30m", tmp_path], check=True)
+        with again:
+            again.save(2, noise)
+        np.testing.assert_array_equal(checkpoints(tmp_path).restore(noise).state["big"], noise["big"])
+    finally:
+        if mounted:
+            subprocess.run(["umount", tmp_path], check=True)
+
+
+# Mistakes
+
+
+def test_another_state_is_refused_by_its_leaves(tmp_path):
+    saved(tmp_path, [1])
+    like = small_state()
+    wrong = {k: v for k, v in like.items() if k != "position"} | {"weight": like["weight"][:4], "more": like["scale"]}
+    with pytest.raises(ValueError, match="the arrays are not those of the state to restore") as caught:
+        checkpoints(tmp_path).restore(wrong)
+    for words in (
+        "more: needed float64[], the checkpoint has nothing",
+        "position: needed nothing, the checkpoint has number[]",
+        "weight: needed float32[4, 4], the checkpoint has float32[8, 4]",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep and keep_every of 1 or more; got keep=0"),
+        ({"keep_every": 0}, "got keep=3, keep_every=0"),
+        ({"to_disk": lambda state: state}, "both to_disk and from_disk"),
+    ],
+)
+def test_options_are_checked(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        checkpoints(tmp_path, **options)
+
+
+def test_states_that_cannot_be_stored_are_refused(tmp_path):
+    with checkpoints(tmp_path) as store:
+        with pytest.raises(ValueError, match=r"2 leaves of the path a\.b"):
+            store.save(1, {"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
+        with pytest.raises(ValueError, match="scale: a plain number to store must be finite; got inf"):
+            store.save(1, {"scale": float("inf")})
+
+
+def test_without_orbax_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r'pip install "parallax-jax\[checkpoint\]"'):
+        checkpoints(tmp_path)
+
+
+# Any layout to any other
+
+CONFIG = gpt2.Config(layers=4, heads=2, width=16, context=8, vocabulary=61, vocabulary_multiple=8)
+BATCH = 8
+LAYOUTS = {
+    "data 2 x stage 2 x tensor 2": Layout(data=2, stage=2, tensor=2, microbatches=2),
+    "data 4 x tensor 2": Layout(data=4, tensor=2),
+    "one device": Layout(),
+    "stage 2 in 2 chunks": Layout(stage=2, microbatches=2, chunks=2),
+}
+
+
+def whole(state):
+    """The form on disk: blocks `[L, ...]`, wherever the state holds a model."""
+    is_model = lambda x: isinstance(x, gpt2.GPT2)
+    return jax.tree.map(lambda x: gpt2.unchunked(x) if is_model(x) else x, state, is_leaf=is_model)
+
+
+def chunked(chunks, state):
+    is_model = lambda x: isinstance(x, gpt2.GPT2)
+    return jax.tree.map(lambda x: gpt2.chunked(x, chunks) if is_model(x) else x, state, is_leaf=is_model)
+
+
+def form(layout):
+    return {} if layout.stage == 1 else {"to_disk": whole, "from_disk": functools.partial(chunked, layout.chunks)}
+
+
+@functools.cache
+def start(name):
+    """The state to begin with on a layout, its step, and its mesh."""
+    layout = LAYOUTS[name]
+    axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+    with compiled_quickly(), jax.numpy_dtype_promotion("standard"):
+        state, train = step.train_step(CONFIG, optax.adamw(1e-3), layout, axes, batch=BATCH, dtype=FLOAT64, key=jax.random.key(0))
+    return state, train
+
+
+def go_on(name, state, steps):
+    _, train = start(name)
+    losses = []
+    with compiled_quickly(), jax.numpy_dtype_promotion("standard"):
+        state = jax.tree.map(jnp.copy, state)  # the step donates it
+        for number in range(int(state.step), int(state.step) + steps):
+            state, info = jax.block_until_ready(train(state, windows(CONFIG, 0, number, BATCH)))
+            losses.append(float(info.loss))
+    return state, losses
+
+
+@functools.cache
+def trained(name):
+    """The state after two steps, and the losses of the two after that."""
+    state, _ = go_on(name, start(name)[0], 2)
+    return state, go_on(name, state, 2)[1]
+
+
+def on_host(name, state):
+    return jax.tree.map(np.asarray, whole(state) if LAYOUTS[name].stage > 1 else state)
+
+
+def over_layouts(folder, names, state):
+    """Saved by the first layout, restored and saved by the next, and so on: the same bits. The state on the last one."""
+    reference = on_host(names[0], state)
+    for number, (name, other) in enumerate(pairwise(names)):
+        with checkpoints(folder / str(number), **form(LAYOUTS[name])) as store:
+            store.save(2, state)
+        like = start(other)[0]
+        state = checkpoints(folder / str(number), **form(LAYOUTS[other])).restore(like).state
+        jax.tree.map(np.testing.assert_array_equal, on_host(other, state), reference)
+        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
+    return state
+
+
+chains = st.lists(st.sampled_from(sorted(LAYOUTS)), min_size=2, max_size=3)
+
+
+def filled(state):
+    """Different numbers in every leaf: after `init` the optimizer's are all zero."""
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(tree, [leaf + jnp.asarray(i, leaf.dtype) for i, leaf in enumerate(leaves)])
+
+
+def test_each_layout_restores_what_the_one_before_saved(tmp_path):
+    names = [*LAYOUTS, next(iter(LAYOUTS))]
+    over_layouts(tmp_path, names, filled(start(names[0])[0]))
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(chains)
+def test_any_layout_restores_what_any_other_saved(tmp_path_factory, names):
+    over_layouts(tmp_path_factory.mktemp("layouts"), names, filled(start(names[0])[0]))
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(chains)
+def test_a_run_goes_on_over_any_layout(tmp_path_factory, names):
+    state, losses = trained(names[0])
+    state = over_layouts(tmp_path_factory.mktemp("layouts"), names, state)
+    np.testing.assert_allclose(go_on(names[-1], state, 2)[1], losses, rtol=EXACT)

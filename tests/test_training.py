@@ -1,0 +1,214 @@
+"""A step that is not finite changes nothing and is counted; seconds and metrics survive a restart."""
+
+import functools
+import json
+import math
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from reference import EXACT, FLOAT64, assert_close
+
+from parallax import grads, mesh, rules, step, training
+from parallax.collectives import ring
+
+BAD = {"nan": math.nan, "inf": math.inf, "overflow": 1e300}
+
+
+def make_step(guard):
+    """A linear model over data 4 x tensor 2, its weights split over tensor; a batch's own numbers can break it."""
+    axes = mesh.make(data=4, tensor=2)
+
+    def loss(weights, batch):
+        inputs, targets = batch
+        partial = jnp.sum(inputs * weights["w"][None], axis=1)
+        return jnp.mean((jax.lax.psum(partial, "tensor") - targets) ** 2)
+
+    optimizer = optax.adam(0.1)
+    grad = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce)
+    state, specs = step.init(lambda: {"w": jnp.ones(4, FLOAT64)}, optimizer, rules.match("w", P("tensor")), axes)
+    local = guard(step.make(grad, optimizer, all_reduce=ring.all_reduce))
+    train = mesh.spmd(local, mesh=axes, in_specs=(specs, (P("data", "tensor"), P("data"))), out_specs=(specs, P()))
+    return state, jax.jit(train)
+
+
+def batch(number, bad=None):
+    generator = np.random.default_rng(number)
+    inputs = generator.standard_normal((8, 4))
+    if bad is not None:
+        inputs[5, 3] = bad  # of one device alone
+    return inputs, inputs.sum(1)
+
+
+@functools.cache
+def steps():
+    with jax.numpy_dtype_promotion("standard"):
+        return make_step(training.guarded), make_step(lambda step: step)
+
+
+def train(which, numbers, bad=None):
+    state, one = steps()[which]
+    infos = []
+    with jax.numpy_dtype_promotion("standard"):
+        for number in numbers:
+            state, info = jax.block_until_ready(one(state, batch(number, BAD.get(bad) if number == 2 else None)))
+            infos.append(info)
+    return state, infos
+
+
+def test_finite_steps_are_as_without_the_guard():
+    guarded, plain = train(0, range(4)), train(1, range(4))
+    assert_close(guarded, plain, EXACT)  # not the same bits: the select changes how XLA fuses the update
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_step_that_is_not_finite_changes_its_number_alone(bad):
+    broken, infos = train(0, [0, 1, 2, 3], bad)
+    without, _ = train(0, [0, 1, 3])
+    assert int(broken.step) == 4
+    jax.tree.map(np.testing.assert_array_equal, (broken.model, broken.optimizer), (without.model, without.optimizer))
+    skipped = training.Skipped(1)
+    assert [skipped.count(i, info) for i, info in enumerate(infos)] == [False, False, True, False]
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(train(1, [0, 1, 2, 3], bad)[0]))  # without the guard
+
+
+def test_the_budget_holds_over_restarts():
+    info = step.Info(jnp.asarray(jnp.nan), jnp.asarray(1.0))
+    skipped = training.Skipped(3, [4, 9])
+    assert skipped.count(12, info)
+    with pytest.raises(
+        training.OverBudget, match=r"step 15: the loss is nan .* 4 steps were not finite \(4, 9, 12, 15 last\).*is 3"
+    ):
+        skipped.count(15, info)
+
+
+# Time
+
+
+def test_goodput_counts_what_was_lost_and_the_time_away(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(training.time, "time", lambda: now[0])
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+
+    def spend(clock, name, seconds):
+        with clock(name):
+            now[0] += seconds
+
+    clock = training.Clock()
+    spend(clock, "steps", 30)
+    spend(clock, "evaluation", 10)
+    note = json.loads(json.dumps(clock.note()))  # as a checkpoint keeps it
+    spend(clock, "steps", 20)  # lost
+    now[0] += 40  # until the restart
+    clock = training.Clock(note)
+    spend(clock, "steps", 50)
+    assert clock.seconds == {"steps": 80.0, "evaluation": 10.0}
+    assert clock.goodput() == 80 / 150
+
+
+# Metrics
+
+
+def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    sink = training.jsonl(path)
+    for number in range(1, 6):
+        sink(number, {"loss": float(number)})
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # killed while writing
+    sink = training.jsonl(path, after=3)
+    sink(4, {"loss": 40.0})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        *({"step": i, "loss": float(i)} for i in (1, 2, 3)),
+        {"step": 4, "loss": 40.0},
+    ]
+
+
+def test_all_sinks_get_all_and_none_is_silent(tmp_path):
+    seen = []
+    training.to_all()(1, {"loss": 1.0})
+    training.to_all(lambda *given: seen.append(given), training.jsonl(tmp_path / "a"))(1, {"loss": 1.0})
+    assert seen == [(1, {"loss": 1.0})]
+    assert (tmp_path / "a").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_tensorboard_gets_each_number(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+        def flush(self):
+            calls.append("flush")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
+    training.tensorboard(tmp_path, after=7)(8, {"loss": 1.0, "held_out": 2.0})
+    assert calls == [(str(tmp_path), 8), ("loss", 1.0, 8), ("held_out", 2.0, 8), "flush"]
+
+
+def test_wandb_goes_on_under_the_same_id(monkeypatch):
+    calls = []
+
+    class Session:
+        def log(self, values, step):
+            calls.append((values, step))
+
+    def init(**options):
+        calls.append(options)
+        return Session()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    training.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
+    assert calls == [{"project": "parallax", "id": "a", "resume": "allow", "config": {"seed": 0}}, ({"loss": 1.0}, 3)]
+
+
+@pytest.mark.parametrize(
+    ("package", "sink"),
+    [
+        ("tensorboardX", lambda: training.tensorboard("x")),
+        ("wandb", lambda: training.wandb("x", run="y", settings={})),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, package, sink):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        sink()
+
+
+# Profiles
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ran", "expected"),
+    [
+        (range(2, 4), range(6), ["start 2", "stop 4"]),
+        (range(2, 4), range(3, 6), ["start 3", "stop 4"]),
+        (range(4, 9), range(6), ["start 4", "stop end"]),
+        (range(0), range(6), []),
+    ],
+)
+def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
+    calls, now = [], [None]
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(f"start {now[0]}"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(f"stop {now[0]}"))
+    with training.profiler(tmp_path, chosen) as begin:
+        for now[0] in ran:
+            begin(now[0])
+        now[0] = "end"
+    assert calls == expected
+
+
+def test_a_trace_is_written(tmp_path):
+    with training.profiler(tmp_path, range(1)) as begin:
+        begin(0)
+        jnp.ones(3).block_until_ready()
+    assert list(tmp_path.rglob("*.xplane.pb"))
