@@ -31,7 +31,8 @@ import tyro
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax import data, draw, mesh, schedule, step
+from parallax import certificate, data, draw, mesh, schedule, step, training
+from parallax import layout as layout_
 from parallax.collectives import ring
 from parallax.layout import Layout
 from parallax.models import gpt2
@@ -40,7 +41,10 @@ from parallax.schedule import Schedule
 SHIPPED = Path(__file__).resolve().parent / "data"
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
 MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
-ALL_REDUCE = {"ring": ring.all_reduce, "psum": jax.lax.psum}
+COLLECTIVES = {
+    "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
+    "psum": {"all_reduce": jax.lax.psum, "reduce_scatter": jax.lax.psum_scatter, "all_gather": jax.lax.all_gather},
+}
 TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")}
 SAMPLED = 300  # tokens of text at the end
 
@@ -74,15 +78,21 @@ class Settings:
     devices: int = 8
     """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
     all_reduce: Literal["ring", "psum"] = "ring"
-    """Who adds up over devices: our ring, or XLA's own all-reduce."""
+    """Who adds up, scatters and gathers over devices: our ring, or XLA's own collectives."""
     microbatches: int = 4
     """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
     schedule: str = "one_f_one_b"
     """The pipeline's: `gpipe`, `one_f_one_b`, `interleaved` (1F1B with 2 chunks), or a FILE.csv of your own."""
     chunks: int | None = None
     """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
-    remat: bool = False
-    """Compute each block (in a pipeline: each stage) again in the backward pass, instead of keeping what it computed."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of gradients too, 3 the parameters too."""
+    sequence: bool = False
+    """Split the residual stream by tokens over the tensor axis."""
+    precision: layout_.Precision = "full"
+    """What the model computes in, beside parameters in float32; float16 scales the loss."""
+    remat: layout_.Remat = "none"
+    """What the backward pass computes again: what was gathered, attention, all but products, or all of a block or a stage."""
 
     steps: int = 700
     """Optimizer steps."""
@@ -95,6 +105,8 @@ class Settings:
     seed: int = 0
     """Of the weights, the order of the text, dropout and the sample. The same seed gives the same losses, on any layout."""
 
+    skip_budget: int = 10
+    """Steps that may be skipped, since their loss or gradient was not finite, before the run stops."""
     evaluate_every: int = 50
     """Steps from one held-out loss to the next; there is one at the end in any case."""
     evaluate_tokens: int = 65536
@@ -155,7 +167,8 @@ def prepare(settings: Settings) -> Plan:
         attention_dropout=settings.dropout,
         **{name: size for name, size in sizes.items() if size is not None},
     )
-    layout.check(layers=config.layers, heads=config.heads, hidden=4 * config.width, rows=config.rows, batch=settings.batch)
+    sizes = {"layers": config.layers, "heads": config.heads, "hidden": 4 * config.width, "rows": config.rows}
+    layout.check(**sizes, batch=settings.batch, tokens=length)
 
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):
@@ -186,6 +199,7 @@ def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
     stage = by_default(4) if settings.stage is None else settings.stage
     data_ = max(1, n // max(1, stage * tensor)) if settings.data is None else settings.data
     M, name = settings.microbatches, settings.schedule
+    extras = {name: getattr(settings, name) for name in ("zero", "sequence", "precision", "remat")}
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
         if (table.stages, table.microbatches) != (stage, M) or settings.chunks not in (None, table.chunks):
@@ -193,22 +207,21 @@ def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
                 f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
                 f"run has --stage {stage} --microbatches {M} --chunks {settings.chunks or 1}. Make them agree."
             )
-        return Layout(data_, stage, tensor, M, table.chunks), table
+        return Layout(data_, stage, tensor, M, table.chunks, **extras), table
     if name not in ("gpipe", "one_f_one_b", "interleaved"):
         raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
     chunks = settings.chunks or (2 if name == "interleaved" else 1)
     if name == "gpipe" and chunks > 1:
         raise ValueError(f"--schedule gpipe has one chunk a stage; got --chunks {chunks}. Take --schedule interleaved.")
-    layout = Layout(data_, stage, tensor, M, chunks)
+    layout = Layout(data_, stage, tensor, M, chunks, **extras)
     return layout, schedule.gpipe(stage, M) if name == "gpipe" else schedule.one_f_one_b(stage, M, chunks)
 
 
-def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
-    """The plan in words, and what it will cost."""
+def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str) -> str:
+    """The plan in words, and what it costs: `sent` is what a device sends in a step, by axis."""
     s, c, layout = plan.settings, plan.config, plan.layout
     per_step = s.batch * plan.length
     flops = report.step_flops(c, per_step, plan.length)
-    sent = report.traffic(c, layout, plan.schedule, shard_bytes, batch=s.batch, length=plan.length, remat=s.remat)
     n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
     kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
     bytes_ = lambda size: report.quantity(size, "B")
@@ -229,7 +242,8 @@ def describe(plan: Plan, shard_bytes: int, rate: float, measured: str) -> str:
             f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
             f"{layout.microbatches} microbatches",
         ),
-        ("all-reduce", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (theory),"),
+        ("split", report.split(layout)),
+        ("collectives", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (in the compiled program),"),
         ("", ", ".join(f"{bytes_(size)} over {axis}" for axis, size in sent.items())),
         ("arithmetic", f"{report.quantity(flops, 'FLOP')} a step"),
         ("matrix rate", f"{report.quantity(rate, 'FLOP/s')} ({measured}):"),
@@ -251,8 +265,8 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 
 def held_out_loss(plan: Plan):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    all_reduce = ALL_REDUCE[plan.settings.all_reduce]
-    one: Any = step.loss_step(plan.config, plan.layout, plan.mesh, schedule=plan.schedule, all_reduce=all_reduce)
+    collectives = COLLECTIVES[plan.settings.all_reduce]
+    one: Any = step.loss_step(plan.config, plan.layout, plan.mesh, schedule=plan.schedule, **collectives)
     return lambda model: float(np.mean([one(model, windows).block_until_ready() for windows in plan.held_out]))
 
 
@@ -260,32 +274,34 @@ def run(plan: Plan) -> None:
     """Train, evaluate, sample, and say where things are."""
     s, seconds = plan.settings, {"start": time.perf_counter() - STARTED}
     rate, measured = report.matrix_rate(plan.mesh.devices.flatten().tolist())
-    state, train = step.train_step(
+    prepared = step.prepare(
         plan.config,
         optimizer(s),
         plan.layout,
         plan.mesh,
         batch=s.batch,
         schedule=plan.schedule,
-        remat=s.remat,
-        all_reduce=ALL_REDUCE[s.all_reduce],
         max_norm=1.0,
-        checkpoint=jax.checkpoint if s.remat and plan.layout.stage == 1 else lambda block: block,
         key=jax.random.key(s.seed),
+        **COLLECTIVES[s.all_reduce],
     )
-    shard = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(state.model))
-    print(describe(plan, shard, rate, measured), flush=True)
+    start = time.perf_counter()
+    windows = jax.ShapeDtypeStruct((s.batch, plan.length + 1), jnp.int32, sharding=mesh.shardings(P("data"), plan.mesh))
+    train: Any = prepared.train.lower(prepared.shapes, windows).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    spent = {"compile": time.perf_counter() - start, "steps": 0.0, "evaluation": 0.0}
+    print(describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured), flush=True)
+    state = prepared.init()
     if plan.layout.stage > 1:
         draw.timeline(plan.schedule, plan.out / "schedule.png")
     held_out = held_out_loss(plan)
+    skipped = training.Skipped(s.skip_budget)
     metrics, progress = report.Metrics(plan.out / "metrics.jsonl"), report.Progress(s.steps)
     (plan.out / "settings.json").write_text(json.dumps(dataclasses.asdict(s), default=str, indent=2) + "\n")
     jax.block_until_ready(state)
-    seconds["setup"] = time.perf_counter() - STARTED - seconds["start"]
+    seconds["setup"] = time.perf_counter() - STARTED - seconds["start"] - spent["compile"]
 
     tokens = s.batch * plan.length
     flops = report.step_flops(plan.config, tokens, plan.length)
-    spent = {"compile": 0.0, "steps": 0.0, "evaluation": 0.0}
     for i in range(1, s.steps + 1):
         start = time.perf_counter()
         windows = data.batch(plan.train, seed=s.seed, step=i - 1, size=s.batch, length=plan.length)
@@ -294,13 +310,17 @@ def run(plan: Plan) -> None:
         # threads and wait for each other for ever.
         state, info = jax.block_until_ready(train(state, placed))
         took = time.perf_counter() - start
-        spent["steps" if i > 1 else "compile"] += took
+        spent["steps"] += took
         loss, norm = float(info.loss), float(info.gradient_norm)
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        try:
+            if skipped.count(i, info):
+                metrics.write(step=i, skipped=True)
+                continue
+        except training.OverBudget as error:
             progress.done()
             sys.exit(
-                f"error: step {i}: the loss is {loss} and the gradient norm {norm}, so the run stops. Lower --learning-rate "
-                f"(now {s.learning_rate}). The steps before it are in {metrics.path}."
+                f"error: {error} Now --learning-rate is {s.learning_rate} and --skip-budget {s.skip_budget}. The steps before "
+                f"are in {metrics.path}."
             )
         record = {"step": i, "loss": loss, "gradient_norm": norm}
         if i % s.evaluate_every == 0 or i == s.steps:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallax import certificate
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.schedule import Schedule
 
 # What a run will do
 
@@ -38,37 +38,20 @@ def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
     return (6 * config.parameters + 12 * config.layers * config.width * length) * tokens
 
 
-def traffic(
-    config: gpt2.Config, layout: Layout, schedule: Schedule, shard_bytes: int, *, batch: int, length: int, remat: bool
-) -> dict[str, float]:
-    """The bytes that one device sends in a step, by mesh axis, as theory has it: an all-reduce of S bytes costs 2 (n-1)/n S.
+def sent(entries: list[certificate.Entry]) -> dict[str, int]:
+    """The bytes that one device sends in a step, by mesh axis: of permutes exactly, of XLA's own collectives their results."""
+    axes: dict[str, int] = {}
+    for entry in entries:
+        over = " x ".join(entry.axes)
+        axes[over] = axes.get(over, 0) + entry.bytes
+    return axes
 
-    Over data go the gradients of a device's shard, once. Over tensor go float32 activations of a = [sequences, T, D]: in each
-    layer 2 all-reduces forward and 2 backward, and 1 for the embedding and 1 for the head's backward; and, for the loss, a
-    maximum and two sums a token. With stages the vocabulary is shared over both axes, each forward tick sends one `a` on and each
-    backward tick one back, one all-reduce over the stages hands out what the last stage made and one what the first needs, and
-    what all stages have is summed once. Idle ticks send too. Scalars are left out.
-    """
-    all_reduce = lambda n, size: 2 * (n - 1) / n * size
-    P, t = layout.stage, layout.tensor
-    token = 4 * batch // layout.data // layout.microbatches * length
-    a = token * config.width
-    forward, backward = ((table >= 0).any(1).sum() for table in (schedule.forward, schedule.backward))
-    layers = config.layers // P // layout.chunks
-    # Computing a block again needs its first all-reduce alone; computing a stage again needs all of its layers'.
-    again = (layers if P == 1 else 2 * layers) if remat else 0
-    shared = all_reduce(P * t, a) * (forward + layout.microbatches) + all_reduce(P * t, 3 * token) * layout.microbatches
-    blocks = all_reduce(t, a) * (2 * layers * forward + (2 * layers + again) * backward)
-    if P == 1:
-        return {"data": all_reduce(layout.data, shard_bytes), "tensor": float(blocks + shared)}
-    hops = a * (forward + backward) + all_reduce(P, a) * (layout.microbatches + backward)
-    same = 4 * config.width * (config.context + 2)
-    return {
-        "data": all_reduce(layout.data, shard_bytes),
-        "stage": float(hops + all_reduce(P, same)),
-        "tensor": float(blocks),
-        "stage x tensor": float(shared),
-    }
+
+def split(layout: Layout) -> str:
+    """What the devices split besides batch, layers and vocabulary, what the model computes in, and what it computes again."""
+    zero = ["nothing", "optimizer state", "optimizer state, gradients", "optimizer state, gradients, parameters"][layout.zero]
+    tokens = "; residual stream by tokens" if layout.sequence else ""
+    return f"ZeRO-{layout.zero}: {zero}{tokens}; computes in {layout.precision} precision; computed again: {layout.remat}"
 
 
 def matrix_rate(devices: list[jax.Device], seconds: float = 1.0) -> tuple[float, str]:

@@ -4,23 +4,62 @@
     grad : (params, batch) -> (loss, gradients)
     step : (state, batch)  -> (state, info)
 
-Read `collectives.ring` first, then `tensor`, `grads` and `schedule`, then `pipeline`, and `step` last, where they meet.
+Read `collectives.ring` first, then `tensor`, `grads` and `schedule`, then `pipeline`, `zero` and `sequence`, and `step` last,
+where they meet. `launch`, `checkpoint`, `training` and their neighbours are for runs that outlive what goes wrong.
 """
 
-from parallax import collectives, data, draw, grads, layout, mesh, models, pipeline, precision, rules, schedule, step, tensor
+from parallax import (
+    certificate,
+    checkpoint,
+    collectives,
+    cross_entropy,
+    data,
+    draw,
+    feed,
+    grads,
+    hlo,
+    launch,
+    layout,
+    mesh,
+    models,
+    pipeline,
+    precision,
+    remat,
+    rules,
+    schedule,
+    sequence,
+    shards,
+    step,
+    tensor,
+    training,
+    watchdog,
+    zero,
+)
 
 __all__ = [
+    "certificate",
+    "checkpoint",
     "collectives",
+    "cross_entropy",
     "data",
     "draw",
+    "feed",
     "grads",
+    "hlo",
+    "launch",
     "layout",
     "mesh",
     "models",
     "pipeline",
     "precision",
+    "remat",
     "rules",
     "schedule",
+    "sequence",
+    "shards",
     "step",
     "tensor",
+    "training",
+    "watchdog",
+    "zero",
 ]

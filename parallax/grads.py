@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from parallax import precision
-from parallax.collectives.replicated import AxisName, varying, varying_axes
+from parallax.collectives.replicated import AxisName, axes, varying, varying_axes
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -24,7 +24,8 @@ def accumulated(grad: Grad, *, microbatches: int) -> Grad:
     """`grad` of the whole batch, from `microbatches` equal parts one after another: memory for one part at a time.
 
     It equals `grad` where the loss is a mean over the batch. Every leaf of the batch has the batch as its first dim, and
-    the parts are cut from it in order. Sums are kept in float32, or in the gradients' own type where that is wider.
+    the parts are cut from it in order. Sums are kept, and returned, in float32, or in the gradients' own type where that is
+    wider.
 
     Raises:
         ValueError: a leaf's first dim does not divide by `microbatches`.
@@ -33,16 +34,16 @@ def accumulated(grad: Grad, *, microbatches: int) -> Grad:
         raise ValueError(f"accumulated needs microbatches of 1 or more; got {microbatches}.")
 
     def wrapped(params, batch):
-        weights = eqx.filter(params, eqx.is_inexact_array)
+        parts = in_parts(batch, microbatches)
 
         def add(sums, part):
             loss, gradients = grad(params, part)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), loss
 
-        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=precision.wide(w.dtype)), weights)
-        sums, losses = lax.scan(add, zeros, in_parts(batch, microbatches))
-        means = jax.tree.map(lambda total, w: (total / microbatches).astype(w.dtype), sums, weights)
-        return jnp.mean(losses), means
+        shapes = jax.eval_shape(lambda: grad(params, jax.tree.map(lambda leaf: leaf[0], parts))[1])
+        zeros = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=precision.wide(g.dtype)), shapes)
+        sums, losses = lax.scan(add, zeros, parts)
+        return jnp.mean(losses), jax.tree.map(lambda total: total / microbatches, sums)
 
     return wrapped
 
@@ -51,15 +52,38 @@ def averaged(grad: Grad, axis_name: AxisName, *, all_reduce: Callable) -> Grad:
     """The mean of `grad` over the devices of `axis_name`, among which the batch is split: data parallelism.
 
     The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then
-    reduced once, by the `all_reduce` that was passed in: `A {U_X} -> A`.
+    reduced once, by the `all_reduce` that was passed in: `A {U_X} -> A`. A parameter that is split over `axis_name` already
+    (ZeRO-3) has a gradient that its gather's transpose has summed: it is divided only.
     """
+    sums = summed(grad, axis_name, all_reduce=all_reduce, loss=True)
 
     def wrapped(params, batch):
         n = lax.axis_size(axis_name)
-        sums = all_reduce(grad(varying(params, axis_name), batch), axis_name)
-        return jax.tree.map(lambda leaf: leaf / n, sums)
+        return jax.tree.map(lambda leaf: leaf / n, sums(params, batch))
 
     return wrapped
+
+
+def summed(grad: Grad, axis_name: AxisName, *, all_reduce: Callable, loss: bool = False) -> Grad:
+    """`grad`, its gradients summed over `axis_name` where all devices have the parameter: `A {U_X} -> A`.
+
+    For devices that each compute a part of one loss, as in sequence parallelism, where a norm sees some of the tokens. The
+    parameters are declared varying first, so that their gradients stay local until this one `all_reduce`. With `loss`, the
+    losses are parts as well, and are summed too.
+    """
+
+    def wrapped(params, batch):
+        same = jax.tree.map(lambda w: not varies(w, axis_name), eqx.filter(params, eqx.is_inexact_array))
+        local = grad(varying(params, axis_name), batch)
+        parts, done = eqx.partition(local, (loss, same))
+        return eqx.combine(all_reduce(parts, axis_name), done)
+
+    return wrapped
+
+
+def varies(x: Array, axis_name: AxisName) -> bool:
+    """Whether `x` may differ between devices along every axis of `axis_name`."""
+    return set(axes(axis_name)) <= set(varying_axes(x))
 
 
 def clipped(grad: Grad, max_norm: float, *, all_reduce: Callable = lax.psum) -> Grad:

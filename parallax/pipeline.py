@@ -39,12 +39,13 @@ def value_and_grad(
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
     remat: bool = False,
     all_reduce: Callable = lax.psum,
+    scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
 ) -> Grad:
     """The grad arrow of `head(stage(... stage(enter(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
 
     It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch has its sequences as the
-    first dim of every leaf, and is cut into M parts in order. Gradients are summed in float32 or wider; those of parameters
-    that are the same on all stages are all-reduced over the stages once, at the end.
+    first dim of every leaf, and is cut into M parts in order. Gradients are summed, and returned, in float32 or wider; those of
+    parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
     Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` each. The time is
     that of `schedule.makespan`; what is held at once is `schedule.slot_count` times a chunk's residuals.
@@ -60,6 +61,9 @@ def value_and_grad(
         where: picks from `params` what is split over the stages. Each of its arrays has a first dim of v chunks.
         remat: keep the stage's input alone, and recompute the rest in the backward tick.
         all_reduce: joins the gradients of the parameters that all stages have.
+        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.scatter`, by which each
+            replica keeps sums for its share alone (ZeRO-2). It is given a tree like `params`, with None for what a lane
+            does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
 
     Raises:
         ValueError: the schedule has other stages than the axis, or a weight lane; the batch does not divide by M; an array of
@@ -74,9 +78,11 @@ def value_and_grad(
     def grad(params, batch):
         _check(schedule, axis_name, where(params))
         weights = eqx.filter(params, eqx.is_inexact_array)
-        run = _Run(enter, stage, head, schedule, axis_name, where, varying(params, axis_name), batch, remat=remat)
+        run = _Run(
+            enter, stage, head, schedule, axis_name, where, varying(params, axis_name), batch, remat=remat, scatter=scatter
+        )
         loss, sums = run()
-        means = jax.tree.map(lambda total, w: (total / schedule.microbatches).astype(w.dtype), sums, weights)
+        means = jax.tree.map(lambda total: total / schedule.microbatches, sums)
         # What was the same on all stages is reduced; what is split over them is done.
         same = jax.tree.map(lambda w: axis_name not in varying_axes(w), weights)
         shared, own = eqx.partition((loss / schedule.microbatches, means), (axis_name in varying_axes(loss), same))
@@ -152,10 +158,11 @@ class _Run:
         batch,
         *,
         remat=False,
+        scatter=lambda gradients: gradients,
         lanes=frozenset({"forward", "head", "backward"}),
     ):
         self.user_stage, self.user_head, self.user_enter, self.where = stage, head, enter, where
-        self.schedule, self.axis_name, self.remat, self.lanes = schedule, axis_name, remat, lanes
+        self.schedule, self.axis_name, self.remat, self.scatter, self.lanes = schedule, axis_name, remat, scatter, lanes
         self.parts = in_parts(batch, schedule.microbatches)
         in_blocks = eqx.tree_at(where, jax.tree.map(lambda _: False, params), replace_fn=_all_true)
         blocks, ends = eqx.partition(params, in_blocks)
@@ -225,7 +232,7 @@ class _Run:
         counts = jnp.ones((), bool) if self._shared(loss) else self.last
         return carry._replace(
             loss=carry.loss + loss.astype(carry.loss.dtype),
-            ends=_added(carry.ends, ends, counts),
+            ends=_added(carry.ends, self.scatter(ends), counts),
             pending=lax.dynamic_update_index_in_dim(carry.pending, ct, row.put, 0),
         )
 
@@ -237,6 +244,7 @@ class _Run:
         slot = row.read[self.index]
         residuals = [lax.dynamic_index_in_dim(s, slot, keepdims=False) for s in carry.slots]
         weights, ct = self._transposed(residuals, microbatch, chunk)(ct)
+        weights = self._scattered(weights)
         blocks = jax.tree.map(
             lambda total, d: total.at[chunk].add(jnp.where(valid, d, jnp.zeros((), d.dtype)).astype(total.dtype)),
             carry.blocks,
@@ -245,37 +253,41 @@ class _Run:
         leaves = self.first & (chunk == 0) & valid
         _, enter_transposed = jax.vjp(lambda ends: self._enter(ends, row.leaving), self.ends)
         (ends,) = enter_transposed(jnp.where(leaves, ct, jnp.zeros((), ct.dtype)))
-        return ct, carry._replace(blocks=blocks, ends=_added(carry.ends, ends, jnp.ones((), bool)))
+        return ct, carry._replace(blocks=blocks, ends=_added(carry.ends, self.scatter(ends), jnp.ones((), bool)))
 
     def _stage_and_residuals(self, x, microbatch, chunk):
         """The stage's output, and what its backward tick needs that is not at hand there."""
-        weights, known = self._at_hand(microbatch, chunk)
+        weights, part = self._at_hand(microbatch, chunk)
         if "backward" not in self.lanes:
-            return self._stage(weights, x, microbatch, chunk), []
+            return self._stage(weights, x, part, chunk), []
         if self.remat:
-            return self._stage(weights, x, microbatch, chunk), [x]
-        y, transposed = jax.vjp(lambda weights, x: self._stage(weights, x, microbatch, chunk), weights, x)
+            return self._stage(weights, x, part, chunk), [x]
+        y, transposed = jax.vjp(lambda weights, x: self._stage(weights, x, part, chunk), weights, x)
+        known = jax.tree.leaves((weights, part))
         leaves, self.structure = jax.tree.flatten(transposed)
         self.known = [next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves]
         return y, [leaf for leaf, i in zip(leaves, self.known, strict=True) if i is None]
 
     def _transposed(self, residuals, microbatch, chunk):
         """The stage's transpose, `ct -> (weights, x)`, from what `_stage_and_residuals` kept."""
-        weights, known = self._at_hand(microbatch, chunk)
+        weights, part = self._at_hand(microbatch, chunk)
         if self.remat:
-            return jax.vjp(lambda weights, x: self._stage(weights, x, microbatch, chunk), weights, residuals[0])[1]
-        kept = iter(residuals)
+            return jax.vjp(lambda weights, x: self._stage(weights, x, part, chunk), weights, residuals[0])[1]
+        kept, known = iter(residuals), jax.tree.leaves((weights, part))
         return jax.tree.unflatten(self.structure, [next(kept) if i is None else known[i] for i in self.known])
 
-    def _at_hand(self, microbatch, chunk):
-        """A chunk's weights, and all that is there in both ticks: these and the batch, which no slot needs to hold."""
-        weights = eqx.filter(self._chunk(chunk), eqx.is_inexact_array)
-        return weights, jax.tree.leaves((weights, self._part(microbatch)))
+    def _scattered(self, weights):
+        """`scatter` of one chunk's gradients, which it sees as blocks of a single chunk."""
+        return jax.tree.map(lambda d: d[0], self.scatter(jax.tree.map(lambda d: d[None], weights)))
 
-    def _stage(self, weights, x, microbatch, chunk):
+    def _at_hand(self, microbatch, chunk):
+        """What is there in both ticks, and no slot needs to hold: a chunk's weights, and the microbatch."""
+        return eqx.filter(self._chunk(chunk), eqx.is_inexact_array), self._part(microbatch)
+
+    def _stage(self, weights, x, part, chunk):
         blocks = self.where(eqx.combine(weights, self._chunk(chunk), self.static_blocks))
         position = chunk * self.schedule.stages + self.index
-        return like(self.user_stage(blocks, x, self._part(microbatch), position), self.x)
+        return like(self.user_stage(blocks, x, part, position), self.x)
 
     def _chunk(self, chunk):
         if self.schedule.chunks == 1:
@@ -308,7 +320,8 @@ class _Run:
         zero = jnp.zeros((), jnp.int32)
         entering = lambda: varying(self.user_enter(self._whole(self.ends), self._part(zero)), self.axis_name)
         self.x = jnp.zeros_like(jax.eval_shape(entering))
-        y = jax.eval_shape(lambda: self._stage(self._at_hand(zero, zero)[0], self.x, zero, zero))
+        weights, part = self._at_hand(zero, zero)
+        y = jax.eval_shape(lambda: self._stage(weights, self.x, part, zero))
         if (y.shape, y.dtype) != (self.x.shape, self.x.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {self.x.dtype}{list(self.x.shape)}, since its output is the next "
@@ -328,8 +341,8 @@ class _Run:
             slots=[stacked(residual, int(rows.written.max()) + 1) for residual in residuals],
             pending=stacked(self.x, int(rows.put.max()) + 1),
             loss=jnp.zeros_like(loss, dtype=precision.wide(loss.dtype)),
-            ends=jax.tree.map(wide, self.ends),
-            blocks=jax.tree.map(wide, eqx.filter(self.blocks, eqx.is_inexact_array)),
+            ends=jax.tree.map(wide, jax.eval_shape(self.scatter, self.ends)),
+            blocks=jax.tree.map(wide, jax.eval_shape(self.scatter, eqx.filter(self.blocks, eqx.is_inexact_array))),
         )
 
 

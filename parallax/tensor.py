@@ -7,7 +7,9 @@ The axis may be several axes, or `()`: then nothing is split, and the same code 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,34 @@ from jaxtyping import Array, Float, Inexact, Int
 from parallax.collectives.replicated import AxisName, axes, linear, varying, varying_axes
 
 AllReduce = Callable[..., Inexact[Array, "*dims"]]
+
+
+class Joins(NamedTuple):
+    """How the devices of an axis come together round the layers that they share: `joins` makes one, or `sequence.joins`.
+
+    The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
+    """
+
+    enter: Callable  # residual stream -> all tokens, whose uses differ between the devices
+    leave: Callable  # partial sums for all tokens -> residual stream
+    column: Callable  # (x, weight, bias): a column-parallel layer of the residual stream
+    row: Callable  # (x, weight, bias): a row-parallel layer back to it
+    own: Callable  # (x, dim): what of x belongs to this device's tokens, which are dim `dim` of it
+    parts: int  # the number of devices that the tokens are split over
+
+
+def joins(axis_name: AxisName, *, shared: AxisName = (), all_reduce: AllReduce) -> Joins:
+    """Megatron's pair over `axis_name`, all tokens on every device; `enter` and `leave` are over the axes `shared` too."""
+    over = {"axis_name": axis_name, "all_reduce": all_reduce}
+    everywhere = {"axis_name": (*axes(shared), *axes(axis_name)), "all_reduce": all_reduce}
+    return Joins(
+        enter=functools.partial(enter, **everywhere),
+        leave=functools.partial(leave, **everywhere),
+        column=functools.partial(column, **over),
+        row=functools.partial(row, **over),
+        own=lambda x, dim: x,
+        parts=1,
+    )
 
 
 def enter(x: Inexact[Array, "*dims"], axis_name: AxisName, *, all_reduce: AllReduce) -> Inexact[Array, "*dims"]:
@@ -65,7 +95,7 @@ def column(
     The outputs may have several dims, such as heads and head width, any of them split.
     """
     y = jnp.tensordot(enter(x, axis_name, all_reduce=all_reduce), weight, axes=1)
-    return y if bias is None else _add(y, bias)
+    return y if bias is None else added(y, bias)
 
 
 def row(
@@ -81,7 +111,7 @@ def row(
     The inputs may have several dims, the last ones of `x` and the first ones of `weight`.
     """
     y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, all_reduce=all_reduce)
-    return y if bias is None else _add(y, bias)
+    return y if bias is None else added(y, bias)
 
 
 def embed(
@@ -89,12 +119,19 @@ def embed(
 ) -> Float[Array, "*batch width"]:
     """The rows `ids` of a table whose rows are split over `axis_name`: `W[V_X, D], ids[B] -> [B, D]`.
 
-    Each device looks up the rows it holds and gives zeros for the others; one `all_reduce` of the result adds them up.
-    `ids` count over the whole table, and one outside it gives zeros.
+    `lookup`, and one `all_reduce` of the result.
+    """
+    return leave(lookup(table, ids, axis_name), axis_name, all_reduce=all_reduce)
+
+
+def lookup(table: Float[Array, "rows width"], ids: Int[Array, "*batch"], axis_name: AxisName) -> Float[Array, "*batch width"]:
+    """This device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
+
+    Each device looks up the rows it holds and gives zeros for the others. `ids` count over the whole table, and one outside it
+    gives zeros.
     """
     row, held = _held(ids, table.shape[0], axis_name)
-    found = jnp.where(held[..., None], table.at[row].get(mode="clip"), jnp.zeros((), table.dtype))
-    return leave(found, axis_name, all_reduce=all_reduce)
+    return jnp.where(held[..., None], table.at[row].get(mode="clip"), jnp.zeros((), table.dtype))
 
 
 def cross_entropy(
@@ -134,5 +171,6 @@ def _held(ids, rows: int, axis_name):
     return row, (row >= 0) & (row < rows)
 
 
-def _add(y, bias):
+def added(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`y + bias`, with the dims of `bias` the last ones of `y`."""
     return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))

@@ -76,6 +76,7 @@ def test_the_plan_stands_before_the_first_step(twice):
         assert said in plan
     for said in (
         "a device sends",
+        "ZeRO-0: nothing; computes in full precision; computed again: none",
         "over data",
         "over stage x tensor",
         "one_f_one_b: 2 stages, 4 microbatches: time 15, bubble 3 (20%), at most 3 microbatches in flight",
@@ -109,25 +110,36 @@ def test_the_pictures_are_pictures(twice, name, height, width):
 
 
 def test_one_device_computes_the_same_run(twice, tmp_path):
-    train(tmp_path, "--devices=1", "--all-reduce=psum", "--microbatches=1", "--remat", "--out=alone")
+    train(tmp_path, "--devices=1", "--all-reduce=psum", "--microbatches=1", "--remat=block", "--out=alone")
     for one, eight in zip(losses(tmp_path / "alone"), losses(twice[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in one] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
 def test_a_table_of_your_own_computes_the_same_run(twice, tmp_path):
     schedule.to_csv(schedule.gpipe(2, 4), tmp_path / "mine.csv")
-    train(tmp_path, "--data=2", "--stage=2", "--tensor=2", "--schedule=mine.csv", "--remat", "--dropout=0", "--out=mine")
+    train(
+        tmp_path,
+        "--data=2",
+        "--stage=2",
+        "--tensor=2",
+        "--schedule=mine.csv",
+        "--remat=stage",
+        "--zero=2",
+        "--sequence",
+        "--dropout=0",
+        "--out=mine",
+    )
     for mine, eight in zip(losses(tmp_path / "mine"), losses(twice[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path):
-    done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
+    done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30", "--skip-budget=1")
     assert done.returncode == 1
-    assert "error: step 2: the loss is nan" in done.stderr
-    assert "Lower --learning-rate (now 1e+30)" in done.stderr
+    assert "error: step 3: the loss is nan" in done.stderr
+    assert "Now --learning-rate is 1e+30 and --skip-budget 1." in done.stderr
     assert "Traceback" not in done.stderr
-    assert [record["step"] for record in metrics(tmp_path / "out/gpt2")] == [1]
+    assert [record["step"] for record in metrics(tmp_path / "out/gpt2")] == [1, 2]
 
 
 MISTAKES = {
@@ -141,6 +153,7 @@ MISTAKES = {
     "--text=short.txt": "one window needs 65 tokens (length 64 and the next one), the text has 27",
     "--out=short.txt": "needed a folder for the results, found a file",
     "--prompt=": "--prompt must have a character or more",
+    "--zero=1 --data=1": "zero=1 splits state over replicas; got data=1. Take zero=0, or more replicas.",
     "--steps=0": "--steps must be 1 or more; got 0",
 }
 
@@ -148,7 +161,7 @@ MISTAKES = {
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_told_in_a_line(argument, tmp_path):
     (tmp_path / "short.txt").write_text("Four score and seven years ago")
-    done = start(tmp_path, argument)
+    done = start(tmp_path, *argument.split())
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert MISTAKES[argument] in done.stderr

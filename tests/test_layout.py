@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from parallax.layout import Layout
 
-FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48}
+FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
 sizes = st.integers(1, 12)
 layouts = st.builds(Layout, data=sizes, stage=sizes, tensor=sizes, microbatches=sizes) | st.builds(
     lambda data, stage, tensor, groups, chunks: Layout(data, stage, tensor, groups * stage, chunks),
     *(sizes, st.integers(2, 6), sizes, st.integers(1, 4), st.integers(2, 4)),
 )
+layouts |= st.builds(Layout, stage=sizes, tensor=st.integers(2, 12), sequence=st.just(True))
 
 
 def test_axes_are_what_a_mesh_is_made_of():
@@ -34,6 +35,19 @@ def test_axes_are_what_a_mesh_is_made_of():
         ({"tensor": 0}, "Layout needs tensor of 1 or more; got 0."),
         ({"microbatches": 0}, "Layout needs microbatches of 1 or more; got 0."),
         ({"chunks": 0}, "Layout needs chunks of 1 or more; got 0."),
+        ({"zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4."),
+        ({"precision": "half"}, "Layout needs precision to be one of full, bfloat16, float16; got 'half'."),
+        (
+            {"remat": "all"},
+            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'all'.",
+        ),
+        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0, or more replicas."),
+        ({"sequence": True}, "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False."),
+        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block'."),
+        (
+            {"remat": "gathers", "data": 2, "zero": 2},
+            "Layout: remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on. Take remat='none'.",
+        ),
         ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
         (
             {"stage": 4, "microbatches": 6, "chunks": 2},
@@ -77,6 +91,17 @@ def test_a_layout_that_cannot_be(arguments, message):
             {},
             "Layout: the batch's sequences (batch=48) must divide by data x microbatches=64. Take batch=64.",
         ),
+        (
+            Layout(tensor=4, sequence=True),
+            {"tokens": 50},
+            "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by tensor=4. "
+            "Take tokens=52 or tokens=48.",
+        ),
+        (
+            Layout(tensor=5, sequence=True),
+            {"heads": 7},
+            "Layout: the model's heads (heads=7) must divide by tensor=5. Take tensor=1 with sequence=False, which divides it.",
+        ),
     ],
 )
 def test_a_model_or_batch_that_does_not_divide(layout, sizes, message):
@@ -84,10 +109,11 @@ def test_a_model_or_batch_that_does_not_divide(layout, sizes, message):
         layout.check(**FITTING | sizes)
 
 
-def misfits(layout, layers, heads, hidden, rows, batch) -> set[str]:
+def misfits(layout, layers, heads, hidden, rows, batch, tokens) -> set[str]:
     """What does not divide, as the axes' definitions have it."""
-    sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch}
+    sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
     by = {
+        "tokens": layout.tensor if layout.sequence else 1,
         "layers": layout.stage * layout.chunks,
         "rows": layout.stage * layout.tensor,
         "batch": layout.data * layout.microbatches,
@@ -103,7 +129,8 @@ def proposals(layout, sizes, message):
         if name in sizes:
             yield layout, sizes | {name: int(size)}
         else:
-            yield dataclasses.replace(layout, **{name: int(size)}), sizes
+            off = {"sequence": False} if "sequence=False" in message else {}
+            yield dataclasses.replace(layout, **{name: int(size)}, **off), sizes
 
 
 @given(layouts, st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING}))
@@ -120,8 +147,8 @@ def test_what_a_refusal_proposes_is_right(layout, sizes):
         for proposal in cured:
             after = misfits(proposal[0], **proposal[1])
             mended = {"heads", "hidden"} if refused in ("heads", "hidden") else {refused}
-            # Another split of the heads splits the vocabulary otherwise; padding it again is the next message.
-            assert after <= before - mended | ({"rows"} if proposal[0] != layout else set())
+            # Another split of the heads splits the vocabulary and the tokens otherwise; that is the next message.
+            assert after <= before - mended | ({"rows", "tokens"} if proposal[0] != layout else set())
     else:
         assert not before
 

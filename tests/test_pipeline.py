@@ -21,7 +21,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from reference import (
-    AFTER_ADAMW,
     EXACT,
     FLOAT64,
     assert_close,
@@ -268,7 +267,7 @@ def test_the_forward_lane_alone_is_the_loss(table):
 @compiled_quickly()
 def test_five_steps_of_adamw():
     """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
-    table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2)
+    table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
     params = model(pairs, 2, 8)
     grad = pipeline.value_and_grad(*functions(pairs, "tensor"), table, "stage")
     grad = grads.averaged(grad, "data", all_reduce=lax.psum)
@@ -283,7 +282,7 @@ def test_five_steps_of_adamw():
             ours, info = train(ours, batch_of(16, number))
             theirs, plain_info = plain(theirs, batch_of(16, number))
             np.testing.assert_allclose(info, plain_info, rtol=EXACT)
-    assert_close(ours.model, theirs.model, AFTER_ADAMW)
+    assert_close(ours.model, theirs.model, EXACT)
 
 
 CONFIG = gpt2.Config(
@@ -293,7 +292,8 @@ BATCH = 16
 
 
 def train_gpt2(layout, table, seed, remat, all_reduce):
-    options = {"schedule": table, "remat": remat, "all_reduce": all_reduce}
+    options = {"schedule": table, "all_reduce": all_reduce}
+    layout = dataclasses.replace(layout, remat="stage" if remat else "none")
     with compiled_quickly():
         run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
         assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
@@ -438,7 +438,8 @@ def test_sums_are_wider_than_bfloat16():
     run = jax.jit(mesh.spmd(grad, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=(P(), specs)))
     loss, gradients = run(params, jnp.ones((M, 1), jnp.bfloat16))
     assert float(loss) == 1
-    jax.tree.map(lambda g, w: np.testing.assert_array_equal(g, jnp.ones_like(w), strict=True), gradients, params)
+    ones = jax.tree.map(lambda w: np.ones(w.shape, np.float32), params)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), gradients, ones)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import precision, tensor
+from parallax import cross_entropy, precision, remat, tensor
 from parallax import rules as sharding
 from parallax.collectives.replicated import AxisName
 
@@ -130,7 +131,7 @@ class GPT2(eqx.Module):
     norm: Norm
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: Key[Array, ""], dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, H = config.width, config.layers, config.heads
         keys = iter(jax.random.split(key, 6))
         normal = lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
@@ -217,8 +218,10 @@ def loss(
     *,
     axis_name: AxisName = (),
     all_reduce: Callable = lax.psum,
+    joins: Callable = tensor.joins,
     attend: Callable = attention,
-    checkpoint: Callable = lambda block: block,
+    checkpoint: Callable = remat.none,
+    unroll: int = 1,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
@@ -228,16 +231,22 @@ def loss(
             and the head only, so it is the same under every layout.
         axis_name: the axis or axes that the weights are split over.
         all_reduce: the collective that joins them.
+        joins: how the devices of `axis_name` come together, called as `joins(axis_name, all_reduce=all_reduce)`: with all
+            tokens on each, or split over them by `functools.partial(sequence.joins, all_gather=..., reduce_scatter=...)`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
             `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
             dropout it gives way to `attention`.
-        checkpoint: what becomes of each block, such as `jax.checkpoint` to recompute it in the backward pass.
+        checkpoint: what becomes of each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
+            first gathers the weights (`zero.gathered`).
+        unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
     """
     windows, keys = batch
-    parallel = {"axis_name": axis_name, "all_reduce": all_reduce}
-    x = embed(model, windows[:, :-1], keys, **parallel)
-    x = run_blocks(model.blocks, x, keys, model.config, attend=attend, checkpoint=checkpoint, **parallel)
-    return head(model, x, windows[:, 1:], **parallel)
+    made = joins(axis_name, all_reduce=all_reduce)
+    x = embed(model, windows[:, :-1], keys, axis_name=axis_name, joins=made)
+    x = run_blocks(
+        model.blocks, x, keys, model.config, axis_name=axis_name, joins=made, attend=attend, checkpoint=checkpoint, unroll=unroll
+    )
+    return head(model, x, windows[:, 1:], axis_name=axis_name, joins=made, all_reduce=all_reduce)
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
@@ -246,26 +255,31 @@ def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention)
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
 
 
+ONE_DEVICE = tensor.joins((), all_reduce=lax.psum)
+
+
 def embed(
     model: GPT2,
     tokens: Int[Array, "batch tokens"],
     keys: Key[Array, " batch"] | None,
     *,
     axis_name: AxisName = (),
-    all_reduce: Callable = lax.psum,
+    joins: tensor.Joins = ONE_DEVICE,
     across: Callable = lambda x: x,
-) -> Float[Array, "batch tokens width"]:
+) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block: the embeddings of tokens and positions, with dropout.
 
-    `across` takes the token embeddings from the devices that share the vocabulary to those that go on with them.
+    `joins` adds up what the devices of `axis_name`, which share the vocabulary, found; `across` takes the sum to those that
+    go on with it.
     """
     if tokens.shape[1] > model.wpe.shape[0]:
         raise ValueError(
             f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
             f"Cut them, or configure context={tokens.shape[1]}."
         )
-    x = across(tensor.embed(model.wte, tokens, axis_name, all_reduce=all_reduce)) + model.wpe[None, : tokens.shape[1]]
-    return _dropped(x, keys, model.config.dropout, layer=model.config.layers, site=0)
+    x = across(joins.leave(tensor.lookup(model.wte, tokens, axis_name)))
+    x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
+    return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
 
 
 def run_blocks(
@@ -276,15 +290,16 @@ def run_blocks(
     *,
     first_layer: int | Int[Array, ""] = 0,
     axis_name: AxisName = (),
-    all_reduce: Callable = lax.psum,
+    joins: tensor.Joins = ONE_DEVICE,
     attend: Callable = attention,
-    checkpoint: Callable = lambda block: block,
+    checkpoint: Callable = remat.none,
+    unroll: int = 1,
 ) -> Float[Array, "batch tokens width"]:
     """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is."""
-    apply = functools.partial(block, config=config, axis_name=axis_name, all_reduce=all_reduce, attend=attend)
-    body = checkpoint(lambda x, weights, layer: apply(weights, x, keys, layer))
+    apply = functools.partial(block, config=config, axis_name=axis_name, joins=joins, attend=attend)
+    body = checkpoint(lambda weights, x, layer: apply(weights, x, keys, layer))
     layers = first_layer + jnp.arange(jax.tree.leaves(blocks)[0].shape[0], dtype=jnp.int32)
-    return lax.scan(lambda x, each: (body(x, *each), None), x, (blocks, layers))[0]
+    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (blocks, layers), unroll=unroll)[0]
 
 
 def block(
@@ -295,15 +310,14 @@ def block(
     *,
     config: Config,
     axis_name: AxisName,
-    all_reduce: Callable,
+    joins: tensor.Joins,
     attend: Callable,
 ) -> Float[Array, "batch tokens width"]:
-    """One block: two all-reduces of [B, T, D] forward and two backward over `axis_name`."""
-    parallel = {"axis_name": axis_name, "all_reduce": all_reduce}
+    """One block. Over `axis_name` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
     qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
 
     y = weights.attention_norm(x, config.epsilon)
-    y = tensor.column(y, qkv.weight, qkv.bias, **parallel)
+    y = joins.column(y, qkv.weight, qkv.bias)
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
         first_head = lax.axis_index(axis_name) * qkv.bias.shape[1] if axis_name != () else 0
@@ -311,21 +325,22 @@ def block(
         y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
     else:
         y = attend(q, k, v)
-    y = tensor.row(y, out.weight, out.bias, **parallel)
-    x = x + _dropped(y, keys, config.dropout, layer, site=1)
+    y = joins.row(y, out.weight, out.bias)
+    x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
 
     y = weights.mlp_norm(x, config.epsilon)
-    y = jax.nn.gelu(tensor.column(y, up.weight, up.bias, **parallel), approximate=True)
-    y = tensor.row(y, down.weight, down.bias, **parallel)
-    return x + _dropped(y, keys, config.dropout, layer, site=2)
+    y = jax.nn.gelu(joins.column(y, up.weight, up.bias), approximate=True)
+    y = joins.row(y, down.weight, down.bias)
+    return x + _dropped(y, keys, config.dropout, joins, layer, site=2)
 
 
 def head(
     model: GPT2,
-    x: Float[Array, "batch tokens width"],
+    x: Float[Array, "batch tokens_shard width"],
     targets: Int[Array, "batch tokens"],
     *,
     axis_name: AxisName = (),
+    joins: tensor.Joins = ONE_DEVICE,
     all_reduce: Callable = lax.psum,
     across: Callable = lambda x: x,
 ) -> Float[Array, ""]:
@@ -333,10 +348,8 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = tensor.enter(across(model.norm(x, model.config.epsilon)), axis_name, all_reduce=all_reduce)
-    return jnp.mean(
-        tensor.cross_entropy(x @ model.wte.T, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary)
-    )
+    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    return cross_entropy.mean(x, model.wte, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary)
 
 
 def _at(keys, layer, site: int):
@@ -344,11 +357,13 @@ def _at(keys, layer, site: int):
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site))(keys)
 
 
-def _dropped(x, keys, rate: float, layer, site: int):
+def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
+    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them all."""
     if keys is None or rate == 0:
         return x
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(_at(keys, layer, site))
-    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
+    T, D = x.shape[1] * joins.parts, x.shape[2]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
+    return jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):

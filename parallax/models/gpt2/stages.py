@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from jax import lax
 
-from parallax import pipeline, tensor
-from parallax.collectives.replicated import AxisName
+from parallax import pipeline, remat, tensor
+from parallax.collectives.replicated import AxisName, axes
 from parallax.models.gpt2 import model as gpt2
 
 
@@ -22,8 +22,10 @@ def stages(
     stage_axis: str = "stage",
     axis_name: AxisName = "tensor",
     all_reduce: Callable = lax.psum,
+    joins: Callable = tensor.joins,
     attend: Callable = gpt2.attention,
-    checkpoint: Callable = lambda block: block,
+    checkpoint: Callable = remat.none,
+    unroll: int = 1,
 ) -> tuple[Callable, Callable, Callable]:
     """`(enter, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules(axis_name, stage=stage_axis)`.
 
@@ -32,24 +34,35 @@ def stages(
         stage_axis: the axis of the stages.
         axis_name: the tensor axis inside each stage.
         all_reduce: joins the shards, over the tensor axis and over both.
-        attend: the attention function.
-        checkpoint: what becomes of each block, such as `jax.checkpoint`.
+        joins, attend, checkpoint, unroll: as in `gpt2.loss`.
     """
-    everywhere = {"axis_name": (stage_axis, axis_name), "all_reduce": all_reduce}
+    both = (stage_axis, *axes(axis_name))
+    inside = functools.partial(joins, axis_name, all_reduce=all_reduce)
+    everywhere = functools.partial(joins, axis_name, shared=stage_axis, all_reduce=all_reduce)
 
     def enter(model, part):
         windows, keys = part
-        across = lambda x: tensor.enter(x, stage_axis, all_reduce=all_reduce)
-        return gpt2.embed(model, windows[:, :-1], keys, across=across, **everywhere)
+        across = functools.partial(tensor.enter, axis_name=stage_axis, all_reduce=all_reduce)
+        return gpt2.embed(model, windows[:, :-1], keys, axis_name=both, joins=everywhere(), across=across)
 
     def stage(blocks, x, part, position):
         layers = blocks.mlp.up.bias.shape[0]
-        run = functools.partial(gpt2.run_blocks, attend=attend, checkpoint=checkpoint)
-        keys = part[1]
-        return run(blocks, x, keys, config, first_layer=position * layers, axis_name=axis_name, all_reduce=all_reduce)
+        return gpt2.run_blocks(
+            blocks,
+            x,
+            part[1],
+            config,
+            first_layer=position * layers,
+            axis_name=axis_name,
+            joins=inside(),
+            attend=attend,
+            checkpoint=checkpoint,
+            unroll=unroll,
+        )
 
     def head(model, x, part):
-        across = lambda x: pipeline.from_last(x, stage_axis, all_reduce=all_reduce)
-        return gpt2.head(model, x, part[0][:, 1:], across=across, **everywhere)
+        across = functools.partial(pipeline.from_last, axis_name=stage_axis, all_reduce=all_reduce)
+        targets = part[0][:, 1:]
+        return gpt2.head(model, x, targets, axis_name=both, joins=everywhere(), all_reduce=all_reduce, across=across)
 
     return enter, stage, head

@@ -1,0 +1,41 @@
+"""What the backward pass computes again instead of keeping: each function makes one block of layers of another.
+
+`gpt2.loss(..., checkpoint=remat.products)` and the like. Per block of B x T tokens, width D, feed-forward F, over t devices:
+
+    none       keeps every intermediate result                    34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
+    gathers    keeps all but what was gathered over devices       the gathers run twice
+    products   keeps the results of products with weights         attention, norms and activation run twice
+    block      keeps the block's input                            everything runs twice: a third more arithmetic
+
+To compute attention alone again, wrap the attention function: `attend=jax.checkpoint(attend)`.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from parallax.collectives.replicated import linear_p
+
+GATHERED = "gathered"  # the name that `sequence.enter` and `zero.gathered` give to what they gather
+
+
+def none(block: Callable) -> Callable:
+    """`block` as it is: all that its backward pass needs is kept."""
+    return block
+
+
+def gathers(block: Callable) -> Callable:
+    """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens (sequence parallelism)."""
+    return jax.checkpoint(
+        block, policy=lambda primitive, *_, **params: not (primitive is linear_p and params["name"] == GATHERED)
+    )
+
+
+def products(block: Callable) -> Callable:
+    """`block`, of which the products with weights are kept, and the rest is computed again."""
+    return jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+
+
+def block(block: Callable) -> Callable:
+    """`block`, of which its input alone is kept."""
+    return jax.checkpoint(block)

@@ -1,0 +1,280 @@
+"""What the replicas split instead of copying: the same steps, each byte on the wire, and each byte on the devices."""
+
+import functools
+import itertools
+import re
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from reference import EXACT, assert_close, assert_same_run, compiled_quickly, gpt2_on, gpt2_on_one_device
+
+from parallax import grads, mesh, rules, step, zero
+from parallax.collectives import ring
+from parallax.layout import Layout
+from parallax.models import gpt2
+
+# Its blocks' norms and biases have fewer than the 1,024 elements from which `fsdp` splits: some leaves are split, some are not.
+CONFIG = gpt2.Config(
+    layers=4, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1, attention_dropout=0.1
+)
+STEPS, BATCH = 5, 16
+COLLECTIVES = {
+    "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
+    "lax": {"all_reduce": lax.psum, "reduce_scatter": lax.psum_scatter, "all_gather": lax.all_gather},
+}
+
+
+def trains_as_one_device(layout, collectives="ring"):
+    with compiled_quickly():
+        mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+        run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, **COLLECTIVES[collectives])
+        assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
+
+
+@pytest.mark.parametrize(
+    ("layout", "collectives"),
+    [
+        (Layout(data=2, zero=1, microbatches=2), "ring"),
+        (Layout(data=4, zero=2, microbatches=2, tensor=2), "ring"),
+        (Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax"),
+        (Layout(tensor=4, sequence=True, remat="gathers"), "ring"),
+        (Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring"),
+        (Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring"),
+    ],
+    ids=str,
+)
+def test_five_steps_are_those_of_one_device(layout, collectives):
+    trains_as_one_device(layout, collectives)
+
+
+def admitted():
+    """Every combination that Layout admits, over up to eight devices, one shape of microbatches each."""
+    sizes = [(d, s, t) for d, s, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)) if d * s * t in (2, 4, 8)]
+    for (d, s, t), zero_, sequence, remat in itertools.product(
+        sizes, range(4), (False, True), ("none", "gathers", "attention", "products", "block", "stage")
+    ):
+        for microbatches, chunks in ((1, 1), (2, 1), (4, 2)):
+            if (chunks == 1 or s == 2) and BATCH % (d * microbatches) == 0:
+                try:
+                    yield Layout(d, s, t, microbatches, chunks, zero=zero_, sequence=sequence, remat=remat)
+                except ValueError:
+                    continue  # refused, as `test_layout` has it
+
+
+@pytest.mark.slow
+@settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
+@given(layout=st.sampled_from(list(admitted())), collectives=st.sampled_from(["ring", "lax"]))
+def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, collectives):
+    trains_as_one_device(layout, collectives)
+
+
+# Bytes on the wire
+
+WIRE = gpt2.Config(layers=4, heads=8, width=32, context=8, vocabulary=32, vocabulary_multiple=32)
+
+
+def sent(layout, config=WIRE, batch=8):
+    """Bytes that each device hands on in a step of rings, from the compiled program."""
+    mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+    with jax.numpy_dtype_promotion("standard"):
+        prepared = step.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
+        windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+        ops = hlo.collectives(prepared.train, prepared.shapes, windows)
+    return sum(op.bytes for op in ops if op.kind == "collective-permute")
+
+
+def sizes(config, n):
+    """Elements of the leaves that are split over n replicas: of the blocks and of the rest; and of each leaf that is not."""
+    shapes = jax.eval_shape(functools.partial(gpt2.GPT2, config, key=jax.random.key(0)))
+    rule = rules.fsdp("data", size=n, keep={"blocks.**": (0,)}, inside=gpt2.rules())
+    specs = dict(rules.paths(rules.specs(shapes, rule)))
+    split = {path: leaf.size for path, leaf in rules.paths(shapes) if "data" in tuple(specs[path])}
+    whole = [leaf.size for path, leaf in rules.paths(shapes) if path not in split]
+    blocks = sum(size for path, size in split.items() if path.startswith("blocks"))
+    return blocks, sum(split.values()) - blocks, whole
+
+
+@pytest.mark.parametrize(("n", "zero_", "microbatches"), [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1), (2, 3, 2)])
+def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
+    blocks, rest, whole = sizes(WIRE, n)
+    M, ring_of = microbatches, lambda elements: 2 * (n - 1) * -(-elements // n)
+    split = {
+        0: ring_of(blocks) + ring_of(rest),
+        1: 2 * (blocks + rest) * (n - 1) // n,  # one reduce-scatter, one all-gather
+        2: (M + 1) * (blocks + rest) * (n - 1) // n,  # scattered once a microbatch
+        3: (3 * M * blocks + 2 * rest) * (n - 1) // n,  # blocks gathered forward and backward; the rest gathered once and kept
+    }[zero_]
+    scalars = [1] if zero_ == 0 else [1, 1]  # the loss, and the squared norm of what is split
+    others = sum(map(ring_of, [*whole, *scalars]))
+    assert sent(Layout(data=n, zero=zero_, microbatches=M)) == 4 * (split + others)
+
+
+@pytest.mark.parametrize(("sequence", "remat", "times"), [(False, "none", 8), (True, "none", 8), (True, "gathers", 10)])
+def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
+    """8 b s h (t - 1)/t elements a layer: the difference of two depths. Gathering again costs 2 more."""
+    t, batch = 4, 8
+    deep, shallow = (
+        sent(
+            Layout(tensor=t, sequence=sequence, remat=remat),
+            gpt2.Config(layers=layers, heads=8, width=32, context=8, vocabulary=32, vocabulary_multiple=32),
+            batch,
+        )
+        for layers in (6, 4)
+    )
+    norms_and_biases = 2 * (t - 1) * 2 * 6 * 32 // t if sequence else 0  # two layers' gradients, summed over t once a step
+    per_layer = times * batch * WIRE.context * WIRE.width * (t - 1) // t
+    assert deep - shallow == 4 * (2 * per_layer + norms_and_biases)
+
+
+# Bytes on the devices
+
+
+def memory(layout, config, batch=8, **options):
+    mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+    with jax.numpy_dtype_promotion("standard"):
+        prepared = step.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0), **options)
+        windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=jax.NamedSharding(mesh_, P("data")))
+        return prepared, prepared.train.lower(prepared.shapes, windows).compile().memory_analysis()
+
+
+@pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
+def test_parameters_and_optimizer_state_are_held_once(zero_, held):
+    """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what stays whole."""
+    n, config = 8, gpt2.Config(layers=4, heads=8, width=64, context=16, vocabulary=64, vocabulary_multiple=64)
+    blocks, rest, whole = sizes(config, n)
+    expected = 4 * (held * (blocks + rest) + 3 * sum(whole))
+    batch_and_counts = config.context * 4 + 4 + 3 * 4  # a window, and three counters
+    assert abs(memory(Layout(data=n, zero=zero_), config)[1].argument_size_in_bytes - expected - batch_and_counts) <= 64
+
+
+def temporary(layout, layers, **sizes):
+    """Temporary bytes of a step on a device, beside parameters and optimizer state."""
+    sizes = {"heads": 8, "width": 32, "context": 128, "vocabulary": 32, "vocabulary_multiple": 32} | sizes
+    return memory(layout, gpt2.Config(layers=layers, **sizes))[1].temp_size_in_bytes
+
+
+def test_sequence_parallelism_keeps_its_share_of_the_activations():
+    """What a layer adds to a step's memory, as the difference of two depths: 1/t of one device's."""
+    growth = lambda layout: temporary(layout, 8) - temporary(layout, 4)
+    t, one = 4, growth(Layout())
+    share = one / growth(Layout(tensor=t, sequence=True, remat="gathers"))
+    assert t * 0.98 < share <= t  # each device has all of the norms and biases, and of their gradients
+    assert one / growth(Layout(tensor=t)) < t * 0.9  # residual stream and norms are on every device
+
+
+def test_zero_3_holds_two_layers_beside_its_shares():
+    """Of sixteen layers over eight devices: two gathered, one layer's gradient, and three shares (gradients and updates)."""
+    n, layers, width = 8, 16, 256
+    layer = 4 * 12 * width**2
+    held = temporary(Layout(data=n, zero=3, remat="block"), layers, width=width, context=8)
+    assert held < (2 + 1 + 3 * layers / n) * layer
+
+
+# The functions alone
+
+
+def quadratic(params, batch):
+    return jnp.mean((batch @ params["matrix"] + params["bias"][None]) ** 2)
+
+
+PARAMS = {"matrix": jnp.arange(32.0 * 64).reshape(32, 64) / 777, "bias": jnp.linspace(-1, 1, 64)}
+INPUTS = jnp.sin(jnp.arange(16 * 32.0)).reshape(16, 32)
+
+
+def plain_steps(optimizer, count):
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(count):
+        updates, state = optimizer.update(jax.grad(quadratic)(params, INPUTS), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("arrive", ["scattered", "local", "averaged"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)], ids=["adam", "momentum", "lion"]
+)
+def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
+    """However the gradients arrive: as shares, local, or averaged; made inside the map, without a spec of ours."""
+    with jax.numpy_dtype_promotion("standard"):
+        expected = plain_steps(optimizer, 3)
+        sharded = zero.sharded(optimizer, "data")
+        grad = jax.value_and_grad(quadratic)
+        local = lambda params, batch: grad(grads.varying(params, "data"), batch)
+        arrow = {
+            "scattered": zero.scattered(grad, "data"),
+            "local": local,
+            "averaged": grads.averaged(grad, "data", all_reduce=lax.psum),
+        }[arrive]
+
+        def train(params, batch):
+            state = sharded.init(params)
+            moments = [leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim]
+            assert set(moments) == {32 * 64 // 8, 64}
+            for _ in range(3):
+                updates, state = sharded.update(arrow(params, batch)[1], state, params)
+                params = optax.apply_updates(params, updates)
+            return params
+
+        spmd = mesh.spmd(train, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=P())
+        assert_close(jax.jit(spmd)(PARAMS, INPUTS), expected, EXACT)
+
+
+def test_a_split_inside_a_group_with_copies_across_groups():
+    """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""
+    optimizer = optax.adam(1e-2, eps=1e-6)
+    sharded = zero.sharded(optimizer, "shard")
+    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard"), "copy", all_reduce=ring.all_reduce)
+    train = step.make(grad, sharded)
+    mesh_ = mesh.make(copy=2, shard=4)
+    specs = rules.specs(PARAMS, rules.fsdp("shard", size=4), mesh_)
+    state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
+    whole = step.State(jax.tree.map(lambda _: P(), PARAMS), rules.optimizer_specs(optimizer, PARAMS, specs), P())
+    with jax.numpy_dtype_promotion("standard"):
+        run = jax.jit(mesh.spmd(train, mesh=mesh_, in_specs=(whole, P(("copy", "shard"))), out_specs=(whole, P())))
+        for _ in range(3):
+            state, _ = run(state, INPUTS)
+        assert_close(state.model, plain_steps(optimizer, 3), EXACT)
+
+
+def test_clipping_sees_the_whole_gradient():
+    optimizer, max_norm = optax.sgd(0.1), 0.01
+    clipped = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
+    train = step.make(zero.scattered(jax.value_and_grad(quadratic), "data"), zero.sharded(optimizer, "data"), max_norm=max_norm)
+    with jax.numpy_dtype_promotion("standard"):
+        state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
+        run = mesh.spmd(train, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
+        state, info = jax.jit(run)(state, INPUTS)
+        assert_close(state.model, plain_steps(clipped, 1), EXACT)
+        np.testing.assert_allclose(info.gradient_norm, optax.tree.norm(jax.grad(quadratic)(PARAMS, INPUTS)), rtol=EXACT)
+
+
+def refused(message, f, *arguments):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        f(*arguments)
+
+
+def test_gradients_that_nobody_reduced_are_refused():
+    optimizer = optax.sgd(0.1)
+    local = lambda params, batch: jax.value_and_grad(quadratic)(grads.varying(params, "data"), batch)
+    state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
+    run = mesh.spmd(step.make(local, optimizer), mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
+    refused(
+        "step.make needs gradients that are reduced; that of bias differs along ['data'], where the parameter is the same. Wrap "
+        "the grad arrow in grads.averaged or zero.scattered.",
+        jax.jit(run),
+        state,
+        INPUTS,
+    )
+
+
+def test_an_update_without_parameters_is_refused():
+    sharded = zero.sharded(optax.sgd(0.1), "data")
+    refused("zero.sharded: update needs the parameters, whose shapes tell shares from wholes.", sharded.update, PARAMS, ())
