@@ -154,7 +154,8 @@ def plain_step(task: Task, state, windows):
     sums, _ = lax.scan(add, zeros, parts)
     loss, gradients = jax.tree.map(lambda total: total / task.accumulation, sums)
     updates, optimizer_state = task.optimizer.update(gradients, optimizer_state, model)
-    return (eqx.apply_updates(model, updates), optimizer_state), step.Info(loss, optax.global_norm(gradients))
+    norm = optax.global_norm(gradients)
+    return (eqx.apply_updates(model, updates), optimizer_state), step.Info(loss, norm, ~jnp.isfinite(norm))
 
 
 def report(task: Task, rivals: dict[str, Rival], seconds: dict[str, float], rate: float):

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import certificate, data, draw, mesh, schedule, step, training
 from parallax import layout as layout_
-from parallax.collectives import ring
+from parallax.collectives import ring, tuning
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.schedule import Schedule
@@ -41,7 +41,7 @@ from parallax.schedule import Schedule
 SHIPPED = Path(__file__).resolve().parent / "data"
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
 MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
-COLLECTIVES = {
+COLLECTIVES: dict[str, dict[str, Any]] = {
     "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
     "psum": {"all_reduce": jax.lax.psum, "reduce_scatter": jax.lax.psum_scatter, "all_gather": jax.lax.all_gather},
 }
@@ -77,8 +77,8 @@ class Settings:
     """Devices that share each layer. By default 2 where no axis is given and the devices are even in number."""
     devices: int = 8
     """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
-    all_reduce: Literal["ring", "psum"] = "ring"
-    """Who adds up, scatters and gathers over devices: our ring, or XLA's own collectives."""
+    all_reduce: Literal["ring", "psum", "auto"] = "ring"
+    """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives, or at each size what is fastest here."""
     microbatches: int = 4
     """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
     schedule: str = "one_f_one_b"
@@ -263,9 +263,19 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
 
 
-def held_out_loss(plan: Plan):
+def chosen(plan: Plan) -> dict[str, Any]:
+    """The collectives of a run. `auto` races all all-reduces on each axis of the mesh, and says which it takes and why."""
+    if plan.settings.all_reduce != "auto":
+        return COLLECTIVES[plan.settings.all_reduce]
+    axes = [name for name, size in plan.layout.axes.items() if size > 1]
+    both = [("stage", "tensor")] if plan.layout.stage > 1 and plan.layout.tensor > 1 else []
+    all_reduce, why = tuning.auto(plan.mesh, *axes, *both)
+    print(why, flush=True)
+    return COLLECTIVES["ring"] | {"all_reduce": all_reduce}
+
+
+def held_out_loss(plan: Plan, collectives: dict[str, Any]):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    collectives = COLLECTIVES[plan.settings.all_reduce]
     one: Any = step.loss_step(plan.config, plan.layout, plan.mesh, schedule=plan.schedule, **collectives)
     return lambda model: float(np.mean([one(model, windows).block_until_ready() for windows in plan.held_out]))
 
@@ -274,6 +284,7 @@ def run(plan: Plan) -> None:
     """Train, evaluate, sample, and say where things are."""
     s, seconds = plan.settings, {"start": time.perf_counter() - STARTED}
     rate, measured = report.matrix_rate(plan.mesh.devices.flatten().tolist())
+    collectives = chosen(plan)
     prepared = step.prepare(
         plan.config,
         optimizer(s),
@@ -283,7 +294,7 @@ def run(plan: Plan) -> None:
         schedule=plan.schedule,
         max_norm=1.0,
         key=jax.random.key(s.seed),
-        **COLLECTIVES[s.all_reduce],
+        **collectives,
     )
     start = time.perf_counter()
     windows = jax.ShapeDtypeStruct((s.batch, plan.length + 1), jnp.int32, sharding=mesh.shardings(P("data"), plan.mesh))
@@ -293,7 +304,7 @@ def run(plan: Plan) -> None:
     state = prepared.init()
     if plan.layout.stage > 1:
         draw.timeline(plan.schedule, plan.out / "schedule.png")
-    held_out = held_out_loss(plan)
+    held_out = held_out_loss(plan, collectives)
     skipped = training.Skipped(s.skip_budget)
     metrics, progress = report.Metrics(plan.out / "metrics.jsonl"), report.Progress(s.steps)
     (plan.out / "settings.json").write_text(json.dumps(dataclasses.asdict(s), default=str, indent=2) + "\n")

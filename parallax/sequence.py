@@ -56,11 +56,10 @@ def column(
     bias: Float[Array, "*outputs_shard"] | None,
     axis_name: AxisName,
     *,
-    all_gather: Callable,
-    reduce_scatter: Callable,
+    all_gather_matmul: Callable,
 ) -> Float[Array, "batch tokens *outputs_shard"]:
     """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`."""
-    y = jnp.tensordot(enter(x, axis_name, all_gather=all_gather, reduce_scatter=reduce_scatter), weight, axes=1)
+    y = all_gather_matmul(x, weight, axis_name, axis=1)
     return y if bias is None else tensor.added(y, bias)
 
 
@@ -70,10 +69,11 @@ def row(
     bias: Float[Array, " outputs"] | None,
     axis_name: AxisName,
     *,
-    reduce_scatter: Callable,
+    matmul_reduce_scatter: Callable,
 ) -> Float[Array, "batch tokens_shard outputs"]:
     """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`."""
-    y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, reduce_scatter=reduce_scatter)
+    _check(x.shape[1], axis_name)
+    y = matmul_reduce_scatter(x, weight, axis_name, scatter_dimension=1)
     return y if bias is None else tensor.added(y, bias)
 
 
@@ -85,17 +85,35 @@ def own(x: Shaped[Array, "..."], axis_name: AxisName, dim: int) -> Shaped[Array,
 
 
 def joins(
-    axis_name: AxisName, *, shared: AxisName = (), all_reduce: Callable, all_gather: Callable, reduce_scatter: Callable
+    axis_name: AxisName,
+    *,
+    shared: AxisName = (),
+    all_reduce: Callable,
+    all_gather: Callable,
+    reduce_scatter: Callable,
+    all_gather_matmul: Callable | None = None,
+    matmul_reduce_scatter: Callable | None = None,
 ) -> Joins:
-    """The residual stream's tokens split over `axis_name`. Over the axes `shared`, `enter` and `leave` are Megatron's pair."""
+    """The residual stream's tokens split over `axis_name`. Over the axes `shared`, `enter` and `leave` are Megatron's pair.
+
+    By default each layer gathers and then multiplies, or multiplies and then scatters; with the functions of
+    `collectives.matmul`, both at once, hop by hop.
+    """
     summed = functools.partial(tensor.leave, axis_name=shared, all_reduce=all_reduce)
     used = functools.partial(tensor.enter, axis_name=shared, all_reduce=all_reduce)
     both = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+
+    def gather_then_multiply(x, weight, axis_name, *, axis):
+        return jnp.tensordot(enter(x, axis_name, **both), weight, axes=1)
+
+    def multiply_then_scatter(x, weight, axis_name, *, scatter_dimension):
+        return leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, reduce_scatter=reduce_scatter)
+
     return Joins(
         enter=lambda x: enter(used(x), axis_name, **both),
         leave=lambda x: summed(leave(x, axis_name, reduce_scatter=reduce_scatter)),
-        column=functools.partial(column, axis_name=axis_name, **both),
-        row=functools.partial(row, axis_name=axis_name, reduce_scatter=reduce_scatter),
+        column=functools.partial(column, axis_name=axis_name, all_gather_matmul=all_gather_matmul or gather_then_multiply),
+        row=functools.partial(row, axis_name=axis_name, matmul_reduce_scatter=matmul_reduce_scatter or multiply_then_scatter),
         own=functools.partial(own, axis_name=axis_name),
         parts=lax.axis_size(axis_name),
     )

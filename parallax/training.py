@@ -6,39 +6,17 @@ Each is small and knows nothing of the others; a loop of one's own takes what it
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import PyTree
 
-from parallax.step import Info, State
+from parallax.step import Info
 
 # Steps that are not finite
-
-
-def guarded(step: Callable[[State, PyTree], tuple[State, Info]]) -> Callable[[State, PyTree], tuple[State, Info]]:
-    """The step that changes nothing but its number where the loss or the gradients' norm is not finite: step -> step.
-
-    The number goes on, and with it the data: the batch that did it is not met again. `info` stays as it was, so the caller sees
-    and counts it. Both numbers are the same on every device, so all decide alike, inside `mesh.spmd` and around it. Costs no
-    communication, and one select for each array, which XLA fuses into the update. (`optax.apply_if_finite` sees one device's
-    shards alone, and lets the update through in the end.)
-    """
-
-    def guard(state, batch):
-        new, info = step(state, batch)
-        finite = jnp.isfinite(info.loss) & jnp.isfinite(info.gradient_norm)
-        keep = lambda old, new: jnp.where(finite, new, old) if eqx.is_array(new) else new
-        return eqx.tree_at(lambda kept: kept.step, jax.tree.map(keep, state, new), new.step), info
-
-    return guard
 
 
 class OverBudget(RuntimeError):
@@ -47,7 +25,7 @@ class OverBudget(RuntimeError):
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the steps that `guarded` skipped, against a budget.
+    """Counts the steps that `step.make` skipped, since they were not finite, against a budget.
 
     Args:
         budget: how many may be skipped in a run.
@@ -59,9 +37,9 @@ class Skipped:
 
     def count(self, number: int, info: Info) -> bool:
         """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the state is still good to save."""
-        loss, norm = float(info.loss), float(info.gradient_norm)
-        if math.isfinite(loss) and math.isfinite(norm):
+        if not info.skipped:
             return False
+        loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
             raise OverBudget(

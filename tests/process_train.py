@@ -67,12 +67,14 @@ def on_disk(layout):
 
 
 def poisoned(train, steps):
-    """The step with weights that are not a number at the given steps: so are its loss and its gradients."""
+    """The step with weights that are not a number at the given steps: so are its loss and its gradients, and it is skipped."""
     steps = jnp.asarray(steps, jnp.int32)
 
     def poison(state, windows):
-        bad = jnp.where(jnp.any(state.step == steps), jnp.nan, 0.0)
-        return train(eqx.tree_at(lambda s: s.model.wpe, state, state.model.wpe + bad), windows)
+        bad = jnp.any(state.step == steps)
+        weights = state.model.wpe
+        new, info = train(eqx.tree_at(lambda s: s.model.wpe, state, jnp.where(bad, jnp.nan, weights)), windows)
+        return eqx.tree_at(lambda s: s.model.wpe, new, jnp.where(bad, weights, new.model.wpe)), info
 
     return poison
 
@@ -90,7 +92,7 @@ def train(job: launch.Job, options) -> None:
         dtype=jnp.dtype("float64"),
         key=jax.random.key(options.seed),
     )
-    one_step = jax.jit(training.guarded(poisoned(one_step, options.nan_at)), donate_argnums=0)
+    one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)
     checkpoints = Checkpoints(options.folder / "checkpoints", settings={"seed": options.seed}, keep=2, **on_disk(layout))
     restored = checkpoints.restore(state)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)

@@ -46,10 +46,17 @@ RUNS = {
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
         ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
     ),
+    "loss": (
+        ["--quick", "--rounds=2", "--blocks", "16", "64"],
+        ["plain", "blocks of 16", "predicted MB", "gradients differ by"],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONG = ("train_step", "pipeline")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])
 def test_prints_its_tables(name, tmp_path):
     flags, expected = RUNS[name]
     flags = [flag.format(folder=tmp_path) for flag in flags]

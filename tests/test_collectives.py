@@ -350,7 +350,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(
-    ("collective", "message"), [(f, m) for m, (_, of) in ERRORS.items() for f in COLLECTIVES if kind(f) == of], ids=str
+    ("collective", "message"),
+    [(f, m) for m, (_, of) in ERRORS.items() for f in COLLECTIVES if kind(f) == of],
+    ids=lambda value: value if isinstance(value, str) else name(value),
 )
 def test_errors(collective, message):
     def call(x):

@@ -133,6 +133,31 @@ def test_a_table_of_your_own_computes_the_same_run(twice, tmp_path):
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
+@pytest.mark.slow
+def test_the_fastest_all_reduce_computes_the_same_run(twice, tmp_path):
+    printed = train(tmp_path, "--all-reduce=auto", "--out=auto")
+    assert "data" in printed.split("model  ")[0]  # what was measured and chosen, before the plan
+    for auto, eight in zip(losses(tmp_path / "auto"), losses(twice[0] / "out/gpt2"), strict=True):
+        assert [value or 0 for value in auto] == pytest.approx([value or 0 for value in eight], rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_two_hundred_steps_in_short_numbers_end_as_in_float32(precision, full_precision, tmp_path):
+    assert held_out_after_200(tmp_path, f"--precision={precision}") == pytest.approx(full_precision, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def full_precision(tmp_path_factory):
+    return held_out_after_200(tmp_path_factory.mktemp("full"))
+
+
+def held_out_after_200(folder, *arguments) -> float:
+    done = start(folder, "--steps=200", "--evaluate-every=200", *arguments)
+    assert done.returncode == 0, done.stderr
+    return metrics(folder / "out/gpt2")[-1]["held_out"]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30", "--skip-budget=1")
     assert done.returncode == 1

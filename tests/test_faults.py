@@ -93,7 +93,9 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
         assert job.printed().endswith(f"preempted: saved step {job.steps()}")
 
 
-@pytest.mark.parametrize("launcher", ALL)
+@pytest.mark.parametrize(
+    "launcher", [LAUNCHER, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name != LAUNCHER)]
+)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
     options = ["--layout", "plain", "--raise-at", 3, "--rank", 1]
     with Running(tmp_path, *options, processes=2, cache=cache, launcher=launcher) as job:
@@ -110,7 +112,7 @@ def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, 
 # The sweeps: four processes of two devices
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("layout", ["pipeline", "plain"])
 def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed, layout):
     with Running(tmp_path, "--layout", layout, processes=4, cache=cache) as job:
@@ -118,9 +120,8 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed, layo
     assert_same_bits(tmp_path, undisturbed(layout))  # more than the 1e-11 that is promised
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)])
 def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, processes):
     """Any rank, during saves too. A step is lost for good only back to the last finished checkpoint."""
     generator, every, took, lost, saving, reached = random.Random(0), 3, [], [], 0, 0
@@ -161,7 +162,7 @@ def goes_on_from(job):
     return int(says()[0][2])
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("launcher", ALL)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed, launcher, rank):
@@ -181,7 +182,7 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
     assert_same_bits(tmp_path, undisturbed("pipeline"))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
     options = ["--layout", "plain", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
@@ -195,7 +196,7 @@ def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher)
     assert "'a long sleep'" in named[0]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
     options = ["--layout", "plain", "--nan-at", 3, 5, "--every", 4]
     with Running(tmp_path / "within", *options, processes=2, cache=cache) as job:
@@ -209,7 +210,7 @@ def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache)
     assert (tmp_path / "past" / "checkpoints" / "00000006" / "manifest.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturbed):
     """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device, then back."""
     for layout, processes, steps in [("pipeline", 4, 3), ("plain", 2, 6), ("one", 1, 9), ("pipeline", 4, 12)]:

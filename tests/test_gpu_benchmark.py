@@ -18,6 +18,7 @@ def run(*flags, **options):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, **options)
 
 
+@pytest.mark.slow
 def test_our_side_runs():
     ran = run("--smoke", "--rounds=2", "--batch=3")
     assert ran.returncode == 0, ran.stdout + ran.stderr

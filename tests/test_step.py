@@ -59,19 +59,19 @@ def train(data_tensor, all_reduce, microbatches, config, seed):
         assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
-@example(data_tensor=(8, 1), all_reduce=ring.all_reduce, microbatches=2, config=SHAPES[0], seed=0)
 @example(data_tensor=(4, 2), all_reduce=lax.psum, microbatches=4, config=SHAPES[0], seed=0)
-@example(data_tensor=(2, 4), all_reduce=ring.all_reduce, microbatches=4, config=SHAPES[0], seed=0)
-@example(data_tensor=(1, 8), all_reduce=ring.all_reduce, microbatches=1, config=SHAPES[0], seed=0)
-@example(data_tensor=(1, 1), all_reduce=lax.psum, microbatches=2, config=SHAPES[0], seed=0)
-@settings(max_examples=1, phases=no_shrinking)
+@example(data_tensor=(2, 4), all_reduce=ring.all_reduce, microbatches=2, config=SHAPES[0], seed=0)
+@settings(max_examples=1, phases=[Phase.explicit])
 @draws
 def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatches, config, seed):
     train(data_tensor, all_reduce, microbatches, config, seed)
 
 
 @pytest.mark.slow
-@settings(max_examples=8, phases=no_shrinking)
+@example(data_tensor=(8, 1), all_reduce=ring.all_reduce, microbatches=2, config=SHAPES[0], seed=0)
+@example(data_tensor=(1, 8), all_reduce=ring.all_reduce, microbatches=1, config=SHAPES[0], seed=0)
+@example(data_tensor=(1, 1), all_reduce=lax.psum, microbatches=2, config=SHAPES[0], seed=0)
+@settings(max_examples=6, phases=no_shrinking)
 @draws
 def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, all_reduce, microbatches, config, seed):
     train(data_tensor, all_reduce, microbatches, config, seed)

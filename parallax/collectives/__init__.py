@@ -1,5 +1,31 @@
-"""Collectives written as hops: drop-in twins of `jax.lax`'s, to read, count, differentiate and compose."""
+"""Collectives written as hops: drop-in twins of `jax.lax`'s, to read, count, differentiate, compose and price."""
 
-from parallax.collectives import bidirectional, doubling, halving, replicated, ring, torus, twins
+from parallax.collectives import (
+    bidirectional,
+    buckets,
+    cost,
+    doubling,
+    halving,
+    matmul,
+    quantized,
+    replicated,
+    ring,
+    torus,
+    tuning,
+    twins,
+)
 
-__all__ = ["bidirectional", "doubling", "halving", "replicated", "ring", "torus", "twins"]
+__all__ = [
+    "bidirectional",
+    "buckets",
+    "cost",
+    "doubling",
+    "halving",
+    "matmul",
+    "quantized",
+    "replicated",
+    "ring",
+    "torus",
+    "tuning",
+    "twins",
+]
