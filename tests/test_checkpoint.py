@@ -399,6 +399,7 @@ def filled(state):
     return jax.tree.unflatten(tree, [leaf + jnp.asarray(i, leaf.dtype) for i, leaf in enumerate(leaves)])
 
 
+@pytest.mark.slow
 def test_each_layout_restores_what_the_one_before_saved(tmp_path):
     names = [*LAYOUTS, next(iter(LAYOUTS))]
     over_layouts(tmp_path, names, filled(start(names[0])[0]))
