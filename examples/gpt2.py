@@ -322,26 +322,32 @@ def run(plan: Plan) -> None:
         state, info = jax.block_until_ready(train(state, placed))
         took = time.perf_counter() - start
         spent["steps"] += took
-        loss, norm = float(info.loss), float(info.gradient_norm)
         try:
-            if skipped.count(i, info):
-                metrics.write(step=i, skipped=True)
-                continue
+            skip = skipped.count(i, info)
         except training.OverBudget as error:
             progress.done()
             sys.exit(
                 f"error: {error} Now --learning-rate is {s.learning_rate} and --skip-budget {s.skip_budget}. The steps before "
                 f"are in {metrics.path}."
             )
-        record = {"step": i, "loss": loss, "gradient_norm": norm}
+        measured_now = {"skipped": True} if skip else {"loss": float(info.loss), "gradient_norm": float(info.gradient_norm)}
+        record: dict[str, Any] = {"step": i} | measured_now
         if i % s.evaluate_every == 0 or i == s.steps:
             start = time.perf_counter()
             record["held_out"] = held_out(state.model)
             spent["evaluation"] += time.perf_counter() - start
+            if not math.isfinite(record["held_out"]):
+                progress.done()
+                sys.exit(
+                    f"error: step {i}: the held-out loss is {record['held_out']}, so the model is lost. Lower --learning-rate "
+                    f"(now {s.learning_rate}). The steps before are in {metrics.path}."
+                )
         record |= {"seconds": took, "tokens_per_second": tokens / took, "share": flops / took / rate}
         metrics.write(**record)
         progress.show(record)
     progress.done()
+    if skipped.steps:
+        print(f"{len(skipped.steps)} steps were skipped, since their loss or gradient was not finite: {skipped.steps}")
     finish(plan, metrics, state.model, seconds | spent)
 
 

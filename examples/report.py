@@ -138,10 +138,10 @@ class Progress:
             return
         mean = lambda field: sum(each[field] for each in self._recent) / len(self._recent)
         left = round((time.perf_counter() - self._start) / max(1, step - 1) * (self.steps - step))
+        loss = "skipped" if "skipped" in record else f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
         line = (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {record['loss']:.3f}  held-out {self.held_out:.3f}  "
-            f"norm {record['gradient_norm']:.2f}  {mean('tokens_per_second'):,.0f} tokens/s  "
-            f"{mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}  held-out {self.held_out:.3f}  "
+            f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
         )
         if self._live:
             print("\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
@@ -165,9 +165,10 @@ def picture(path: Path, records: list[dict], lines: Mapping[str, float], *, toke
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
-    steps = [record["step"] for record in records]
+    finite = [record for record in records if "loss" in record]
+    steps = [record["step"] for record in finite]
     held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
-    axes.plot(steps, [record["loss"] for record in records], color="#7aa6d6", linewidth=0.8, label="train, one batch")
+    axes.plot(steps, [record["loss"] for record in finite], color="#7aa6d6", linewidth=0.8, label="train, one batch")
     axes.plot(*zip(*held_out, strict=True), color="#12467f", linewidth=2.4, marker="o", markersize=4, label="held-out")
     last, loss = held_out[-1]
     axes.annotate(f"{loss:.3f}", (last, loss), (7, 0), textcoords="offset points", va="center", color="#12467f", weight="bold")
