@@ -24,6 +24,7 @@ def memory():
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_prints_its_tables():
     environment = os.environ | {"XLA_FLAGS": FAST_COMPILER, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, ROOT / "benchmarks" / "memory.py", "--quick"]

@@ -44,7 +44,7 @@ def trains_as_one_device(layout, collectives="ring"):
     [
         (Layout(data=2, zero=1, microbatches=2), "ring"),
         (Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax"),
-        (Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring"),
+        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring", marks=pytest.mark.slow),
         (Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring"),
     ],
     ids=str,
