@@ -49,7 +49,8 @@ class Checkpoints:
         with Checkpoints(folder, settings={"width": 128, "seed": 0}) as checkpoints:
             restored = checkpoints.restore(state)          # None: the folder is new
             ...
-            checkpoints.save(step, state)                  # returns as soon as the state is copied
+            if checkpoints.due(step):
+                checkpoints.save(step, state)              # returns as soon as the state is copied
 
     Needs `pip install "parallax-jax[checkpoint]"`.
 
@@ -57,6 +58,8 @@ class Checkpoints:
         folder: is made where it is missing.
         settings: what the run's numbers depend on (not its layout), as JSON values. A checkpoint with other settings is
             another run's and is refused, with what differs.
+        lose_at_most: steps that a job killed at any moment may have to compute again. A save takes its time beside the steps,
+            so one begins every half of these, and ends before the next begins.
         keep: how many of the newest checkpoints stay.
         keep_every: the checkpoints of steps that are multiples of this one stay for good.
         to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it is compiled. The default
@@ -70,6 +73,7 @@ class Checkpoints:
         folder: str | Path,
         *,
         settings: Mapping[str, Any],
+        lose_at_most: int = 100,
         keep: int = 3,
         keep_every: int | None = None,
         to_disk: Callable[[PyTree], PyTree] | None = None,
@@ -78,11 +82,15 @@ class Checkpoints:
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}.")
+        if lose_at_most < 2:
+            raise ValueError(
+                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To lose 1, save and wait after each."
+            )
         if (to_disk is None) != (from_disk is None):
             raise ValueError("Checkpoints needs both to_disk and from_disk, each the inverse of the other, or neither.")
         self.folder = Path(folder).absolute()
         self.settings = json.loads(json.dumps(settings))
-        self.keep, self.keep_every = keep, keep_every
+        self.lose_at_most, self.keep, self.keep_every = lose_at_most, keep, keep_every
         self.to_disk, self.from_disk = to_disk, from_disk
         self.refused: dict[int, ValueError] = {}
         self._saved = eqx.filter_jit(to_disk or (lambda state: state))
@@ -101,6 +109,10 @@ class Checkpoints:
         # After an error a writer may hang for its peers: whoever ends the process ends it too.
 
     # Saving
+
+    def due(self, step: int) -> bool:
+        """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most` steps."""
+        return step % (self.lose_at_most // 2) == 0
 
     def save(self, step: int, state: PyTree, note: Mapping[str, Any] | None = None) -> None:
         """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon as this returns.

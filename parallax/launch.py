@@ -23,10 +23,13 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
+
+Result = TypeVar("Result")
 
 FAILED = 1  # the exit code of a process that raised, lost its peers, or hung
 # Seconds in which the process that failed first, and not one that waited for it, has the last word: launchers send SIGKILL to
@@ -278,6 +281,25 @@ def end(message: str, code: int = FAILED) -> NoReturn:
         sys.stderr.flush()
         os.write(2, message.encode(errors="replace"))
     os._exit(code)
+
+
+def together(prepare: Callable[[], Result], job: Job) -> Result:
+    """`prepare()`, on all ranks or on none: where one refuses its arguments, all end, with code 2 and that one line of error.
+
+    For what comes before the work: a wrong flag that every rank finds, or a file that is missing on one machine alone. Every rank
+    calls it. `ValueError`, `OSError` and `ImportError` are told, by the lowest rank that met one; the rest is raised.
+    """
+    result, error = None, None
+    try:
+        result = prepare()
+    except (ValueError, OSError, ImportError) as refused:
+        error = refused
+    ranks = np.flatnonzero(multihost_utils.process_allgather(np.asarray(error is not None)))
+    if not ranks.size:
+        return cast(Result, result)
+    if job.processes > 1:
+        jax.distributed.shutdown()
+    end(f"error: {error}\n" if job.rank == ranks[0] else "", 2)
 
 
 @contextlib.contextmanager

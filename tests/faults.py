@@ -19,9 +19,12 @@ FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 
 
 class Running:
-    """A job of `processes` ranks that trains in `folder`, and what it prints."""
+    """A job of `processes` ranks that trains in `folder`, and what it prints.
 
-    def __init__(self, folder: Path, *options, processes: int, cache: Path, launcher: str = LAUNCHER):
+    Its `program` is `process_train.py`, or one that is told all by its options. Compiled programs of one process go to `cache`.
+    """
+
+    def __init__(self, folder: Path, *options, processes: int, cache: Path, launcher: str = LAUNCHER, program: Path = SCRIPT):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.launcher = folder, launcher
         self.output = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
@@ -36,7 +39,7 @@ class Running:
             # In several it is rank 0 alone that reads what it wrote: it would run while the others compile, and gloo gives them
             # 30 s to come to the first collective.
             environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, str(SCRIPT), str(folder), *map(str, options)]
+        command = [sys.executable, str(program), *([str(folder)] if program == SCRIPT else []), *map(str, options)]
         with self.output.open("w") as file:
             start = lambda command, more: subprocess.Popen(
                 command, env=environment | more, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

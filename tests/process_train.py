@@ -41,7 +41,7 @@ def arguments():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layout", default="pipeline", choices=LAYOUTS)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--every", type=int, default=4, help="steps from one save to the next")
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds to wait in each step, so that there is time for a fault"
     )
@@ -58,12 +58,8 @@ def arguments():
 
 
 def on_disk(layout):
-    """How a state of the pipeline is stored, its blocks `[L, ...]`, and the way back."""
-    is_model = lambda x: isinstance(x, gpt2.GPT2)
-    over = lambda f: lambda state: jax.tree.map(lambda x: f(x) if is_model(x) else x, state, is_leaf=is_model)
-    if layout.stage == 1:
-        return {}
-    return {"to_disk": over(gpt2.unchunked), "from_disk": over(lambda model: gpt2.chunked(model, layout.chunks))}
+    """How a state of the layout is stored."""
+    return gpt2.stored(layout.chunks) if layout.stage > 1 else {}
 
 
 def poisoned(train, steps):
@@ -93,7 +89,9 @@ def train(job: launch.Job, options) -> None:
         key=jax.random.key(options.seed),
     )
     one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)
-    checkpoints = Checkpoints(options.folder / "checkpoints", settings={"seed": options.seed}, keep=2, **on_disk(layout))
+    checkpoints = Checkpoints(
+        options.folder / "checkpoints", settings={"seed": options.seed}, lose_at_most=2 * options.every, keep=2, **on_disk(layout)
+    )
     restored = checkpoints.restore(state)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
     state = state if restored is None else restored.state
@@ -135,7 +133,7 @@ def train(job: launch.Job, options) -> None:
                 save(number)
                 say(job, f"preempted: saved step {number}")
                 return
-            if number % options.every == 0 or number == options.steps:
+            if checkpoints.due(number) or number == options.steps:
                 save(number)
     say(job, f"finished with goodput {clock.goodput():.2f}, skipped {skipped.steps}")
     whole(job, state, axes, layout, options.folder / "end.npz")

@@ -53,7 +53,7 @@ RUNS = {
 }
 
 
-LONG = ("train_step", "pipeline")
+LONG = ("collectives", "train_step", "pipeline")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])

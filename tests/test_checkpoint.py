@@ -327,22 +327,12 @@ LAYOUTS = {
     "data 4 x tensor 2": Layout(data=4, tensor=2),
     "one device": Layout(),
     "stage 2 in 2 chunks": Layout(stage=2, microbatches=2, chunks=2),
+    "ZeRO-3 over data 4": Layout(data=4, zero=3),
 }
 
 
-def whole(state):
-    """The form on disk: blocks `[L, ...]`, wherever the state holds a model."""
-    is_model = lambda x: isinstance(x, gpt2.GPT2)
-    return jax.tree.map(lambda x: gpt2.unchunked(x) if is_model(x) else x, state, is_leaf=is_model)
-
-
-def chunked(chunks, state):
-    is_model = lambda x: isinstance(x, gpt2.GPT2)
-    return jax.tree.map(lambda x: gpt2.chunked(x, chunks) if is_model(x) else x, state, is_leaf=is_model)
-
-
 def form(layout):
-    return {} if layout.stage == 1 else {"to_disk": whole, "from_disk": functools.partial(chunked, layout.chunks)}
+    return {} if layout.stage == 1 else gpt2.stored(layout.chunks)
 
 
 @functools.cache
@@ -374,7 +364,8 @@ def trained(name):
 
 
 def on_host(name, state):
-    return jax.tree.map(np.asarray, whole(state) if LAYOUTS[name].stage > 1 else state)
+    layout = LAYOUTS[name]
+    return jax.tree.map(np.asarray, gpt2.stored(layout.chunks)["to_disk"](state) if layout.stage > 1 else state)
 
 
 def over_layouts(folder, names, state):

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,24 @@ import pytest
 from parallax import schedule
 
 ROOT = Path(__file__).resolve().parent.parent
+FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=4", "--evaluate-tokens=2048"]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
 
 
-def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "examples" / "gpt2.py"), *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "examples" / "gpt2.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILER} | variables
+
+
+def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def train(folder: Path, *arguments: str) -> str:
@@ -38,23 +49,76 @@ def losses(folder: Path) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def twice(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A folder with two runs of one command, and what they printed."""
-    folder = tmp_path_factory.mktemp("runs")
-    return folder, [train(folder), train(folder)]
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """A folder with a run, and what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(folder)
 
 
-def test_a_second_run_gives_the_same_losses_and_leaves_the_first_alone(twice):
-    folder, printed = twice
-    first = losses(folder / "out/gpt2")
-    assert len(first) == 6
-    assert first == losses(folder / "out/gpt2-2")
-    assert "out/gpt2-2" in printed[1]
-    assert (folder / "out/gpt2/sample.txt").read_text() == (folder / "out/gpt2-2/sample.txt").read_text()
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_metrics_hold_a_record_for_each_step(twice):
-    records = metrics(twice[0] / "out/gpt2")
+def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(finished):
+    folder, _ = finished
+    before = files(folder)
+    said = train(folder)
+    assert "out/gpt2 holds this run, and it is finished, after 6 steps. To train again, give --out another folder." in said
+    assert "model  " not in said
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed=1"], "out/gpt2 holds another run, with seed=0 (here 1). Choose another --out"),
+        (["--steps=7", "--batch=32"], "holds another run, with batch=16 (here 32), steps=6 (here 7). Choose another --out"),
+        (["--out=out"], "out: needed an empty folder or that of a run, found other files"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, arguments, message):
+    folder, _ = finished
+    before = files(folder)
+    done = start(folder, *SMALL, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert files(folder) == before
+
+
+def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_path):
+    """SIGTERM after the first step that is written down; then the same command, on another layout."""
+    with subprocess.Popen(
+        command(*SMALL, "--checkpoint-every=2", "--devices=1"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as running:
+        while not (path := tmp_path / "out/gpt2/metrics.jsonl").exists() or not path.read_text():
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        said = running.communicate(timeout=300)[0]
+    assert running.returncode == 0
+    reached = len(metrics(tmp_path / "out/gpt2"))
+    if reached < 6:
+        told = f"told to end (SIGTERM): saved step {reached} of 6 in out/gpt2. The same command goes on from there."
+        assert told in said
+    said = train(tmp_path, "--devices=2", "--data=1", "--tensor=2")
+    assert f"out/gpt2: goes on after step {reached}\n" in said or reached == 6
+    for first, second in zip(losses(tmp_path / "out/gpt2"), losses(finished[0] / "out/gpt2"), strict=True):
+        assert [value or 0 for value in first] == pytest.approx([value or 0 for value in second], rel=2e-5)
+    assert (tmp_path / "out/gpt2/sample.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_second_run_gives_the_same_losses(finished, tmp_path):
+    train(tmp_path, "--tensorboard", "--profile=2:3")
+    assert losses(tmp_path / "out/gpt2") == losses(finished[0] / "out/gpt2")
+    assert (tmp_path / "out/gpt2/sample.txt").read_text() == (finished[0] / "out/gpt2/sample.txt").read_text()
+    assert list(tmp_path.glob("out/gpt2/profile/**/*.xplane.pb"))
+    assert list(tmp_path.glob("out/gpt2/tensorboard/events*"))
+
+
+def test_metrics_hold_a_record_for_each_step(finished):
+    records = metrics(finished[0] / "out/gpt2")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "held_out" in record] == [4, 6]
     for record in records:
@@ -65,8 +129,8 @@ def test_metrics_hold_a_record_for_each_step(twice):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
-def test_the_plan_stands_before_the_first_step(twice):
-    plan, steps = twice[1][0].split("step 4/6", maxsplit=1)
+def test_the_plan_stands_before_the_first_step(finished):
+    plan, steps = finished[1].split("step 4/6", maxsplit=1)
     parameters = (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
     for said in (
         f"{parameters:,} parameters",
@@ -100,22 +164,24 @@ def test_the_plan_stands_before_the_first_step(twice):
 
 
 @pytest.mark.parametrize(("name", "height", "width"), [("loss.png", 500, 900), ("schedule.png", 300, 900)])
-def test_the_pictures_are_pictures(twice, name, height, width):
+def test_the_pictures_are_pictures(finished, name, height, width):
     import matplotlib.image
 
-    pixels = matplotlib.image.imread(twice[0] / "out/gpt2" / name)
+    pixels = matplotlib.image.imread(finished[0] / "out/gpt2" / name)
     assert pixels.shape[0] > height
     assert pixels.shape[1] > width
     assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.95  # drawn on, and not all over
 
 
-def test_one_device_computes_the_same_run(twice, tmp_path):
+@pytest.mark.slow
+def test_one_device_computes_the_same_run(finished, tmp_path):
     train(tmp_path, "--devices=1", "--all-reduce=psum", "--microbatches=1", "--remat=block", "--out=alone")
-    for one, eight in zip(losses(tmp_path / "alone"), losses(twice[0] / "out/gpt2"), strict=True):
+    for one, eight in zip(losses(tmp_path / "alone"), losses(finished[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in one] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
-def test_a_table_of_your_own_computes_the_same_run(twice, tmp_path):
+@pytest.mark.slow
+def test_a_table_of_your_own_computes_the_same_run(finished, tmp_path):
     schedule.to_csv(schedule.gpipe(2, 4), tmp_path / "mine.csv")
     train(
         tmp_path,
@@ -129,15 +195,15 @@ def test_a_table_of_your_own_computes_the_same_run(twice, tmp_path):
         "--dropout=0",
         "--out=mine",
     )
-    for mine, eight in zip(losses(tmp_path / "mine"), losses(twice[0] / "out/gpt2"), strict=True):
+    for mine, eight in zip(losses(tmp_path / "mine"), losses(finished[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
 @pytest.mark.slow
-def test_the_fastest_all_reduce_computes_the_same_run(twice, tmp_path):
+def test_the_fastest_all_reduce_computes_the_same_run(finished, tmp_path):
     printed = train(tmp_path, "--all-reduce=auto", "--out=auto")
     assert "data" in printed.split("model  ")[0]  # what was measured and chosen, before the plan
-    for auto, eight in zip(losses(tmp_path / "auto"), losses(twice[0] / "out/gpt2"), strict=True):
+    for auto, eight in zip(losses(tmp_path / "auto"), losses(finished[0] / "out/gpt2"), strict=True):
         assert [value or 0 for value in auto] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
@@ -158,6 +224,7 @@ def held_out_after_200(folder, *arguments) -> float:
     return metrics(folder / "out/gpt2")[-1]["held_out"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
     assert done.returncode == 1
@@ -173,6 +240,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
     assert "Now --learning-rate is 1e+30 and --skip-budget 1." in done.stderr
     assert "Traceback" not in done.stderr
     assert [record["step"] for record in metrics(tmp_path / "out/gpt2")] == [1, 2]
+    assert (tmp_path / "out/gpt2/checkpoints/00000003/manifest.json").exists()  # from which a larger budget goes on
 
 
 MISTAKES = {
@@ -188,6 +256,8 @@ MISTAKES = {
     "--prompt=": "--prompt must have a character or more",
     "--zero=1 --data=1": "zero=1 splits state over replicas; got data=1. Take zero=0, or more replicas.",
     "--steps=0": "--steps must be 1 or more; got 0",
+    "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
+    "--profile=7": "--profile must be FIRST:LAST, two steps such as 10:12; got 7",
 }
 
 

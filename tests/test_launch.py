@@ -172,6 +172,18 @@ def test_an_exception_ends_the_process_and_is_printed_once():
     assert seconds < 50  # the thread has 100
 
 
+def test_what_is_refused_before_the_work_is_told_in_a_line():
+    program = (
+        ALONE
+        + "print('ready', flush=True)\ndef prepare(): raise FileNotFoundError('no such text')\nlaunch.together(prepare, job)"
+    )
+    out, err, code, _ = ended(program)
+    assert (out, err, code) == ("", "error: no such text\n", 2)
+    assert launch.together(lambda: "a plan", Job("hand")) == "a plan"
+    with pytest.raises(ArithmeticError):
+        launch.together(lambda: 1 / 0, Job("hand"))
+
+
 @pytest.mark.parametrize(
     ("how", "code", "said"), [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")]
 )

@@ -1,60 +1,63 @@
-"""The same run in four processes, which talk over gloo, as in one process and on one device."""
+"""The example in four processes, which talk over gloo, as in one process and on one device."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
+import json
 
-import jax
-import numpy as np
-import process_step
 import pytest
+from faults import SCRIPT, Running
 
-SECONDS = 240
-FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+EXAMPLE = SCRIPT.parent.parent / "examples" / "gpt2.py"
+SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=3", "--evaluate-tokens=512"]
+EXACT = 1e-11  # float64; sums in another order
 pytestmark = pytest.mark.slow
 
 
-def start(process, processes, port, output, path):
-    script = Path(process_step.__file__)
-    command = [sys.executable, script, str(process), str(processes), str(port), path]
-    environment = os.environ | {"XLA_FLAGS": FAST_COMPILER, "PYTHONPATH": os.pathsep.join([str(script.parent.parent), *sys.path])}
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """A function that runs the example in float64, and returns the numbers of each step and what it printed."""
+
+    def train(processes, *options):
+        folder = tmp_path_factory.mktemp("example")
+        options = [*SMALL, "--dropout=0.1", "--out", folder / "out", *options]
+        launcher = {"launcher": "one process"} if processes == 1 else {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_ENABLE_X64", "1")
+            patch.setenv("JAX_PLATFORMS", "cpu")
+            job = Running(folder, *options, processes=processes, cache=folder / "cache", program=EXAMPLE, **launcher)
+        with job:
+            code, printed = job.wait(), job.printed()
+        path = folder / "out" / "metrics.jsonl"
+        return code, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], printed
+
+    return train
 
 
 @pytest.fixture(scope="module")
-def four_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    outputs = [folder / f"{i}.txt" for i in range(4)]
-    running = []
-    try:
-        for i, output in enumerate(outputs):
-            with output.open("w") as file:
-                running.append(start(i, len(outputs), port, file, folder / "found.npz"))
-        end = time.monotonic() + SECONDS
-        while None in (codes := [process.poll() for process in running]) and not any(codes) and time.monotonic() < end:
-            time.sleep(0.1)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    if codes != [0] * len(outputs):
-        printed = "\n".join(f"--- process {i}\n{output.read_text()}" for i, output in enumerate(outputs))
-        pytest.fail(f"exit codes {codes} (None: ended after {SECONDS} s)\n{printed}")
-    with np.load(folder / "found.npz") as file:
-        return dict(file)
+def four_processes(train):
+    return train(4)
 
 
-@pytest.mark.parametrize("layout", [process_step.EIGHT, process_step.ONE], ids=["one process, eight devices", "one device"])
-def test_equals(four_processes, layout):
-    with jax.numpy_dtype_promotion("standard"):  # optax's
-        expected = process_step.train(layout)
-    assert four_processes.keys() == expected.keys()
-    for name, value in expected.items():
-        scale = np.abs(value).max()
-        np.testing.assert_allclose(four_processes[name], value, rtol=0, atol=1e-11 * scale, err_msg=name)
+def test_four_processes_tell_of_themselves_once(four_processes):
+    code, records, printed = four_processes
+    assert code == 0, printed
+    assert printed.count("processes    4 processes, started by mpirun") == 1
+    assert printed.count("step 6/6") == 1
+    assert printed.count("held-out loss ") == 1
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "layout", [["--devices=8"], ["--devices=1", "--microbatches=2"]], ids=["one process, eight devices", "one device"]
+)
+def test_four_processes_compute_what_one_does(four_processes, train, layout):
+    code, records, printed = train(1, *layout)
+    assert code == 0, printed
+    for one, four in zip(records, four_processes[1], strict=True):
+        for name in ("loss", "gradient_norm", "held_out"):
+            assert one.get(name, 0) == pytest.approx(four.get(name, 0), rel=EXACT, abs=0)
+
+
+def test_a_mistake_is_told_once(train):
+    code, _, printed = train(4, "--layers=3")
+    assert code == 2
+    assert printed.count("error: Layout: the model's layers (layers=3) must divide by stage x chunks=2.") == 1
+    assert "Traceback" not in printed

@@ -43,7 +43,7 @@ def trains_as_one_device(layout, collectives="ring"):
     ("layout", "collectives"),
     [
         (Layout(data=2, zero=1, microbatches=2), "ring"),
-        (Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax"),
+        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax", marks=pytest.mark.slow),
         pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring", marks=pytest.mark.slow),
         (Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring"),
     ],
@@ -163,7 +163,7 @@ def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
     ("sequence", "remat", "times"),
     [
         pytest.param(False, "none", 8, marks=pytest.mark.slow),
-        (True, "none", 8),
+        pytest.param(True, "none", 8, marks=pytest.mark.slow),
         pytest.param(True, "gathers", 10, marks=pytest.mark.slow),
     ],
 )

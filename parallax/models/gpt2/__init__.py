@@ -23,7 +23,7 @@ from parallax.models.gpt2.model import (
     unchunked,
 )
 from parallax.models.gpt2.sample import sample
-from parallax.models.gpt2.stages import stages
+from parallax.models.gpt2.stages import stages, stored
 from parallax.models.gpt2.weights import load, save
 
 __all__ = [
@@ -50,5 +50,6 @@ __all__ = [
     "sample",
     "save",
     "stages",
+    "stored",
     "unchunked",
 ]

@@ -9,6 +9,7 @@ Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism
 import functools
 from collections.abc import Callable
 
+import jax
 from jax import lax
 
 from parallax import pipeline, remat, tensor
@@ -66,3 +67,13 @@ def stages(
         return gpt2.head(model, x, targets, axis_name=both, joins=everywhere(), all_reduce=all_reduce, across=across)
 
     return enter, stage, head
+
+
+def stored(chunks: int) -> dict[str, Callable]:
+    """How a state of this pipeline goes into a checkpoint that any layout can read, and back: arguments for `Checkpoints`.
+
+    Wherever the state holds a `chunked` model (the parameters, the optimizer's moments), its blocks are stored as [L, ...].
+    """
+    is_model = lambda x: isinstance(x, gpt2.GPT2)
+    over = lambda f: lambda state: jax.tree.map(lambda x: f(x) if is_model(x) else x, state, is_leaf=is_model)
+    return {"to_disk": over(gpt2.unchunked), "from_disk": over(functools.partial(gpt2.chunked, chunks=chunks))}

@@ -3,21 +3,21 @@
 Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T tokens of a sequence, n devices on an axis.
 """
 
-import json
+import functools
 import math
 import os
 import shutil
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import certificate
+from parallax import certificate, launch
 from parallax.layout import Layout
 from parallax.models import gpt2
 
@@ -54,8 +54,9 @@ def split(layout: Layout) -> str:
     return f"ZeRO-{layout.zero}: {zero}{tokens}; computes in {layout.precision} precision; computed again: {layout.remat}"
 
 
-def matrix_rate(devices: list[jax.Device], seconds: float = 1.0) -> tuple[float, str]:
-    """The flops per second of the best of many float32 matrix products, for all `devices` together, and what was measured."""
+def matrix_rate(job: launch.Job, seconds: float = 1.0) -> tuple[float, str]:
+    """The flops per second of the best of many float32 matrix products, for all devices of the job, and what was measured."""
+    devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
     size = 1024 if on_cpu else 8192
     x = jax.device_put(jnp.ones((size, size), jnp.float32), devices[0])
@@ -66,8 +67,11 @@ def matrix_rate(devices: list[jax.Device], seconds: float = 1.0) -> tuple[float,
         start = time.perf_counter()
         product(x, x).block_until_ready()
         best = min(best, time.perf_counter() - start)
-    share = "one virtual device, which has all the cores" if on_cpu else f"one device, times {len(devices)}"
-    return (1 if on_cpu else len(devices)) * 2 * size**3 / best, f"float32 {size} x {size}, measured on {share}"
+    # The virtual devices of a machine share its cores.
+    times = job.processes // (job.local_processes or 1) if on_cpu else jax.device_count()
+    share = "one virtual device, which has all the cores" if on_cpu else "one device"
+    share += f", times {times}" if times > 1 else ""
+    return times * 2 * size**3 / best, f"float32 {size} x {size}, measured on {share}"
 
 
 def cores() -> int:
@@ -84,44 +88,25 @@ def quantity(number: float, unit: str) -> str:
 # While it goes on
 
 
-def new_folder(out: Path) -> Path:
-    """An empty folder at `out`, or at `out-2`, `out-3`, ... where that is taken: an earlier run's results stay as they are."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: needed a folder for the results, found a file. Choose another --out.")
-    number = 1
-    while True:
-        folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if folder.is_dir() and not any(folder.iterdir()):
-                return folder
-            number += 1
-
-
-class Metrics:
-    """One JSON object a step, on a line of its own, written out at once: what a stopped run measured is kept."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.records: list[dict] = []
-        path.touch(exist_ok=False)
-
-    def write(self, **record) -> None:
-        """Append a record."""
-        self.records.append(record)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+def printer(job: launch.Job) -> Callable[[str], Any]:
+    """What prints a line on rank 0, at once, and nothing on the others."""
+    return functools.partial(print, flush=True) if job.rank == 0 else lambda line: None
 
 
 class Progress:
-    """The state of a run in one line: rewritten in place on a terminal; into a file or pipe, a line an evaluation."""
+    """The state of a run in one line: rewritten in place on a terminal; elsewhere a line an evaluation.
 
-    def __init__(self, steps: int):
-        self.steps = steps
-        self.held_out = math.nan
-        self._live = sys.stdout.isatty()
+    Args:
+        steps: of the whole run.
+        first: of them done before this session.
+        say: prints a line, on the rank that does.
+        live: whether to rewrite one line in place.
+    """
+
+    def __init__(self, steps: int, first: int, say: Callable[[str], Any], *, live: bool):
+        self.steps, self.first, self._say = steps, first, say
+        self.held_out = ""
+        self._live = live
         self._recent = deque(maxlen=20)
         self._start = time.perf_counter()
 
@@ -129,24 +114,21 @@ class Progress:
         """Print the line for the newest record; the rates are the mean of the last twenty steps."""
         step, evaluated = record["step"], "held_out" in record
         if evaluated:
-            self.held_out = record["held_out"]
-        if step == 2:  # the first step compiled
-            self._recent.clear()
-            self._start = time.perf_counter() - record["seconds"]
+            self.held_out = f"  held-out {record['held_out']:.3f}"
         self._recent.append(record)
         if not (self._live or evaluated):
             return
         mean = lambda field: sum(each[field] for each in self._recent) / len(self._recent)
-        left = round((time.perf_counter() - self._start) / max(1, step - 1) * (self.steps - step))
+        left = round((time.perf_counter() - self._start) / (step - self.first) * (self.steps - step))
         loss = "skipped" if "skipped" in record else f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
         line = (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}  held-out {self.held_out:.3f}  "
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}{self.held_out}  "
             f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
         )
         if self._live:
             print("\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         else:
-            print(line, flush=True)
+            self._say(line)
 
     def done(self) -> None:
         """Leave the line as it stands."""

@@ -1,0 +1,252 @@
+"""A run, worked out and checked before a device computes: sizes, layout, text, what it costs, and what its numbers depend on."""
+
+import dataclasses
+import json
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from gpt2_run import report
+from gpt2_run.settings import SHIPPED, Settings
+from parallax import checkpoint, data, draw, launch, mesh, schedule
+from parallax.collectives import ring, tuning
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.schedule import Schedule
+
+SETTINGS = "settings.json"
+DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
+TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
+MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
+COLLECTIVES: dict[str, dict[str, Any]] = {
+    "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
+    "psum": {"all_reduce": jax.lax.psum, "reduce_scatter": jax.lax.psum_scatter, "all_gather": jax.lax.all_gather},
+}
+TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings, checked and worked out, and the text: all that is known before a device computes."""
+
+    settings: Settings
+    job: launch.Job
+    config: gpt2.Config
+    layout: Layout
+    schedule: Schedule
+    mesh: Mesh
+    tokenizer: data.Tokenizer
+    length: int
+    train: np.ndarray
+    held_out: list[np.ndarray]
+    held_out_tokens: int
+    prompt: np.ndarray
+    lines: dict[str, float]
+    profiled: range
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the losses depend on, by the names of the flags: the layout is not among it."""
+        s, c = self.settings, self.config
+        flags = ("model", "batch", "steps", "learning_rate", "seed", "precision", "dropout")
+        return {name: getattr(s, name) for name in flags} | {
+            "layers": c.layers,
+            "heads": c.heads,
+            "width": c.width,
+            "length": self.length,
+            "text": f"{len(self.train)} {self.unit}s, crc32 {zlib.crc32(self.train.tobytes()):08x}",
+            "dtype": str(DTYPE()),
+        }
+
+    @property
+    def windows(self) -> jax.ShapeDtypeStruct:
+        """A batch of a step, split over the replicas."""
+        sharding = mesh.shardings(P("data"), self.mesh)
+        return jax.ShapeDtypeStruct((self.settings.batch, self.length + 1), jnp.int32, sharding=sharding)
+
+    @property
+    def axes(self) -> str:
+        """The mesh, in words."""
+        return " x ".join(f"{name} {size}" for name, size in self.layout.axes.items())
+
+    @property
+    def unit(self) -> str:
+        """What a token is called."""
+        return "byte" if self.settings.tokenizer == "bytes" else "token"
+
+
+def check(settings: Settings) -> None:
+    """Refuse with a `ValueError` what is wrong with the flags by themselves, before any process meets another."""
+    least = {"devices": 1, "steps": 1, "evaluate_every": 1, "checkpoint_every": 2, "keep": 1}
+    for name, value in least.items():
+        if getattr(settings, name) < value:
+            raise ValueError(f"--{name.replace('_', '-')} must be {value} or more; got {getattr(settings, name)}.")
+    profiled(settings)
+
+
+def profiled(settings: Settings) -> range:
+    """The steps to trace."""
+    first, colon, last = (settings.profile or "1:0").partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()) or (settings.profile and int(last) < int(first)):
+        raise ValueError(f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}.")
+    return range(int(first), int(last) + 1)
+
+
+def prepare(settings: Settings, job: launch.Job) -> Plan:
+    """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
+    layout, table = split(settings, jax.device_count())
+    mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
+
+    tokenizer = TOKENIZERS[settings.tokenizer]()
+    preset = MODELS[settings.model]
+    length = preset.context if settings.length is None else settings.length
+    sizes: dict[str, Any] = {name: getattr(settings, name) for name in ("layers", "heads", "width")}
+    config = dataclasses.replace(
+        preset,
+        context=max(length, preset.context),
+        vocabulary=tokenizer.vocabulary,
+        dropout=settings.dropout,
+        attention_dropout=settings.dropout,
+        **{name: size for name, size in sizes.items() if size is not None},
+    )
+    sizes = {"layers": config.layers, "heads": config.heads, "hidden": 4 * config.width, "rows": config.rows}
+    layout.check(**sizes, batch=settings.batch, tokens=length)
+
+    prompt = tokenizer.encode(settings.prompt)
+    if not len(prompt):
+        raise ValueError("--prompt must have a character or more; got none. Give it a space.")
+    train, held_out = data.split(data.encode_file(settings.text, tokenizer))
+    data.batch(train, seed=settings.seed, step=0, size=settings.batch, length=length)  # refuses a text that is too short
+    # A multiple of the batch divides over every layout that the batch divides over, so all evaluate on the same tokens.
+    # It is as large as keeps a batch's logits at 8 MB, where one batch does.
+    step_tokens = settings.batch * length
+    size = settings.batch * max(1, min(2**21 // config.rows, len(held_out) - 1) // step_tokens)
+    limit = max(1, settings.evaluate_tokens // (size * length))
+    batches = list(data.held_out_batches(held_out, size=size, length=length, limit=limit))
+    evaluated = len(batches) * size * length
+    lines = {
+        "uniform": math.log(tokenizer.vocabulary),
+        "unigram": data.unigram(train, held_out[1 : evaluated + 1], tokenizer.vocabulary),
+        "bigram": data.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
+    }
+    told = profiled(settings)
+    plan = Plan(settings, job, config, layout, table, mesh_, tokenizer, length, train, batches, evaluated, prompt, lines, told)
+    if job.rank == 0:
+        check_folder(plan)
+    return plan
+
+
+def check_folder(plan: Plan) -> None:
+    """Refuse with a `ValueError` a folder of results that is not empty and not this run's."""
+    out = plan.settings.out
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: needed a folder for the results, found a file. Choose another --out.")
+    if (out / SETTINGS).exists():
+        theirs = json.loads((out / SETTINGS).read_text(encoding="utf-8"))["numbers"]
+        differing = checkpoint.differences(theirs, plan.numbers)
+        if differing:
+            raise ValueError(f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it.")
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out}: needed an empty folder or that of a run, found other files. Choose another --out.")
+
+
+def claim_folder(plan: Plan) -> None:
+    """Make the folder of results, and write into it whose it is: what its numbers depend on, and all flags."""
+    out = plan.settings.out
+    out.mkdir(parents=True, exist_ok=True)
+    written = json.dumps({"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2)
+    partial = out / f".{SETTINGS}.partial"
+    partial.write_text(written + "\n", encoding="utf-8")
+    partial.replace(out / SETTINGS)
+
+
+def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
+    """The layout over `n` devices, and the schedule of its pipeline (one stage is a pipeline too)."""
+    given = [settings.data, settings.stage, settings.tensor]
+    by_default = lambda divisor: 2 if not any(given) and n % divisor == 0 else 1
+    tensor = by_default(2) if settings.tensor is None else settings.tensor
+    stage = by_default(4) if settings.stage is None else settings.stage
+    data_ = max(1, n // max(1, stage * tensor)) if settings.data is None else settings.data
+    M, name = settings.microbatches, settings.schedule
+    extras = {name: getattr(settings, name) for name in ("zero", "sequence", "precision", "remat")}
+    if name.endswith(".csv"):
+        table = schedule.from_csv(name)
+        if (table.stages, table.microbatches) != (stage, M) or settings.chunks not in (None, table.chunks):
+            raise ValueError(
+                f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
+                f"run has --stage {stage} --microbatches {M} --chunks {settings.chunks or 1}. Make them agree."
+            )
+        return Layout(data_, stage, tensor, M, table.chunks, **extras), table
+    if name not in ("gpipe", "one_f_one_b", "interleaved"):
+        raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
+    chunks = settings.chunks or (2 if name == "interleaved" else 1)
+    if name == "gpipe" and chunks > 1:
+        raise ValueError(f"--schedule gpipe has one chunk a stage; got --chunks {chunks}. Take --schedule interleaved.")
+    layout = Layout(data_, stage, tensor, M, chunks, **extras)
+    return layout, schedule.gpipe(stage, M) if name == "gpipe" else schedule.one_f_one_b(stage, M, chunks)
+
+
+def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int) -> str:
+    """The plan in words, and what it costs: `sent` is what a device sends in a step, by axis; `first` steps are done."""
+    s, c, layout = plan.settings, plan.config, plan.layout
+    per_step = s.batch * plan.length
+    flops = report.step_flops(c, per_step, plan.length)
+    n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
+    kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
+    bytes_ = lambda size: report.quantity(size, "B")
+    rows = [
+        ("model", f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}"),
+        (
+            "text",
+            f"{s.text.name}: {len(plan.train):,} {plan.unit}s to train on; {plan.held_out_tokens:,} held out to evaluate on",
+        ),
+        (
+            "run",
+            f"{s.steps:,} steps of {per_step:,} {plan.unit}s: {s.steps * per_step / len(plan.train):.2f} epochs, seed {s.seed}",
+        ),
+        ("mesh", f"{plan.axes}: {n} {kind}"),
+        *([("processes", str(plan.job))] if plan.job.processes > 1 else []),
+        *([("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")] if layout.stage > 1 else []),
+        (
+            "batch",
+            f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
+            f"{layout.microbatches} microbatches",
+        ),
+        ("split", report.split(layout)),
+        ("collectives", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (in the compiled program),"),
+        ("", ", ".join(f"{bytes_(size)} over {axis}" for axis, size in sent.items())),
+        ("arithmetic", f"{report.quantity(flops, 'FLOP')} a step"),
+        ("matrix rate", f"{report.quantity(rate, 'FLOP/s')} ({measured}):"),
+        ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),
+        ("to beat", ", ".join(f"{name} {nats:.3f}" for name, nats in plan.lines.items()) + f" nats a {plan.unit}, held out"),
+        ("out", f"{s.out}: goes on after step {first:,}" if first else str(s.out)),
+    ]
+    return report.table(rows)
+
+
+def optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW with warm-up and cosine; only the blocks' matrices decay, not embeddings, norms or biases."""
+    peak, warm_up = settings.learning_rate, min(100, settings.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, warm_up, settings.steps, peak / 10)
+    decays = lambda path: path.endswith("weight") and "norm" not in path
+    mask = lambda tree: jax.tree.map_with_path(lambda path, _: decays(mesh.dotted(path)), tree)
+    return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+
+
+def chosen(plan: Plan) -> dict[str, Any]:
+    """The collectives of a run. `auto` races all all-reduces on each axis of the mesh, and says which it takes and why."""
+    if plan.settings.all_reduce != "auto":
+        return COLLECTIVES[plan.settings.all_reduce]
+    axes = [name for name, size in plan.layout.axes.items() if size > 1]
+    both = [("stage", "tensor")] if plan.layout.stage > 1 and plan.layout.tensor > 1 else []
+    all_reduce, why = tuning.auto(plan.mesh, *axes, *both)
+    if plan.job.rank == 0:
+        print(why, flush=True)
+    return COLLECTIVES["ring"] | {"all_reduce": all_reduce}

@@ -1,0 +1,89 @@
+"""The flags of the example, each with its default and its meaning: `python examples/gpt2.py --help` prints them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+SHIPPED = Path(__file__).resolve().parent.parent / "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags of a run."""
+
+    model: Literal["tiny", "small", "medium", "large", "xl"] = "tiny"
+    """The sizes to start from; `small` to `xl` are the published ones."""
+    layers: int | None = None
+    """Layers, instead of the model's."""
+    heads: int | None = None
+    """Attention heads, instead of the model's."""
+    width: int | None = None
+    """The width of the residual stream, instead of the model's."""
+    dropout: float = 0.0
+    """The share of activations dropped, in the residual stream and in attention."""
+
+    text: Path = SHIPPED / "state_of_the_union.txt"
+    """Any UTF-8 text. Its last tenth is held out."""
+    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    """What a token is: a byte, or one of GPT-2's 50,257 pieces of words."""
+
+    data: int | None = None
+    """Replicas, among which the batch is split. By default all the devices that `stage` and `tensor` leave."""
+    stage: int | None = None
+    """Pipeline stages, among which the layers are split. By default 2 where no axis is given and four divides the devices."""
+    tensor: int | None = None
+    """Devices that share each layer. By default 2 where no axis is given and the devices are even in number."""
+    devices: int = 8
+    """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
+    all_reduce: Literal["ring", "psum", "auto"] = "ring"
+    """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives, or at each size what is fastest here."""
+    microbatches: int = 4
+    """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
+    schedule: str = "one_f_one_b"
+    """The pipeline's: `gpipe`, `one_f_one_b`, `interleaved` (1F1B with 2 chunks), or a FILE.csv of your own."""
+    chunks: int | None = None
+    """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of gradients too, 3 the parameters too."""
+    sequence: bool = False
+    """Split the residual stream by tokens over the tensor axis."""
+    precision: Literal["full", "bfloat16", "float16"] = "full"
+    """What the model computes in, beside parameters in float32; float16 scales the loss."""
+    remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = "none"
+    """What the backward pass computes again: what was gathered, attention, all but products, or all of a block or a stage."""
+
+    steps: int = 700
+    """Optimizer steps."""
+    batch: int = 16
+    """Sequences in a step, on all devices together."""
+    length: int | None = None
+    """Tokens in a sequence. By default the model's context; more lengthens that."""
+    learning_rate: float = 3e-3
+    """The peak of the schedule: a tenth of the steps of warm-up, at most 100, then a cosine down to a tenth."""
+    seed: int = 0
+    """Of the weights, the order of the text, dropout and the sample. The same seed gives the same losses, on any layout."""
+
+    skip_budget: int = 10
+    """Steps that may be skipped, since their loss or gradient was not finite, before the run stops."""
+    evaluate_every: int = 50
+    """Steps from one held-out loss to the next; there is one at the end in any case."""
+    evaluate_tokens: int = 65536
+    """About how many held-out tokens to evaluate on: always the first ones."""
+    prompt: str = "My fellow Americans, "
+    """What the sample at the end goes on from."""
+    out: Path = Path("out/gpt2")
+    """Folder for checkpoints, metrics and pictures. One that holds this run goes on from its last checkpoint."""
+    checkpoint_every: int = 100
+    """The most steps that a run killed at any moment has to compute again; saves begin twice as often."""
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+    keep_every: int | None = None
+    """The checkpoints of steps that are multiples of this one stay for good."""
+    watchdog: float = 600.0
+    """Seconds that a step may take before the rank that holds it up is named and the job ends."""
+    profile: str | None = None
+    """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
+    tensorboard: bool = False
+    """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
+    wandb: str | None = None
+    """Send the metrics to this project of Weights & Biases too. Needs wandb."""
