@@ -297,9 +297,11 @@ def together(prepare: Callable[[], Result], job: Job) -> Result:
     ranks = np.flatnonzero(multihost_utils.process_allgather(np.asarray(error is not None)))
     if not ranks.size:
         return cast(Result, result)
+    if job.rank == ranks[0]:
+        print(f"error: {error}", file=sys.stderr, flush=True)
     if job.processes > 1:
-        jax.distributed.shutdown()
-    end(f"error: {error}\n" if job.rank == ranks[0] else "", 2)
+        jax.distributed.shutdown()  # all have come this far: a launcher ends the others as soon as one is gone
+    end("", 2)
 
 
 @contextlib.contextmanager
