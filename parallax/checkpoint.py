@@ -95,7 +95,7 @@ class Checkpoints:
         self.refused: dict[int, ValueError] = {}
         self._saved = eqx.filter_jit(to_disk or (lambda state: state))
         self._say = say if jax.process_index() == 0 else lambda line: None
-        self._orbax = _orbax()
+        self._arrays = _checkpointer()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,11 +143,15 @@ class Checkpoints:
             folder.mkdir()
         try:
             plain = {name: on_disk.plain(leaf) for name, leaf in arrays.items()}
-            self._orbax.save(folder / ARRAYS, args=_arguments().StandardSave(plain))
+            self._arrays.save(folder / ARRAYS, args=_orbax().args.PyTreeSave(plain))
         except Exception as error:
             raise self._failed(step, error) from error
         self._writer = threading.Thread(target=self._finish, args=(step, record), name=f"checkpoint {step}", daemon=True)
         self._writer.start()
+
+    def saving(self) -> bool:
+        """Whether a save goes on in the background."""
+        return self._writer is not None and self._writer.is_alive()
 
     def check(self) -> None:
         """Raise what went wrong in the background; costs nothing, so call it every step."""
@@ -165,7 +169,7 @@ class Checkpoints:
     def _finish(self, step: int, record: dict[str, Any]) -> None:
         """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go."""
         try:
-            self._orbax.wait_until_finished()
+            self._arrays.wait_until_finished()
             if jax.process_index() == 0:
                 folder = self._path(step)
                 names = (str(path.relative_to(folder)) for path in (folder / ARRAYS).rglob("*") if path.is_file())
@@ -291,7 +295,8 @@ class Checkpoints:
         arrays, numbers = on_disk.stored(wanted)
         on_disk.check_same(self._path(step), record, {name: on_disk.described(leaf) for name, leaf in arrays.items()}, numbers)
         template = {name: on_disk.plain(leaf) for name, leaf in arrays.items()}
-        found = self._orbax.restore(self._path(step) / ARRAYS, args=_arguments().StandardRestore(template))
+        shardings = _orbax().checkpoint_utils.construct_restore_args(template)
+        found = self._arrays.restore(self._path(step) / ARRAYS, args=_orbax().args.PyTreeRestore(template, shardings))
         state = on_disk.found(wanted, found, record["numbers"])
         if self.from_disk is None:
             return state
@@ -316,13 +321,12 @@ def _step(path: Path) -> int | None:
 
 def _orbax() -> Any:
     try:
-        import orbax.checkpoint as ocp
+        import orbax.checkpoint
     except ImportError as error:
         raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
-    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    return orbax.checkpoint
 
 
-def _arguments() -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.args
+def _checkpointer() -> Any:
+    # Weights hardly compress, and trying takes more processor time than all the rest of a save.
+    return _orbax().AsyncCheckpointer(_orbax().PyTreeCheckpointHandler(use_compression=False))

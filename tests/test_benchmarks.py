@@ -46,6 +46,11 @@ RUNS = {
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
         ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
     ),
+    "checkpoint": (["--quick"], ["A state of 8 MB in 10 arrays over 8 devices", "waits", "computes", "blocked"]),
+    "scaling": (
+        ["--quick", "--steps=1"],
+        ["GPT-2 with 0.0 M parameters", "weak", "strong", "ours: two processes train"],
+    ),
     "loss": (
         ["--quick", "--rounds=2", "--blocks", "16", "64"],
         ["plain", "blocks of 16", "predicted MB", "gradients differ by"],
@@ -53,7 +58,7 @@ RUNS = {
 }
 
 
-LONG = ("collectives", "train_step", "pipeline")
+LONG = ("collectives", "scaling", "train_step", "pipeline")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])
