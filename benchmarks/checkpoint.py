@@ -37,9 +37,8 @@ def main():
     x = jnp.ones((arguments.width, arguments.width))
     product = jax.jit(lambda x: x @ x)
     kinds = {"waits": lambda: time.sleep(0.02), "computes": lambda: jax.block_until_ready(product(x))}
-    print(
-        f"A state of {nbytes / measure.MB:.0f} MB in {arguments.leaves} arrays over {DEVICES} devices; medians of {arguments.rounds} saves.\n"
-    )
+    size = f"{nbytes / measure.MB:.0f} MB in {arguments.leaves} arrays over {DEVICES} devices"
+    print(f"A state of {size}; medians of {arguments.rounds} saves.\n")
     print(measure.table([row(kind, one_step, state, arguments.rounds) for kind, one_step in kinds.items()]))
 
 
