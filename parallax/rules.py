@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,6 +19,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
+
+from parallax.mesh import entry_axes
+from parallax.placement import Placement, Refusal, free, name_of, no_axis, padded, refused, spec_of
 
 Rule = Callable[[str, Any], PartitionSpec | None]
 
@@ -79,6 +82,12 @@ class fsdp:
     keep: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, hash=False)
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(
+                f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got {self.size}. Pass size=1."
+            )
+
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """What `inside` gives, with one more dim split where one fits."""
         spec = self.inside(path, leaf)
@@ -89,10 +98,10 @@ class fsdp:
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
         """`spec` with one more dim split, or as it was, and the reason in words."""
-        entries = _entries(spec, leaf.ndim)
+        entries = padded(spec, leaf.ndim)
         dims = [dim for pattern in self.keep if _covers(pattern, path) for dim in self.keep[pattern]]
         kept = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
-        fit = [dim for dim in _free(leaf, entries, self.size) if dim not in kept]
+        fit = [dim for dim in free(leaf, entries, self.size) if dim not in kept]
         if leaf.size < self.min_size:
             return spec, f"adds no split: {leaf.size} elements are fewer than min_size={self.min_size}"
         if not fit:
@@ -100,7 +109,7 @@ class fsdp:
             return spec, f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{spared}"
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
-        return _spec(entries), f"splits dim {dim} of shape {leaf.shape}"
+        return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -120,32 +129,51 @@ def specs(
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
     of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
 
-    Raises `ValueError` at the first of these: a rule or `keep` pattern that matches no leaf, or only leaves that earlier rules
-    take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a spec with more entries
-    than dims or with an axis twice; a dim split over one of `batch_axes` by anything other than `fsdp`, since then each replica
-    would train a different model; an axis that the mesh lacks or whose size does not divide the dim. Without a mesh, what needs
-    its sizes is not checked.
+    Raises `ValueError` at the first of these (`survey` lists all): a rule or `keep` pattern that matches no leaf, or only
+    leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a
+    spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other than `fsdp`,
+    since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide the dim.
+    Without a mesh, what needs its sizes is not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    placements = _placements(tree, rule)
+    placed, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
+    _raise_first(refusals)
+    found = iter(placed.values())
+    return jax.tree.unflatten(treedef, [next(found) if _is_array(leaf) else None for leaf in leaves])
+
+
+class Survey(NamedTuple):
+    """What a rule makes of a tree: the specs that do, by path, and what is refused."""
+
+    specs: dict[str, PartitionSpec]
+    refusals: list[Refusal]
+
+
+def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ("data",)) -> Survey:
+    """What `specs` gives and all that it refuses, in the order in which it would."""
+    placements, refusals = _placements(tree, rule)
     if mesh is not None:
         for wrapper in {id(wrapper): wrapper for p in placements for wrapper in p.wrappers}.values():
-            _check_size(wrapper, mesh)
+            refusals += _size_refusals(wrapper, mesh)
+    specs = {}
     for placement in placements:
-        _check_entries(placement)
-        _check_batch(placement, batch_axes, mesh)
-        if mesh is not None:
-            _check_sizes(placement, mesh)
-    found = iter(placement.spec for placement in placements)
-    return jax.tree.unflatten(treedef, [next(found) if _is_array(leaf) else None for leaf in leaves])
+        found = refused(placement, batch_axes, mesh)
+        refusals += found
+        if not found:
+            specs[placement.path] = placement.spec
+    return Survey(specs, refusals)
+
+
+def _raise_first(refusals: list[Refusal]) -> None:
+    if refusals:
+        raise ValueError(str(refusals[0]))
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """For the path of each array of `tree`, its spec and why: which rule gave it, and what each `fsdp` made of that."""
-    return {
-        p.path: "; ".join([f"{p.spec}: {_name(p.rule)}", *map("{} {}".format, p.wrappers, p.why)])
-        for p in _placements(tree, rule)
-    }
+    placements, refusals = _placements(tree, rule)
+    _raise_first(refusals)
+    return {p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)]) for p in placements}
 
 
 def optimizer_specs(
@@ -187,8 +215,8 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
         return moment
     if moment.shape == leaf.shape:
         return spec
-    entries = _entries(spec, leaf.ndim)
-    if not any(_axes(entry) for entry in entries):
+    entries = padded(spec, leaf.ndim)
+    if not any(entry_axes(entry) for entry in entries):
         return P()
     readings = [
         [entries[dim] if size == leaf.shape[dim] else None for size, dim in zip(moment.shape, dims, strict=True)]
@@ -201,60 +229,55 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
             f"that leaf reduced over some dims, so it cannot follow the spec {spec}; replicate the leaf with P(), or write "
             f"the specs of this state by hand."
         )
-    return _spec([column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)])
+    return spec_of([column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)])
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """What became of one leaf: `rule` gave `given`, and the `wrappers` around that rule, innermost first, made `spec` of it."""
-
-    path: str
-    leaf: Any
-    rule: Rule
-    given: PartitionSpec
-    wrappers: tuple[fsdp, ...]
-    spec: PartitionSpec
-    why: tuple[str, ...]
-
-    @property
-    def by(self) -> str:
-        return _name(self.rule, self.wrappers)
-
-
-def _placements(tree: PyTree, rule: Rule) -> list[_Placement]:
-    """The placement of each array of `tree`, in order. Refuses idle rules and leaves without a rule."""
+def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
+    """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of leaves that get no spec."""
     arrays = [(path, leaf) for path, leaf in paths(tree) if _is_array(leaf)]
-    taken: dict[int, _Placement] = {}
+    taken: dict[int, Placement] = {}
+    refusals, unplaced = [], set()
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}
         for i, (path, leaf) in enumerate(arrays):
             if i not in taken and (given := part(path, leaf)) is not None:
+                if not isinstance(given, PartitionSpec):
+                    refusals.append(_no_spec(path, part, given))
+                    unplaced.add(i)
+                    given = P()  # in its stead
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
         if not fresh:
-            raise ValueError(_idle(part, _name(part, wrappers), arrays, taken))
-        for wrapper in wrappers:
-            for pattern in wrapper.keep:
-                if not any(_covers(pattern, path) for path, _ in arrays):
-                    raise ValueError(f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}.")
+            refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    for i, (path, leaf) in enumerate(arrays):
-        if i not in taken:
-            names = [_name(*part) for part in _parts(rule)]
-            raise ValueError(
-                f"{path}: each leaf needs a rule, but none of the {len(names)} rules{_nearest(path, names)} covers this leaf of "
-                f"shape {leaf.shape}; add one, such as match({path!r}, P()) to keep it whole."
-            )
-    return [taken[i] for i in range(len(arrays))]
+    for wrapper in {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values() if arrays else ():
+        for pattern in wrapper.keep:
+            if not any(_covers(pattern, path) for path, _ in arrays):
+                what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
+                refusals.append(Refusal("idle-keep", f"{wrapper}", what, "correct the pattern. Or drop it: it keeps nothing"))
+    refusals += [_uncovered(path, leaf, rule) for i, (path, leaf) in enumerate(arrays) if i not in taken]
+    return [taken[i] for i in sorted(taken) if i not in unplaced], refusals
 
 
-def _placement(path: str, leaf: Any, rule: Rule, given: Any, wrappers: tuple[fsdp, ...]) -> _Placement:
-    if not isinstance(given, PartitionSpec):
-        raise ValueError(f"{path}: a rule must give a PartitionSpec or None, but {_name(rule)} gave {given!r}; return P(...).")
+def _placement(path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]) -> Placement:
     spec, why = given, []
     for wrapper in wrappers:
         spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
-    return _Placement(path, leaf, rule, given, wrappers, spec, tuple(why))
+    return Placement(path, leaf, rule, given, wrappers, spec, tuple(why))
+
+
+def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
+    what = f"{path}: a rule must give a PartitionSpec or None, but {name_of(rule)} gave {given!r}"
+    return Refusal("no-spec", path, what, "return P(...)", P())
+
+
+def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
+    names = [name_of(*part) for part in _parts(rule)]
+    what = (
+        f"{path}: each leaf needs a rule, but none of the {len(names)} rules{_nearest(path, names)} covers this leaf of shape "
+        f"{leaf.shape}"
+    )
+    return Refusal("no-rule", path, what, f"add one, such as match({path!r}, P()) to keep it whole")
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
@@ -268,82 +291,29 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield rule, wrappers
 
 
-def _idle(rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, _Placement]) -> str:
+def _idle(rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]) -> Refusal:
     if not isinstance(rule, match):
         left = len(arrays) - len(taken)
-        return f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)}); change or remove it."
+        what = f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)})"
+        return Refusal("idle-rule", name, what, "change or remove it")
     hits = [i for i, (path, _) in enumerate(arrays) if _covers(rule.pattern, path)]
     if not hits:
-        return f"rule {name} {_no_match(rule.pattern, arrays)}, or remove the rule."
+        what = f"rule {name} {_no_match(rule.pattern, arrays)}"
+        return Refusal("idle-rule", name, what, "correct the pattern, or remove the rule")
     by = taken[hits[0]]
-    return (
+    what = (
         f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken by earlier rules ({by.path} "
-        f"by {by.by}); put it before them, or remove it."
+        f"by {by.by})"
     )
+    return Refusal("idle-rule", name, what, "put it before them, or remove it")
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    near = _nearest(pattern, [path for path, _ in arrays])
-    return f"matches none of the {len(arrays)} leaves{near}; correct the pattern"
+    return f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
 
 
 def _nearest(text: str, choices: list[str]) -> str:
     return "".join(f" (the nearest is {choice})" for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0))
-
-
-def _check_entries(p: _Placement) -> None:
-    if len(p.spec) > p.leaf.ndim:
-        raise ValueError(
-            f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has {len(p.spec)} for shape "
-            f"{p.leaf.shape}, which has {p.leaf.ndim}; drop entries, or replicate this leaf with P()."
-        )
-    axes = [axis for entry in p.spec for axis in _axes(entry)]
-    for axis in axes:
-        if axes.count(axis) > 1:
-            raise ValueError(
-                f"{p.path}: a mesh axis can split one dim of a leaf, but {p.spec} (rule {p.by}) uses {axis!r} "
-                f"{axes.count(axis)} times for shape {p.leaf.shape}; keep it in one entry only."
-            )
-
-
-def _check_batch(p: _Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> None:
-    for dim, entry in enumerate(p.given):
-        for axis in _axes(entry):
-            if axis in batch_axes:
-                size = "..." if mesh is None else mesh.shape.get(axis, "...")
-                raise ValueError(
-                    f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis {axis!r}, which splits the batch, by "
-                    f"rule {_name(p.rule)}, so each replica would train a different model; split it with fsdp({axis!r}, "
-                    f"size={size}) instead, or over another axis, or leave {axis!r} out of batch_axes={tuple(batch_axes)} if "
-                    f"it does not split the batch."
-                )
-
-
-def _check_size(rule: fsdp, mesh: Mesh | AbstractMesh) -> None:
-    size = _size(_axes(rule.axis_name), mesh, f"rule {rule}")
-    if size != rule.size:
-        raise ValueError(f"rule {rule}: the mesh has {size} devices along {rule.axis_name!r}, not {rule.size}; pass size={size}.")
-
-
-def _check_sizes(p: _Placement, mesh: Mesh | AbstractMesh) -> None:
-    for dim, entry in enumerate(p.spec):
-        size = _size(_axes(entry), mesh, f"{p.path}: dim {dim} of shape {p.leaf.shape} (rule {p.by})")
-        if p.leaf.shape[dim] % size:
-            fit = _free(p.leaf, _entries(p.spec, p.leaf.ndim), size)
-            others = f"split dim {' or '.join(map(str, fit))}, which does" if fit else "no other dim that is free does"
-            sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in _axes(entry))
-            raise ValueError(
-                f"{p.path}: dim {dim} of shape {p.leaf.shape} must divide by {size}, the size of its mesh axes ({sizes}; "
-                f"rule {p.by}); {others}, or replicate this leaf with P()."
-            )
-
-
-def _size(axes: tuple[str, ...], mesh: Mesh | AbstractMesh, where: str) -> int:
-    for axis in axes:
-        if axis not in mesh.shape:
-            known = ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
-            raise ValueError(f"{where}: there is no axis {axis!r} in the mesh, whose axes are {known}; use one of these.")
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _covers(pattern: str, path: str) -> bool:
@@ -357,30 +327,20 @@ def _covers(pattern: str, path: str) -> bool:
     return fits(*(text.split(".") if text else [] for text in (pattern, path)))
 
 
-def _free(leaf: Any, entries: list, size: int) -> list[int]:
-    """The dims that no axis splits yet and that divide by `size`."""
-    return [dim for dim, length in enumerate(leaf.shape) if not _axes(entries[dim]) and length % size == 0]
-
-
-def _entries(spec: PartitionSpec, ndim: int) -> list:
-    return [*spec, *[None] * (ndim - len(spec))]
-
-
-def _spec(entries: list) -> PartitionSpec:
-    """The spec of these entries, without trailing Nones."""
-    while entries and entries[-1] is None:
-        entries = entries[:-1]
-    return P(*entries)
-
-
-def _axes(entry: Any) -> tuple:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _name(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> str:
-    return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])
+def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
+    missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
+    if missing:
+        yield Refusal(
+            "no-such-axis",
+            f"{rule}",
+            no_axis(f"rule {rule}", missing[0], mesh),
+            "use one of these, or the rules inside without the fsdp",
+        )
+        return
+    size = math.prod(mesh.shape[axis] for axis in entry_axes(rule.axis_name))
+    if size != rule.size:
+        what = f"rule {rule}: the mesh has {size} devices along {rule.axis_name!r}, not {rule.size}"
+        yield Refusal("wrong-size", f"{rule}", what, f"pass size={size}")
 
 
 def _is_array(leaf: Any) -> bool:

@@ -9,13 +9,15 @@ This is the one file that touches types which JAX does not document.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree, Shaped
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -37,8 +39,13 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 
     Raises `TypeError` under a JAX whose replication types are not the ones known here.
     """
+    return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(aval: Any) -> tuple[str, ...]:
+    """`varying_axes` of all arrays of the type `aval`, as `jax.typeof` gives it and traced programs hold it."""
     try:
-        return tuple(sorted(jax.typeof(x).mat.varying))
+        return tuple(sorted(aval.mat.varying))
     except AttributeError as error:
         raise TypeError(type_error) from error
 
@@ -114,6 +121,27 @@ def linear(
     invariant along an axis has an invariant cotangent.
     """
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
+
+
+def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
+    """What the `forward` of a `linear` in a traced program binds: JAX sees in its equation two functions and no jaxpr.
+
+    Args:
+        eqn: the equation.
+        mesh: of the `shard_map` around it; None outside.
+        check_vma: as in that `shard_map`.
+    """
+    x: Any = eqn.invars[0].aval
+    found = []
+
+    def body():
+        zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
+        found.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
+        return ()
+
+    inside = body if mesh is None else jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), check_vma=check_vma)
+    jax.eval_shape(inside)
+    return found[0]
 
 
 def _batched(arguments, dims, *, forward, backward, name):

@@ -1,0 +1,99 @@
+"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and the caller's line."""
+
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+_HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping))
+_STANDARD, _INSTALLED = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
+
+
+def opened(jaxpr: Any) -> Jaxpr:
+    """A jaxpr without its constants' values; JAX 0.12 knows one kind only."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def inner(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All jaxprs among an equation's parameters."""
+    return [opened(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]
+
+
+def called(eqn: JaxprEqn) -> Jaxpr | None:
+    """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or `checkpoint`'s; else None."""
+    found = inner(eqn)
+    fits = len(found) == 1 and len(found[0].invars) == len(eqn.invars) and len(found[0].outvars) == len(eqn.outvars)
+    return found[0] if fits else None
+
+
+def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Each equation of a jaxpr and of those inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for each in inner(eqn):
+            yield from every(each)
+
+
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants and carries; the rest it slices, one dim off each.
+
+    The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
+    """
+    body = inner(eqn)[0]
+    thinner = lambda outside, inside: sum(a.ndim != b.ndim for a, b in zip(types(outside), types(inside), strict=True))
+    sliced, stacked = thinner(eqn.invars, body.invars), thinner(eqn.outvars, body.outvars)
+    carries = len(eqn.outvars) - stacked
+    return len(eqn.invars) - sliced - carries, carries
+
+
+def types(atoms: Sequence[Any]) -> list[Any]:
+    """The types of operands or results: each has a `dtype`, a `shape` and a `size`."""
+    return [atom.aval for atom in atoms]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number written into the program."""
+    return isinstance(atom, Literal)
+
+
+def source(eqn: JaxprEqn) -> str:
+    """The line that an equation is from, "file.py:12": the caller's innermost, or else the one of this library that made it."""
+    ours = "unknown line"
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if frame.file_name.startswith(_ROOMS[0]):  # from here on, who called the lint
+            break
+        line = f"{frame.file_name}:{frame.line_num}"
+        if _is_callers(frame.file_name):
+            return line
+        if ours == "unknown line" and frame.file_name.startswith(_HOUSE) and not frame.file_name.startswith(_ROOMS):
+            ours = line
+    return ours
+
+
+def is_jax_function(jaxpr: Jaxpr) -> bool:
+    """Whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of an earlier call."""
+    return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES)
+
+
+@functools.cache
+def _is_callers(file_name: str) -> bool:
+    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):  # frozen, or made by beartype
+        return False
+    standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)
+    return bool(file_name) and not standard and not file_name.startswith((_HOUSE, *_LIBRARIES))
+
+
+def is_float(aval: Any) -> bool:
+    """Whether an array of this type holds real or complex floating-point numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

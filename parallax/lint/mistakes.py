@@ -1,0 +1,116 @@
+"""The sentences of the findings in a program, from the facts that `walk` comes by."""
+
+import math
+
+from jax.extend.core import JaxprEqn
+
+from parallax.lint.finding import Finding
+from parallax.lint.jaxprs import types
+from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def under_a_predicate(sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str) -> Finding:
+    """A collective that some devices never come to; the predicate of `what` differs along `along`, of `size` devices."""
+    name = "ppermute" if sent.kind == "permute" else f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
+    waits = "every device of the program" if sent.permutes else "all devices of its axis"
+    return Finding(
+        "collective-under-a-predicate",
+        where,
+        f"a {name} over {named(axes)} stands in a {what} whose predicate differs along {named(along)}, between {size} devices: "
+        f"it waits for {waits}, so it hangs or gives wrong numbers.",
+        "Run it on all devices and mask its result with jnp.where, or take a predicate that is the same on all.",
+    )
+
+
+def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
+    """A cond with a varying predicate, with so many operands and results that are typed as the same everywhere."""
+    return Finding(
+        "lost-varying-mark",
+        where,
+        f"the predicate of this cond differs along {named(axes)}, and {inputs} of its operands and {outputs} of its results are "
+        f"typed as the same on all {size} devices: gradients are wrong, and results that differ pass as copies (jax #40823).",
+        f"Cast the operands first, x = jax.lax.pcast(x, {tuple(sorted(axes))}, to='varying'), or use jnp.where.",
+    )
+
+
+def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """A sum of equal numbers."""
+    before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
+    why = before[0] if before else "does not depend on the device there"
+    return Finding(
+        "summed-twice",
+        where,
+        f"this sum over {named(axes)} adds {size} equal copies of {shown(aval)}, which {why}: the result is {size} times it, "
+        f"for {_bytes(nbytes(aval))} that need not move.",
+        f"Leave this sum out; multiply by {size} if that is what is meant.",
+    )
+
+
+def same_every_trip(sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str) -> Finding:
+    """A collective in a loop, of what the loop does not change."""
+    return Finding(
+        "same-every-trip",
+        where,
+        f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which no trip of the loop changes, "
+        f"and repeats it {_times(trips)}.",
+        "Move it before the loop and use its result in each trip (for parameters: zero.unsharded round grads.accumulated).",
+    )
+
+
+def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
+    """A sum over devices whose results the loop only adds up."""
+    return Finding(
+        "sum-in-a-loop",
+        where,
+        f"this sum of {shown(aval)} over {named(axes)}, {size} devices, runs {_times(trips)} and is only added to the loop's "
+        f"carry: {_bytes(nbytes(aval))} each time instead of once.",
+        "Add up the parts of each device in the loop and sum over the devices after it: grads.averaged round grads.accumulated. "
+        "If JAX made this sum, of a gradient, cast the parameters to varying before they are differentiated, as these do.",
+    )
+
+
+def wide_product(eqn: JaxprEqn, operands: list[Value], where: str, declared: bool) -> Finding | None:
+    """A product in 32 bits or more of numbers that have 16, or, where 16 bits were `declared`, of any."""
+    avals = types(eqn.invars)
+    wide = [aval for aval in avals if is_wide(aval.dtype)]
+    short = {value.narrow for value in operands if value.narrow} | {aval.dtype.name for aval in avals if is_narrow(aval.dtype)}
+    if not wide or not (short or declared):
+        return None
+    why = f"an operand came from {' and '.join(sorted(short))}" if short else "all products were declared to be in 16 bits"
+    terms = types(eqn.outvars)[0].size * _summed_terms(eqn)
+    return Finding(
+        "wide-product",
+        where,
+        f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in {wide[0].dtype.name}, and {why}: {terms:,} "
+        f"multiply-adds at its slower rate, of operands of {_bytes(sum(nbytes(aval) for aval in wide))} instead of half.",
+        "Cast both operands to the 16-bit type, and ask for wide sums with preferred_element_type=jnp.float32 if they matter.",
+    )
+
+
+def _summed_terms(eqn: JaxprEqn) -> int:
+    """How many products make one number of the result."""
+    operand, kernel = types(eqn.invars)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return math.prod(operand.shape[dim] for dim in contracted)
+    return kernel.size // kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+
+
+def named(axes: frozenset[str]) -> str:
+    """Mesh axes in a sentence."""
+    return " and ".join(repr(axis) for axis in sorted(axes))
+
+
+def shown(aval) -> str:
+    """An array's type, as "float32[8,16]"."""
+    return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} bytes"
+
+
+def _times(trips: int | None) -> str:
+    return "in every trip" if trips is None else f"{trips} times"
