@@ -21,7 +21,7 @@ from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 
 from parallax import mesh
 from parallax.collectives import bidirectional, doubling, halving, ring, torus
-from parallax.collectives.replicated import varying
+from parallax.collectives.replicated import replicated, varying
 
 COLLECTIVES = (
     *(module.all_reduce for module in (ring, bidirectional, halving, doubling, torus)),
@@ -177,6 +177,25 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
             off = np.abs(copies.astype(np.longdouble) - blocks.sum(0))
         # n - 1 additions, each off by at most eps/2 of a result that no sum of magnitudes exceeds
         assert np.all((off <= bound) | ~np.isfinite(copies.astype(np.float64)))
+
+
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
+def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
+    """Products that meet a sum behind the collective: XLA may compute a device's own block once more, fused otherwise."""
+    axis, sizes = (("y", "x"), {"y": 2, "x": n // 2}) if on_torus(collective) else ("x", {"x": n})
+    options = {"axis": 0, "tiled": True} if kind(collective) == "all_gather" else {}
+    world = mesh.make(**sizes, devices=jax.devices()[:n])
+
+    def updated(gradient, weights):
+        adam = -0.003 * (gradient / (jnp.sqrt(gradient * gradient) + 1e-8) + 1e-2 * gradient)
+        totals = [replicated(collective(update, axis, **options), axis) for update in (-0.003 * gradient, adam)]
+        weights = weights if options else weights[: len(gradient)]
+        return [weights + totals[0], weights + totals[1], weights + 0.5 * totals[1]]
+
+    gradient, weights = (np.random.default_rng(i).standard_normal((n * 64, 64)).astype(np.float32) for i in range(2))
+    new = jax.jit(mesh.spmd(updated, mesh=world, in_specs=(P(axis), P()), out_specs=P()))(gradient, weights)
+    assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

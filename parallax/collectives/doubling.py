@@ -34,6 +34,7 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     n = twins.size(axis_name)
+    x = twins.computed_once(x)  # the sums after it are the same, however often they are computed
     hops = n.bit_length() - 1
     p = 2**hops
     folded = [(i, i - p) for i in range(p, n)]

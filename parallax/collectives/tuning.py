@@ -29,7 +29,7 @@ FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
 RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
 
 
-def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 5) -> Link:
+def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9) -> Link:
     """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of two rings at once, and of
     all bytes exchanged and added.
 
@@ -107,7 +107,7 @@ def auto(
     *axis_names: AxisName,
     among: Sequence[Callable] | None = None,
     sizes: Sequence[int] = RACE_SIZES,
-    rounds: int = 5,
+    rounds: int = 11,
     link: Link | None = None,
 ) -> tuple[Callable, str]:
     """An all-reduce that takes, for each array, the one that was fastest at its size; and what was measured, chosen, and why.
