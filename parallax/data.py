@@ -88,6 +88,7 @@ def split(tokens: Tokens, held_out: float = 0.1) -> tuple[Tokens, Tokens]:
     """`(train, held_out)`: views of the first tokens and of the last `held_out` of them, a fraction.
 
     The cut is one place in the text, so that no held-out sentence stands beside its neighbours in training.
+    Raises `ValueError` where a side would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
@@ -152,6 +153,7 @@ def held_out_batches(
     """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
 
     Each token but the first is a target once. Windows at the end that do not fill a batch are left out: all shapes are the same.
+    Raises `ValueError` for a text shorter than one batch, or a size below 1.
     """
     if size < 1 or length < 1 or (limit is not None and limit < 1):
         raise ValueError(
@@ -257,6 +259,7 @@ def unigram(train: Tokens, held_out: Tokens, vocabulary: int) -> float:
     """Nats per held-out token when each token is predicted by how often it came: `log(V)` is knowing nothing at all.
 
     `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train` (Witten and Bell 1991), so none has P = 0.
+    Raises `ValueError` for tokens outside the vocabulary.
     """
     _check(train, vocabulary, where="train")
     _check(held_out, vocabulary, where="held_out")
@@ -267,7 +270,8 @@ def bigram(train: Tokens, held_out: Tokens, vocabulary: int) -> float:
     """Nats per held-out token, the first left out, when each is predicted from the one before it.
 
     `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct tokens after v and P(w) that of `unigram`
-    (Witten and Bell 1991); after a v never seen, P(w). Needs memory for the pairs that occur, not V squared.
+    (Witten and Bell 1991); after a v never seen, P(w). Needs memory for the pairs that occur, not V squared. Raises `ValueError`
+    for tokens outside the vocabulary, or fewer than two.
     """
     for name, tokens in (("train", train), ("held_out", held_out)):
         _check(tokens, vocabulary, where=name)

@@ -24,7 +24,8 @@ MANIFEST = "manifest.json"
 class Shards:
     """Tokens in several files, mapped into memory: `len(shards)`, and `shards[places]` for places as one array of all.
 
-    It is what `data.batch` takes, and gives the batches that the tokens in one array would.
+    It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
+    that they do not have.
     """
 
     parts: tuple[Tokens, ...]

@@ -115,7 +115,10 @@ def jsonl(path: str | Path, *, after: int = 0) -> Sink:
 
 
 def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
-    """A sink to TensorBoard's event files; an earlier session's points past `after` are hidden. Needs `tensorboardX`."""
+    """A sink to TensorBoard's event files; an earlier session's points past `after` are hidden.
+
+    Raises `ImportError` where `tensorboardX` is not installed.
+    """
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
@@ -131,7 +134,7 @@ def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
 
 
 def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
-    """A sink to Weights & Biases; the same `run` id goes on where it stopped. Needs `wandb`."""
+    """A sink to Weights & Biases; the same `run` id goes on where it stopped. Raises `ImportError` without `wandb` installed."""
     try:
         import wandb as client  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -28,6 +28,9 @@ class Watchdog:
     Args:
         seconds: the longest that a step may take.
         first: the same for what comes before the second step, which compiles; ten times `seconds` by default.
+
+    Raises:
+        ValueError: `seconds` is not above 0.
     """
 
     def __init__(self, job: launch.Job, *, seconds: float, first: float | None = None):

@@ -97,6 +97,9 @@ def sharded(
 
     Arguments are those of `scattered`. A transformation that looks at all leaves at once, such as clipping by global norm,
     would see the shares alone: clip in `step.make` or `grads.clipped`, which know shares from wholes.
+
+    Raises:
+        ValueError: `update` is called without the parameters.
     """
 
     def shares(params):

@@ -30,7 +30,8 @@ class Config:
     """The sizes of a GPT-2, and its dropout rates.
 
     The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it divides
-    over devices. The rows past the vocabulary never win probability, and get no gradient.
+    over devices. The rows past the vocabulary never win probability, and get no gradient. Raises `ValueError` for a size below 1,
+    a width that the heads do not divide, or a rate outside [0, 1).
     """
 
     layers: int = 12
@@ -270,7 +271,7 @@ def embed(
     """What enters the first block: the embeddings of tokens and positions, with dropout.
 
     `joins` adds up what the devices of `axis_name`, which share the vocabulary, found; `across` takes the sum to those that
-    go on with it.
+    go on with it. Raises `ValueError` for windows longer than the model's context.
     """
     if tokens.shape[1] > model.wpe.shape[0]:
         raise ValueError(

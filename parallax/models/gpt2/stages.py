@@ -35,7 +35,10 @@ def stages(
         stage_axis: the axis of the stages.
         axis_name: the tensor axis inside each stage.
         all_reduce: joins the shards, over the tensor axis and over both.
-        joins, attend, checkpoint, unroll: as in `gpt2.loss`.
+        joins: as in `gpt2.loss`.
+        attend: likewise.
+        checkpoint: likewise.
+        unroll: likewise.
     """
     both = (stage_axis, *axes(axis_name))
     inside = functools.partial(joins, axis_name, all_reduce=all_reduce)
