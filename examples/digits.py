@@ -1,0 +1,58 @@
+"""Real handwritten digits for the examples: those that come with scikit-learn, or MNIST's files (Fashion-MNIST's too)."""
+
+import gzip
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HELD_OUT = 357  # of scikit-learn's 1,797 digits; 1,440 are left to train on
+
+
+class Digits(NamedTuple):
+    """Images [number, height, width], dark 0 to bright 1, and what they show, 0 to 9."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The `size` images of a step: every epoch, of as many whole batches as there are, deals them in a new order."""
+        epoch, place = divmod(step, len(self.labels) // size)
+        rows = np.random.default_rng((seed, epoch)).permutation(len(self.labels))[place * size : (place + 1) * size]
+        return self.images[rows], self.labels[rows]
+
+
+def load(folder: Path | None = None) -> tuple[Digits, Digits]:
+    """Digits to train on and digits held out: 8 x 8 by default; with a `folder`, those of the four IDX files in it.
+
+    Raises:
+        ImportError: there is no folder and no scikit-learn.
+        ValueError: a file in the folder is missing or no IDX file.
+    """
+    if folder is not None:
+        return _idx(folder, "train"), _idx(folder, "t10k")
+    try:
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError('The digits come with scikit-learn: pip install "parallax-jax[examples]".') from error
+    found: Any = load_digits()
+    mixed = np.random.default_rng(0).permutation(len(found.target))
+    images, labels = (found.images / 16).astype(np.float32)[mixed], found.target.astype(np.int32)[mixed]
+    return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(images[:HELD_OUT], labels[:HELD_OUT])
+
+
+def _idx(folder: Path, part: str) -> Digits:
+    images = _read(folder / f"{part}-images-idx3-ubyte", dims=3).astype(np.float32) / 255
+    return Digits(images, _read(folder / f"{part}-labels-idx1-ubyte", dims=1).astype(np.int32))
+
+
+def _read(path: Path, dims: int) -> np.ndarray:
+    """An IDX file of bytes: two zeros, 8 for bytes, the number of dims, the sizes as four bytes each, and the numbers."""
+    packed = path.with_name(path.name + ".gz")
+    if not path.exists() and not packed.exists():
+        raise ValueError(f"{path}: needed this file, or {packed.name}, found neither. Give the folder of the four IDX files.")
+    content = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+    shape = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
+    if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(shape, dtype=np.int64):
+        raise ValueError(f"{path}: needed an IDX file of bytes in {dims} dims, got another or a part of one. Copy it again.")
+    return np.frombuffer(content[4 + 4 * dims :], np.uint8).reshape(shape)

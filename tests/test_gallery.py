@@ -1,0 +1,163 @@
+"""Each program of the gallery runs as its first lines say, is short, and prints the figures that it is there for."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+GALLERY = [
+    "linear_regression",
+    "lenet",
+    "tensor_parallel_vae",
+    "gpt2_ddp_profile",
+    "three_ways_to_split",
+    "wrong_on_purpose",
+    "custom_training",
+]
+PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory"}
+NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
+ROUNDING = 1e-12  # in float64: some thousand roundings of 1e-16
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What `python examples/NAME.py` prints, run once, in a folder of its own."""
+    folder, done = tmp_path_factory.mktemp("gallery"), {}
+
+    def run(name: str, *arguments: str) -> str:
+        if (name, *arguments) not in done:
+            paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+            environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+            command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+            ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
+            assert ended.returncode == 0, ended.stderr
+            if name in PICTURES:
+                check_picture(folder / "out" / name / f"{PICTURES[name]}.png")
+            done[name, *arguments] = ended.stdout
+        return done[name, *arguments]
+
+    return run
+
+
+def check_picture(path: Path) -> None:
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(path)
+    assert min(pixels.shape[:2]) > 300
+    assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.95  # drawn on, and not all over
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    """What stands where `pattern` has a #, in its first match."""
+    found = re.search(pattern.replace("#", NUMBER), text)
+    assert found, f"{pattern!r} is not in:\n{text}"
+    return [float(number) for number in found.groups()]
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_it_is_short_and_begins_with_the_sum_and_how_it_is_run(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert text.count("\n") < 100
+    assert text.startswith("# On the back of the envelope: ")
+    assert f"Run: python examples/{name}.py" in text
+    assert not re.search(r"(?<!\bos)\._", text)  # public names only
+
+
+def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
+    text = printed("linear_regression")
+    for name in ("slope", "intercept"):
+        truth, learnt, best = numbers(text, rf"{name} +# +# +#")
+        assert learnt == pytest.approx(best, abs=1e-4)  # the digits that are printed
+        assert learnt == pytest.approx(truth, abs=0.02)  # three standard deviations: noise 0.5 / sqrt(8192) = 0.006
+        assert f"{name} on the 8 devices: 1 different number\n" in text
+    assert numbers(text, "agree to the last bit on # of # points") == [8192, 8192]
+
+
+def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
+    text = printed("three_ways_to_split")
+    (alone,) = numbers(text, "One device: loss #")
+    for axis in ("data", "tensor", "stage"):
+        part = text.split(f"along '{axis}'")[1]
+        assert numbers(part, "loss #") == [pytest.approx(alone, rel=ROUNDING)]
+        assert numbers(part, "differ from one device's by #")[0] < ROUNDING
+        formula, program = re.search(r"sends +([\d,]+) bytes by formula; ([\d,]+) in", part).groups()
+        assert formula == program
+
+
+@pytest.mark.slow
+def test_each_mistake_has_a_number_and_a_message(printed):
+    text = printed("wrong_on_purpose")
+    reported, made = numbers(text, "reports a loss of #; the net that it made has #")
+    assert made > 10 * reported
+    assert numbers(text, "256 rows go in and # come out, which are #% off")[0] == 32
+    assert numbers(text, "the gradient is # times that of one device") == [8.0]
+    assert "after 5 s" in text
+    flat = " ".join(text.split())
+    for message in (
+        "so each replica would train a different model; split it with fsdp('data', size=8)",
+        "tensor.enter needs an x that is the same along 'data'",
+        "this sum over 'data' adds 8 equal copies",
+        "a cond whose predicate differs along 'data'",
+    ):
+        assert message in flat
+    assert text.count("  caught  ") == text.count("  why     ") == 4
+
+
+@pytest.mark.slow
+def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
+    text = printed("lenet")
+    assert numbers(text, "differ from that of one by # at most")[0] <= 1e-5
+    last = [numbers(text, rf"devices: {n}  .* 24: #%; # s an epoch")[0] for n in (1, 2, 8)]
+    assert min(last) >= 95
+
+
+@pytest.mark.slow
+def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
+    text = printed("tensor_parallel_vae")
+    assert numbers(text, "that on one: # of it apart at most")[0] < ROUNDING
+    assert numbers(text, r"step   1 +# +#")[0] > numbers(text, r"step 500 +# +#")[0]
+
+
+@pytest.mark.slow
+def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(printed):
+    text = printed("gpt2_ddp_profile")
+    own = re.search(r"own losses are (.*);", text)[1].split()
+    mean, alone = numbers(text, "is the step's: #; one device alone has #")
+    assert sum(map(float, own)) / 4 == pytest.approx(mean, abs=1e-4)  # the digits that are printed
+    assert mean == alone
+    assert numbers(text, "in 16 steps: # of the loss")[0] < 2e-5  # float32, 16 steps of AdamW
+    weights = numbers(text, r"MB of weights +# +#")[0]
+    assert numbers(text, r"MB sent a step +# +#") == [0, pytest.approx(2 * 3 / 4 * weights, rel=0.01)]
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
+    text = printed("custom_training")
+    assert "restored step 60" in text
+    assert "Both end with the same bits in all weights and moments; of the copies on other devices 0 differ." in text
+    assert numbers(text, "step 120 .* told right #%")[0] > 90
+
+
+def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import digits
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    for part, count in (("train", 3), ("t10k", 2)):
+        images = bytes([0, 0, 8, 3, *(0, 0, 0, count), *(0, 0, 0, 2), *(0, 0, 0, 2), *([0, 51, 102, 255] * count)])
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, *(0, 0, 0, count), *range(count)]))
+    learn, held_out = digits.load(tmp_path)
+    assert learn.images.shape == (3, 2, 2)
+    assert held_out.images[1].ravel().tolist() == pytest.approx([0, 0.2, 0.4, 1])
+    assert learn.labels.tolist() == [0, 1, 2]
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, *(0, 0, 0, 9), 1]))
+    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte: needed an IDX file of bytes in 1 dims"):
+        digits.load(tmp_path)
+    with pytest.raises(ValueError, match="found neither"):
+        digits.load(tmp_path / "nowhere")
