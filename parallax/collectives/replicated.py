@@ -61,9 +61,23 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
         if not eqx.is_array(x):
             return x
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
+        _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(leaf, x)
+
+
+def _check_bound(names: tuple[str, ...]) -> None:
+    """Refuse with a `ValueError` an axis that the code does not run over: inside the map JAX would fail without a word."""
+    bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError as error:
+            over, cure = "outside a map", "Call it inside mesh.spmd, over a mesh with that axis"
+            if bound:
+                over, cure = f"over {', '.join(map(repr, bound))}", "Name one of those"
+            raise ValueError(f"{name!r} is not an axis of this code, which runs {over}. {cure}.") from error
 
 
 def like(x: Tree, reference: PyTree) -> Tree:
