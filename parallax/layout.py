@@ -1,11 +1,19 @@
-"""How many devices each axis gets, and how a batch is cut: a frozen record, checked against the model and the batch."""
+"""How many devices each axis gets, and how a batch is cut: a frozen record, checked against the model, the batch and the machine.
+
+layout = Layout(data=2, tensor=4, zero=1)
+Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
+"""
 
 import dataclasses
+import json
 import math
-from typing import Literal, get_args
+from typing import Any
 
-Precision = Literal["full", "bfloat16", "float16"]
-Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
+from parallax import nearest
+from parallax.nearest import AXES, Order, Precision, Remat
+from parallax.schedule import Schedule, gpipe, one_f_one_b
+
+__all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +30,17 @@ class Layout:
         zero: what the replicas split instead of holding copies of: 1 the optimizer's state, 2 the sums of gradients too, 3 the
             parameters too.
         sequence: whether the residual stream is split by tokens over the tensor axis.
-        precision: the type that the model computes in: that of its parameters (`full`), or a shorter one beside them.
-        remat: what the backward pass computes again instead of keeping: `gathers` (what was gathered over devices), `attention`,
-            all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See `parallax.remat`.
+        precision: the type that the model computes in: that of its parameters (`full`), or `bfloat16` or `float16` beside them.
+        remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was gathered over devices),
+            `attention`, all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See
+            `parallax.remat`.
+        schedule: the order of a pipeline's jobs: `one_f_one_b` (with chunks, interleaved) or `gpipe`.
+        processes: that drive the devices, each as many as the others.
 
     Raises:
-        ValueError: a size below 1; chunks without stages; chunks and microbatches that are no multiple of the stages; or a
-            choice that has nothing to act on.
+        ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act on; chunks and microbatches
+            that are no multiple of the stages; processes that do not divide the devices. The message proposes the nearest layout
+            that works.
     """
 
     data: int = 1
@@ -40,43 +52,11 @@ class Layout:
     sequence: bool = False
     precision: str = "full"  # one of `Precision`
     remat: str = "none"  # one of `Remat`
+    schedule: str = "one_f_one_b"  # one of `Order`
+    processes: int = 1
 
     def __post_init__(self):
-        for name in ("data", "stage", "tensor", "microbatches", "chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Layout needs {name} of 1 or more; got {getattr(self, name)}.")
-        for name, known in (("zero", (0, 1, 2, 3)), ("precision", get_args(Precision)), ("remat", get_args(Remat))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"Layout needs {name} to be one of {', '.join(map(str, known))}; got {getattr(self, name)!r}.")
-        if self.chunks > 1 and self.stage == 1:
-            raise ValueError(f"Layout: chunks={self.chunks} interleave the layers of several stages; got stage=1. Take chunks=1.")
-        if self.chunks > 1 and self.microbatches % self.stage:
-            raise ValueError(
-                f"Layout: with chunks={self.chunks} the microbatches must be a multiple of the stages; got "
-                f"microbatches={self.microbatches} and stage={self.stage}. "
-                + _nearest_multiple("microbatches", self.microbatches, self.stage)
-            )
-
-        for idle, what, cure in (
-            (
-                self.zero and self.data == 1,
-                f"zero={self.zero} splits state over replicas; got data=1",
-                "zero=0, or more replicas",
-            ),
-            (
-                self.sequence and self.tensor == 1,
-                "sequence=True splits tokens over the tensor axis; got tensor=1",
-                "sequence=False",
-            ),
-            (self.remat == "stage" and self.stage == 1, "remat='stage' is for pipelines; got stage=1", "remat='block'"),
-            (
-                self.remat == "gathers" and not self.sequence and self.zero < 3,
-                "remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on",
-                "remat='none'",
-            ),
-        ):
-            if idle:
-                raise ValueError(f"Layout: {what}. Take {cure}.")
+        self._refuse({})
 
     @property
     def axes(self) -> dict[str, int]:
@@ -88,30 +68,131 @@ class Layout:
         """How many devices it takes."""
         return math.prod(self.axes.values())
 
-    def check(self, *, layers: int, heads: int, hidden: int, rows: int, batch: int, tokens: int) -> None:
-        """Refuse with a `ValueError` a model or a global batch (in sequences of `tokens`) that these sizes do not divide.
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which sees a part of the batch."""
+        return self.data
 
-        The message names the nearest size that does.
+    def global_batch(self, sequences: int) -> int:
+        """The sequences of a step in which each microbatch has `sequences` on a device."""
+        return sequences * self.microbatches * self.data
+
+    def sequences(self, batch: int) -> int:
+        """The sequences of one microbatch on a device, of a global batch that `check` admits."""
+        return batch // (self.microbatches * self.data)
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are."""
+        found, left = {}, device
+        for name in reversed(AXES):
+            left, found[name] = divmod(left, self.axes[name])
+        if left or device < 0:
+            raise ValueError(f"Layout has devices 0 to {self.devices - 1}; got device={device}. Take device={self.devices - 1}.")
+        return {name: found[name] for name in AXES}
+
+    def group(self, device: int, *axis_names: str) -> list[int]:
+        """The devices that `device` works with along these axes, itself among them, in the order of their ring."""
+        unknown = [name for name in axis_names if name not in AXES]
+        if unknown:
+            raise ValueError(f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those.")
+        own = self.coordinates(device)
+        return [
+            other
+            for other in range(self.devices)
+            if all(place == own[name] for name, place in self.coordinates(other).items() if name not in axis_names)
+        ]
+
+    def table(self) -> Schedule:
+        """The pipeline's schedule; that of one stage runs the microbatches one after another."""
+        if self.schedule == "gpipe":
+            return gpipe(self.stage, self.microbatches)
+        return one_f_one_b(self.stage, self.microbatches, self.chunks)
+
+    def check(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        hidden: int,
+        rows: int,
+        batch: int,
+        tokens: int,
+        devices: int | None = None,
+        processes: int | None = None,
+    ) -> None:
+        """Refuse with a `ValueError` a model, a global batch (in sequences of `tokens`) or a machine that these sizes do not fit.
+
+        The message says what was needed, what came, and the nearest sizes that work in every respect. The processes of the
+        machine have as many of its devices each.
         """
-        for name, what, size in (("heads", "the model's heads", heads), ("hidden", "the feed-forward's hidden units", hidden)):
-            if size % self.tensor:
-                both = math.gcd(heads, hidden)
-                near = min((d for d in range(1, both + 1) if both % d == 0), key=lambda d: abs(d - self.tensor))
-                take = f"tensor={near}" + (" with sequence=False" if self.sequence and near == 1 else "")
-                raise ValueError(
-                    f"Layout: {what} ({name}={size}) must divide by tensor={self.tensor}. Take {take}, which divides it."
-                )
-        for name, what, size, by, of in (
-            ("layers", "the model's layers", layers, self.stage * self.chunks, "stage x chunks"),
-            ("rows", "the vocabulary's padded rows", rows, self.stage * self.tensor, "stage x tensor"),
-            ("batch", "the batch's sequences", batch, self.data * self.microbatches, "data x microbatches"),
-            ("tokens", "with sequence=True the tokens of a sequence", tokens, self.tensor if self.sequence else 1, "tensor"),
-        ):
-            if size % by:
-                cure = f"Pad the vocabulary to a multiple of {by}." if name == "rows" else _nearest_multiple(name, size, by)
-                raise ValueError(f"Layout: {what} ({name}={size}) must divide by {of}={by}. {cure}")
+        sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
+        machine = {"devices": devices, "processes": processes}
+        self._refuse(sizes | {name: size for name, size in machine.items() if size is not None})
+
+    def _refuse(self, sizes: dict[str, int]) -> None:
+        message = nearest.refusal(vars(self), sizes)
+        if message is not None:
+            raise ValueError(message)
+
+    def __str__(self) -> str:
+        """What differs from the default, as `parse` reads it: `data=2,tensor=4`."""
+        return ",".join(f"{name}={value}" for name, value in vars(self).items() if value != DEFAULTS[name])
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout that `text` spells, as a command line does: `data=2,tensor=4,sequence=True`.
+
+        Raises:
+            ValueError: a part that is no `name=value`, a name or value that is not known, a name twice; or as the layout's own.
+        """
+        values: dict[str, Any] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise ValueError(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}. Take {_like(part)}.")
+            if name in values:
+                raise ValueError(f"Layout.parse: {name} is given twice, as {values[name]} and {value}. Take {name}={value}.")
+            values[name] = value
+        return cls(**_typed(values))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Layout":
+        """The layout that `to_json` wrote; what it leaves out is as by default. Raises `ValueError`, as `parse` does."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {Layout().to_json()}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}")
+        return cls(**_typed(values))
+
+    def to_json(self) -> str:
+        """All fields, as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
 
 
-def _nearest_multiple(name: str, size: int, by: int) -> str:
-    below, above = size // by * by, -(-size // by) * by
-    return f"Take {name}={above}" + (f" or {name}={below}." if below else ".")
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Layout)}
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` in the fields' types, from text or from JSON."""
+    found = {}
+    for name, value in values.items():
+        if name not in DEFAULTS:
+            raise ValueError(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}. Take {_like(name)}.")
+        text, kind = str(value), type(DEFAULTS[name])
+        if kind is bool and text.lower() in ("true", "false"):
+            found[name] = text.lower() == "true"
+        elif kind is int and not isinstance(value, bool) and text.removeprefix("-").isdecimal():
+            found[name] = int(text)
+        elif kind is str and isinstance(value, str):
+            found[name] = text
+        else:
+            what = {bool: "True or False", int: "a whole number", str: "a word"}[kind]
+            raise ValueError(f"Layout needs {name} to be {what}; got {value!r}. Take {name}={DEFAULTS[name]}.")
+    return found
+
+
+def _like(name: str) -> str:
+    near = nearest.most_like(name, list(DEFAULTS))
+    return f"{near}={DEFAULTS[near]}"

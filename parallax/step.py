@@ -23,7 +23,7 @@ from parallax.collectives.replicated import varying_axes
 from parallax.grads import Grad
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.schedule import Schedule, one_f_one_b
+from parallax.schedule import Schedule
 
 
 class State(eqx.Module):
@@ -210,9 +210,10 @@ def prepare(
             `gpt2.chunked`.
         mesh_: its mesh, as `mesh.make(**layout.axes)` makes it.
         batch: sequences in the global batch.
-        schedule: the pipeline's; `one_f_one_b` by default.
-        all_reduce, reduce_scatter, all_gather: the collectives, for every axis; the last two serve ZeRO and sequence
-            parallelism.
+        schedule: the pipeline's, where it is another than `layout.table()`.
+        all_reduce: the sum, for every axis.
+        reduce_scatter: for ZeRO and sequence parallelism.
+        all_gather: for the same.
         max_norm: clip the gradients to this global norm.
         checkpoint: what becomes of each block, instead of what `layout.remat` says.
         attend: the attention function.
@@ -248,7 +249,7 @@ def prepare(
         if layout.stage == 1:
             grad = accumulated_grad(layout, specs, collectives, loss_scale, **options)
         else:
-            table = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
+            table = schedule or layout.table()
             grad = pipelined_grad(config, layout, table, specs, collectives, loss_scale, **options)
         grad = reduced(grad, layout, specs, collectives)
         return grad if scale is None else precision.unscaled(grad, scale)
@@ -391,7 +392,7 @@ def loss_step(
     if layout.stage == 1:
         loss = functools.partial(gpt2.loss, axis_name="tensor", **joined)
     else:
-        table = schedule or one_f_one_b(layout.stage, layout.microbatches, layout.chunks)
+        table = schedule or layout.table()
         loss = pipeline.value(*gpt2.stages(config, **joined), table, "stage", all_reduce=all_reduce)
     if layout.zero == 3:
         ends = eqx.tree_at(lambda specs: specs.blocks, specs, None)
@@ -406,12 +407,16 @@ def loss_step(
 def _model(config: gpt2.Config, layout: Layout, key, dtype) -> tuple[Callable[[], gpt2.GPT2], Callable, Callable]:
     """How the model of a layout is made, its rule, and the rule of what the replicas share (ZeRO)."""
     whole = functools.partial(gpt2.GPT2, config, key=key, dtype=dtype)
-    make_model = whole if layout.stage == 1 else lambda: gpt2.chunked(whole(), layout.chunks)
+    return whole if layout.stage == 1 else lambda: gpt2.chunked(whole(), layout.chunks), *rules_of(layout)
+
+
+def rules_of(layout: Layout) -> tuple[Callable, Callable]:
+    """The rule of a layout's model, and the rule of what the replicas share (ZeRO)."""
     rule = gpt2.rules() if layout.stage == 1 else gpt2.rules(stage="stage")
     if layout.zero == 0:
-        return make_model, rule, rule
+        return rule, rule
     layers = (0,) if layout.stage == 1 else (0, 1)  # a loop runs over them
-    return make_model, rule, rules.fsdp("data", size=layout.data, keep={"blocks.**": layers}, inside=rule)
+    return rule, rules.fsdp("data", size=layout.data, keep={"blocks.**": layers}, inside=rule)
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:

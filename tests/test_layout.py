@@ -1,54 +1,92 @@
-"""Sizes that do not fit are refused, with a sentence that names the nearest that do."""
+"""What does not fit is refused, with a sentence whose every proposal works; layouts travel as text and as JSON."""
 
 import dataclasses
 import re
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from parallax import mesh, nearest
 from parallax.layout import Layout
+from parallax.schedule import gpipe, one_f_one_b
 
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
-sizes = st.integers(1, 12)
-layouts = st.builds(Layout, data=sizes, stage=sizes, tensor=sizes, microbatches=sizes) | st.builds(
-    lambda data, stage, tensor, groups, chunks: Layout(data, stage, tensor, groups * stage, chunks),
-    *(sizes, st.integers(2, 6), sizes, st.integers(1, 4), st.integers(2, 4)),
-)
-layouts |= st.builds(Layout, stage=sizes, tensor=st.integers(2, 12), sequence=st.just(True))
+FIELDS = {field.name: field.default for field in dataclasses.fields(Layout)}
 
 
 def test_axes_are_what_a_mesh_is_made_of():
     layout = Layout(data=2, stage=3, tensor=4, microbatches=6, chunks=2)
     assert layout.axes == {"data": 2, "stage": 3, "tensor": 4}
     assert layout.devices == 24
+    assert layout.replicas == 2
+    assert layout.global_batch(5) == 60
+    assert layout.sequences(60) == 5
     assert Layout().axes == {"data": 1, "stage": 1, "tensor": 1}
     with pytest.raises(AttributeError):
         layout.data = 4
 
 
+@pytest.mark.parametrize("layout", [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8)], ids=str)
+def test_groups_are_those_of_the_mesh(layout):
+    ids = np.vectorize(lambda device: device.id)(mesh.make(**layout.axes).devices)
+    for device in range(8):
+        place = layout.coordinates(device)
+        assert ids[tuple(place.values())] == device
+        for names in (("data",), ("stage", "tensor"), ("data", "stage", "tensor"), ()):
+            along = tuple(slice(None) if name in names else place[name] for name in layout.axes)
+            assert layout.group(device, *names) == np.ravel(ids[along]).tolist()
+    with pytest.raises(ValueError, match=r"devices 0 to 7; got device=8\."):
+        layout.coordinates(8)
+    with pytest.raises(ValueError, match=r"has the axes data, stage, tensor; got 'dat'\."):
+        layout.group(0, "dat")
+
+
+def test_the_schedule_is_a_table():
+    same = lambda a, b: np.array_equal(a.forward, b.forward) and np.array_equal(a.backward, b.backward)
+    assert same(Layout(stage=4, microbatches=8).table(), one_f_one_b(4, 8))
+    assert same(Layout(stage=4, microbatches=8, chunks=2).table(), one_f_one_b(4, 8, 2))
+    assert same(Layout(stage=4, microbatches=8, schedule="gpipe").table(), gpipe(4, 8))
+    assert Layout(microbatches=3).table().stages == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": 0}, "Layout needs data of 1 or more; got 0."),
-        ({"stage": -1}, "Layout needs stage of 1 or more; got -1."),
-        ({"tensor": 0}, "Layout needs tensor of 1 or more; got 0."),
-        ({"microbatches": 0}, "Layout needs microbatches of 1 or more; got 0."),
-        ({"chunks": 0}, "Layout needs chunks of 1 or more; got 0."),
-        ({"zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4."),
-        ({"precision": "half"}, "Layout needs precision to be one of full, bfloat16, float16; got 'half'."),
+        ({"data": 0}, "Layout needs data of 1 or more; got 0. Take data=1."),
+        ({"stage": -1}, "Layout needs stage of 1 or more; got -1. Take stage=1."),
+        ({"processes": 0}, "Layout needs processes of 1 or more; got 0. Take processes=1."),
+        ({"data": 2, "zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4. Take zero=3."),
         (
-            {"remat": "all"},
-            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'all'.",
+            {"precision": "bf16"},
+            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take precision=bfloat16.",
         ),
+        (
+            {"remat": "blocks"},
+            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'blocks'. Take remat=block.",
+        ),
+        ({"schedule": "1f1b"}, "Layout needs schedule to be one of one_f_one_b, gpipe; got '1f1b'. Take schedule=one_f_one_b."),
         ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0, or more replicas."),
         ({"sequence": True}, "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False."),
-        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block'."),
+        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat=block."),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
-            "Layout: remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on. Take remat='none'.",
+            "Layout: remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on. Take remat=none.",
         ),
         ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
+        (
+            {"schedule": "gpipe"},
+            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule=one_f_one_b.",
+        ),
+        (
+            {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
+            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule=one_f_one_b.",
+        ),
+        (
+            {"data": 6, "processes": 4},
+            "Layout: each process must have as many devices as the others; got processes=4 for 6 devices. Take processes=3.",
+        ),
         (
             {"stage": 4, "microbatches": 6, "chunks": 2},
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=6 and stage=4. "
@@ -58,6 +96,10 @@ def test_axes_are_what_a_mesh_is_made_of():
             {"stage": 4, "microbatches": 3, "chunks": 2},
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=3 and stage=4. "
             "Take microbatches=4.",
+        ),
+        (
+            {"data": 0, "zero": 2},
+            "Layout needs data of 1 or more; got 0. Take data=1,zero=0, the nearest that works.",
         ),
     ],
 )
@@ -76,15 +118,15 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Take tensor=3, which divides it.",
         ),
         (
-            Layout(stage=5, microbatches=5, chunks=2),
+            Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage x chunks=10. Take layers=20 or layers=10.",
+            "Layout: the model's layers (layers=12) must divide by stage x chunks=8. Take layers=16 or layers=8.",
         ),
         (
             Layout(stage=4, tensor=3),
             {"rows": 50},
             "Layout: the vocabulary's padded rows (rows=50) must divide by stage x tensor=12. "
-            "Pad the vocabulary to a multiple of 12.",
+            "Take rows=60, the vocabulary padded to a multiple of 12.",
         ),
         (
             Layout(data=4, microbatches=16),
@@ -100,67 +142,161 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(tensor=5, sequence=True),
             {"heads": 7},
-            "Layout: the model's heads (heads=7) must divide by tensor=5. Take tensor=1 with sequence=False, which divides it.",
+            "Layout: the model's heads (heads=7) must divide by tensor=5. Take tensor=1,sequence=False, which divides it.",
         ),
+        (
+            Layout(data=4),
+            {"devices": 6},
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Take data=6.",
+        ),
+        (
+            Layout(data=4),
+            {"devices": 10},
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. "
+            "Take data=10,batch=50, the nearest that works.",
+        ),
+        (Layout(data=4), {"processes": 2}, "Layout: it is for processes=1, and the run has 2. Take processes=2."),
     ],
 )
-def test_a_model_or_batch_that_does_not_divide(layout, sizes, message):
+def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         layout.check(**FITTING | sizes)
 
 
-def misfits(layout, layers, heads, hidden, rows, batch, tokens) -> set[str]:
-    """What does not divide, as the axes' definitions have it."""
-    sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
+def wrong(fields, sizes) -> bool:
+    """Whether a layout does not fit, as the axes' definitions have it."""
+    f = fields
+    devices = f["data"] * f["stage"] * f["tensor"]
+    known = all(f[name] in values for name, values in nearest.KNOWN.items())
+    if not known or min(f[name] for name in nearest.COUNTS) < 1 or devices % f["processes"]:
+        return True
+    pipelined = f["stage"] > 1
+    idle = (
+        (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] == "gpipe") and not pipelined,
+        f["schedule"] == "gpipe" and f["chunks"] > 1,
+        f["zero"] > 0 and f["data"] == 1,
+        f["sequence"] and f["tensor"] == 1,
+        f["remat"] == "gathers" and not f["sequence"] and f["zero"] < 3,
+        f["chunks"] > 1 and f["microbatches"] % f["stage"] > 0,
+    )
     by = {
-        "tokens": layout.tensor if layout.sequence else 1,
-        "layers": layout.stage * layout.chunks,
-        "rows": layout.stage * layout.tensor,
-        "batch": layout.data * layout.microbatches,
+        "heads": f["tensor"],
+        "hidden": f["tensor"],
+        "tokens": f["tensor"] if f["sequence"] else 1,
+        "layers": f["stage"] * f["chunks"],
+        "rows": f["stage"] * f["tensor"],
+        "batch": f["data"] * f["microbatches"],
     }
-    return {name for name, size in sizes.items() if size % by.get(name, layout.tensor)}
+    machine = {"devices": devices, "processes": f["processes"]}
+    return (
+        any(idle)
+        or any(sizes[name] % by[name] for name in by if name in sizes)
+        or any(sizes[name] != machine[name] for name in machine if name in sizes)
+    )
 
 
-def proposals(layout, sizes, message):
-    """The layouts and sizes that a message proposes."""
-    if multiple := re.search(r"Pad the vocabulary to a multiple of (\d+)\.$", message):
-        yield layout, sizes | {"rows": -(-sizes["rows"] // int(multiple[1])) * int(multiple[1])}
-    for name, size in re.findall(r"(\w+)=(\d+)", message.partition(" Take ")[2]):
-        if name in sizes:
-            yield layout, sizes | {name: int(size)}
-        else:
-            off = {"sequence": False} if "sequence=False" in message else {}
-            yield dataclasses.replace(layout, **{name: int(size)}, **off), sizes
+def proposals(message):
+    """The changes that a message proposes."""
+    value = lambda text: {"True": True, "False": False}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else text)
+    for change in re.findall(r"\w+=\w+(?:,\w+=\w+)*", message.rpartition(" Take ")[2]):
+        yield {name: value(text) for name, _, text in (part.partition("=") for part in change.split(","))}
 
 
-@given(layouts, st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING}))
-def test_what_a_refusal_proposes_is_right(layout, sizes):
-    """A size is refused exactly where it does not divide, and each proposal mends it and breaks nothing."""
-    before = misfits(layout, **sizes)
+def refused(fields, sizes) -> str | None:
+    """The message of our `ValueError`, if there is one; any other error passes through."""
     try:
-        layout.check(**sizes)
+        layout = Layout(**fields)
+        if sizes:
+            layout.check(**sizes)
     except ValueError as error:
-        refused = re.search(r"\((\w+)=", str(error))[1]
-        assert refused in before
-        cured = list(proposals(layout, sizes, str(error)))
-        assert cured
-        for proposal in cured:
-            after = misfits(proposal[0], **proposal[1])
-            mended = {"heads", "hidden"} if refused in ("heads", "hidden") else {refused}
-            # Another split of the heads splits the vocabulary and the tokens otherwise; that is the next message.
-            assert after <= before - mended | ({"rows", "tokens"} if proposal[0] != layout else set())
-    else:
-        assert not before
+        return str(error)
+    return None
+
+
+small = st.integers(1, 12)
+any_fields = st.fixed_dictionaries(
+    {name: st.integers(-1, 12) if name != "processes" else st.sampled_from([1, 1, 2, 3]) for name in nearest.COUNTS}
+    | {name: st.sampled_from([*known, *known, known[0], "other" if isinstance(known[0], str) else known[-1]])
+       for name, known in nearest.KNOWN.items()}
+)  # fmt: skip
+good_fields = st.fixed_dictionaries(
+    {"data": small, "stage": small, "tensor": small, "microbatches": small},
+    optional={"sequence": st.booleans(), "zero": st.integers(0, 3), "remat": st.sampled_from(nearest.KNOWN["remat"])},
+)
+model_sizes = st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING})
+machines = st.just({}) | st.builds(
+    lambda each, processes: {"devices": each * processes, "processes": processes}, st.integers(1, 12), st.integers(1, 2)
+)
+
+
+@settings(max_examples=250)  # each is refused
+@given(fields=any_fields | good_fields, sizes=st.just({}) | st.builds(dict.__or__, model_sizes, machines))
+def test_what_a_refusal_proposes_works(fields, sizes):
+    """Refused exactly where it does not fit, by our error; and each proposal, taken, fits in every respect."""
+    fields = FIELDS | fields
+    sizes = {} if refused(fields, {}) else sizes  # a layout that cannot be, is refused before it sees a model
+    message = refused(fields, sizes)
+    assert (message is not None) == wrong(fields, sizes)
+    assume(message is not None)
+    proposed = list(proposals(message))
+    assert proposed, message
+    for change in proposed:
+        after = fields | {name: value for name, value in change.items() if name in FIELDS}
+        others = sizes | {name: value for name, value in change.items() if name not in FIELDS}
+        assert refused(after, others) is None, (message, change)
+        assert not wrong(after, others)
 
 
 @given(stages=st.integers(2, 12), microbatches=st.integers(1, 40), chunks=st.integers(2, 4))
 def test_refused_microbatches_come_with_the_nearest_that_fit(stages, microbatches, chunks):
-    try:
-        Layout(stage=stages, microbatches=microbatches, chunks=chunks)
-    except ValueError as error:
-        assert microbatches % stages
-        for size in re.findall(r"microbatches=(\d+)", str(error).partition(" Take ")[2]):
-            assert Layout(stage=stages, microbatches=int(size), chunks=chunks).microbatches == int(size)
-            assert 0 < abs(int(size) - microbatches) < stages
-    else:
-        assert microbatches % stages == 0
+    message = refused({"stage": stages, "microbatches": microbatches, "chunks": chunks}, {})
+    assert (message is not None) == (microbatches % stages > 0)
+    for change in proposals(message or ""):
+        assert 0 < abs(change["microbatches"] - microbatches) < stages
+
+
+# As text
+
+
+@given(fields=any_fields)
+def test_text_and_json_come_back(fields):
+    change = {} if not wrong(fields, {}) else nearest.nearest(fields, {})[0]
+    layout = Layout(**fields | change)
+    assert Layout.parse(str(layout)) == Layout.from_json(layout.to_json()) == layout
+
+
+def test_text_is_short():
+    assert str(Layout()) == ""
+    assert str(Layout(data=2, tensor=4, sequence=True, remat="block")) == "data=2,tensor=4,sequence=True,remat=block"
+    assert Layout.parse(" data = 2, sequence=true,tensor=2,") == Layout(data=2, tensor=2, sequence=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
+        ("dta=2", "Layout has the fields data, stage, tensor, .*; got 'dta'. Take data=1."),
+        ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
+        ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
+        ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),
+        ("tensor=2,zero=1", "Layout: zero=1 splits state over replicas; got data=1. Take zero=0, or more replicas."),
+    ],
+)
+def test_text_that_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Layout.from_json: .* Take the text of to_json, such as {"),
+        ("[1]", r"Layout.from_json needs an object; got \[1\]. Take one such as {"),
+        ('{"data": 2.5}', "Layout needs data to be a whole number; got 2.5. Take data=1."),
+        ('{"data": true}', "Layout needs data to be a whole number; got True. Take data=1."),
+        ('{"remat": 1}', "Layout needs remat to be a word; got 1. Take remat=none."),
+    ],
+)
+def test_json_that_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.from_json(text)

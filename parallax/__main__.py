@@ -1,0 +1,105 @@
+"""`python -m parallax plan --model xl --devices 64 --hardware a100`: what a run will need, which split is best, and is it so?
+
+plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one
+compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
+sums      two sums from the literature, done again
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from parallax import hardware, search, sums
+from parallax import plan as plans
+from parallax.layout import Layout
+from parallax.models import gpt2
+
+MODELS = {
+    "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
+    "small": gpt2.SMALL,
+    "medium": gpt2.MEDIUM,
+    "large": gpt2.LARGE,
+    "xl": gpt2.XL,
+    "gpt3": sums.GPT3,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the commands; 2 where what was asked for cannot be, with a sentence that says what can."""
+    options = parser().parse_args(arguments)
+    try:
+        print(options.run(options))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def plan(options: argparse.Namespace) -> str:
+    """The table of one layout, or of the best."""
+    config, chip = model(options), hardware.named(options.hardware)
+    if options.layout is not None:
+        layout = Layout.parse(options.layout)
+        plans.check(config, layout, options.batch, options.devices)
+        return str(plans.plan(config, layout, chip, batch=options.batch))
+    if options.devices is None:
+        raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
+    found = search.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
+    return f"{search.table(found, options.top)}\n\n{found[0]}"
+
+
+def compare(options: argparse.Namespace) -> str:
+    """Predictions beside the compiled step."""
+    import jax
+    import jax.numpy as jnp
+
+    from parallax import mesh, step
+
+    config, layout = model(options), Layout.parse(options.layout or "")
+    plans.check(config, layout, options.batch, options.devices)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", layout.devices)
+    mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
+    prepared = step.prepare(config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
+    compiled = prepared.train.lower(prepared.shapes, windows).compile()
+    return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
+
+
+def both_sums(_: argparse.Namespace) -> str:
+    """The two sums."""
+    return f"{sums.gpt3_on_64()}\n\n\n{sums.gpt_300m_on_8()}"
+
+
+def model(options: argparse.Namespace) -> gpt2.Config:
+    """The model that was asked for."""
+    config = MODELS[options.model]
+    return config if options.context is None else dataclasses.replace(config, context=options.context)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    top = argparse.ArgumentParser(prog="python -m parallax", description=(__doc__ or "").splitlines()[0])
+    commands = top.add_subparsers(required=True)
+    for name, run, words in (
+        ("plan", plan, "what a layout needs, or which is best"),
+        ("compare", compare, "predictions beside the program compiled for virtual CPU devices"),
+    ):
+        command = commands.add_parser(name, help=words)
+        command.set_defaults(run=run)
+        command.add_argument("--model", choices=MODELS, default="small" if run is plan else "tiny")
+        command.add_argument("--context", type=int, help="tokens of a sequence, where other than the model's")
+        command.add_argument("--layout", help="as data=2,tensor=4,zero=1")
+        command.add_argument("--devices", type=int, help="how many there are")
+        command.add_argument("--batch", type=int, default=512 if run is plan else 16, help="sequences of the global batch")
+        if run is plan:
+            command.add_argument("--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}")
+            command.add_argument("--precision", default="bfloat16", help="of the search: full, bfloat16 or float16")
+            command.add_argument("--top", type=int, default=8, help="layouts that the search prints")
+    commands.add_parser("sums", help="two sums from the literature, done again").set_defaults(run=both_sums)
+    return top
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""What a GPT-2 train step needs in memory beside its state: a few named terms, and the constants of a compiler.
+
+Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2 numbers, t tensor devices, B the
+layers' parameters on a device, E the rest of them, W one layer's, v chunks.
+
+`kept` is exact: it is what `jax.vjp` keeps of a layer, which the tests count. What one layer needs while its backward pass runs,
+and how often gradients are held, depends on the compiler: `XLA_CPU` was fitted to 110 compiled steps of five sizes (see
+`benchmarks/plan.py`), `IN_PLACE` is the same layer with each gradient held once and an update in place.
+
+Sources: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer in 16 bits; Rajbhandari et
+al. (arXiv 1910.02054), section 3, 16 bytes a parameter.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from parallax import holdings, ticks
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.traffic import BLOCK_TOKENS
+
+FLOAT = 4  # bytes of what is summed
+Number = float | int
+
+
+class Compiler(NamedTuple):
+    """How often a compiler holds what a step needs once.
+
+    Attributes:
+        scores: S / t, while a layer's backward pass runs.
+        block: (A / t, A) at that time, where all is kept; with remat `products`; and with `block`.
+        slots: a stage's residuals beside those that wait: those just made, or about to be used.
+        gradients: B in the backward pass.
+        gradients_again: B (ZeRO-2: its share) that is added up over microbatches.
+        ends: E in the backward pass.
+        ends_again: E over microbatches.
+        ring: (B, E) that reductions over three or more replicas add where microbatches accumulate.
+        shares: with ZeRO-3, gradients of B's share; once more with microbatches.
+        gathered: with ZeRO-3, two gathered layers; in a pipeline at most B.
+        ends_gathered: with ZeRO-3, E; and over microbatches.
+        sums, chunk, ends_of_stage: in a pipeline, B (ZeRO-2: its share), B / v, E.
+        scattered: in a pipeline, B with any ZeRO.
+        update: in the optimizer, gradients and updates of B's share, those of all of B, and (one replica, several) of E.
+    """
+
+    scores: Number
+    block: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    slots: float
+    gradients: Number
+    gradients_again: float
+    ends: float
+    ends_again: float
+    ring: tuple[float, float]
+    shares: float
+    gathered: Number
+    ends_gathered: tuple[float, float]
+    sums: float
+    chunk: float
+    ends_of_stage: float
+    scattered: float
+    update: tuple[float, float, float, float]
+
+
+# AdamW's moments are copied before they are overwritten (benchmarks/README.md): 2 of the update's B.
+XLA_CPU = Compiler(
+    scores=2.96,
+    block=((15.0, 5.6), (21.3, 0.9), (33.5, 4.3)),
+    slots=1.27,
+    gradients=1.67,
+    gradients_again=0.27,
+    ends=2.14,
+    ends_again=0.12,
+    ring=(0.72, 0.49),
+    shares=1.49,
+    gathered=0.68,
+    ends_gathered=(2.6, 0.57),
+    sums=1.2,
+    chunk=0.79,
+    ends_of_stage=3.5,
+    scattered=1.1,
+    update=(2.0, 1.0, 2.0, 3.0),
+)
+IN_PLACE = Compiler(
+    scores=2.96,
+    block=((15.0, 5.6), (21.3, 0.9), (33.5, 4.3)),
+    slots=1.27,
+    gradients=1.0,
+    gradients_again=1.0,
+    ends=1.0,
+    ends_again=1.0,
+    ring=(0.0, 0.0),
+    shares=1.0,
+    gathered=1.0,
+    ends_gathered=(2.0, 1.0),
+    sums=1.0,
+    chunk=1.0,
+    ends_of_stage=2.0,
+    scattered=0.0,
+    update=(0.0, 1.0, 1.0, 1.0),
+)
+
+
+class Temporary(NamedTuple):
+    """Bytes that a step needs on a device beside its state and its batch.
+
+    Attributes:
+        kept: what the layers keep for their backward pass, of all microbatches in flight.
+        block: what one layer needs while its backward pass runs, and a stage's residuals on their way.
+        gradients: of one microbatch, and their sums.
+        gathered: parameters that live as shares, made whole (ZeRO-3); and those in 16 bits.
+        loss: the logits of a block of tokens, twice, and the table's gradient.
+        update: what the optimizer needs, after all this.
+    """
+
+    kept: Number
+    block: Number
+    gradients: Number
+    gathered: Number
+    loss: Number
+    update: Number
+
+    @property
+    def peak(self) -> Number:
+        """The largest that is there at one time: in the backward pass, at the loss, or in the update."""
+        return max(self.kept + self.gathered + max(self.block + self.gradients, self.loss), self.update + self.gathered)
+
+
+class Sizes(NamedTuple):
+    """The numbers in A, in A / t, in S / t, and bytes of a number that the model computes."""
+
+    whole: int
+    split: Number
+    scores: Number
+    narrow: int
+    stream: Number  # numbers of the residual stream
+    gathered: Number  # and of what enters a column-parallel layer, as kept
+
+
+def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
+    """The sizes of a microbatch on a device."""
+    b, t, T = layout.sequences(batch), layout.tensor, config.context
+    A, S = b * T * config.width, b * config.heads * T * T
+    stream = A / t if layout.sequence else A
+    narrow = FLOAT if layout.precision == "full" else short
+    return Sizes(A, A / t, S / t, narrow, stream, stream if gathers_again(layout) else (A if layout.sequence else stream))
+
+
+def gathers_again(layout: Layout) -> bool:
+    """Whether a layer keeps all but what was gathered, as `step` has it: on demand, and with ZeRO-3."""
+    return layout.remat == "gathers" or (layout.zero == 3 and layout.remat not in ("products", "block"))
+
+
+def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes that a layer keeps where nothing but attention is computed again: what `jax.vjp` keeps of it.
+
+    Norms keep four activations (two in float32), column-parallel layers their inputs, attention q, k, v and its result, GELU
+    some of four times the width; the softmax its result in both types and two numbers a row.
+    """
+    size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context
+    own = layout.tensor if layout.sequence else 1
+    kept = (
+        (2 * FLOAT + 2 * size.narrow) * size.stream
+        + 2 * size.narrow * size.gathered
+        + 4 * (1 + results_of_gelu()) * size.narrow * size.split
+    )
+    kept += 4 * FLOAT * b * T / own
+    # A checkpoint that keeps all but gathers, as ZeRO-3's does, keeps what a checkpoint inside it would not.
+    if layout.remat != "attention" or layout.zero == 3:
+        kept += (FLOAT + size.narrow) * size.scores + 2 * FLOAT * b * config.heads * T / layout.tensor
+    return kept
+
+
+@functools.cache
+def results_of_gelu() -> int:
+    """How many arrays of its size JAX keeps of a GELU and for the product after it: six in JAX 0.10, five in 0.12."""
+    x, weights = jax.ShapeDtypeStruct((2, 7, 5), jnp.float32), jax.ShapeDtypeStruct((2, 5, 5), jnp.float32)
+    run = lambda x, weights: jax.lax.scan(lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights)[0]
+    kept = jax.tree.leaves(jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights))
+    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
+
+
+def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
+    size = sizes(config, layout, batch, short)
+    if layout.remat == "products":
+        return size.narrow * (size.stream + size.whole + 7 * size.split)
+    if layout.remat == "block":
+        return size.narrow * size.stream
+    return everything(config, layout, batch, short)
+
+
+@functools.lru_cache(maxsize=1024)
+def slots(stages: int, microbatches: int, chunks: int, schedule: str) -> int:
+    """Places for a chunk's residuals that the pipeline has on each device, one of them to write to where there is no job."""
+    if schedule == "one_f_one_b" and microbatches >= 2 * stages:  # without the table: no more wait, whatever M
+        return stages * chunks + stages - 1
+    table = Layout(stage=stages, microbatches=microbatches, chunks=chunks, schedule=schedule).table()
+    return int(ticks.rows(table).written.max()) + 1
+
+
+def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Compiler = IN_PLACE, short: int = 2) -> Temporary:
+    """What a step of `step.train_step` needs on a device beside its arguments.
+
+    Args:
+        config: the model's sizes.
+        layout: which devices share what, and what is computed again.
+        batch: sequences in the global batch.
+        compiler: how often it holds things.
+        short: bytes of a number in a short precision.
+    """
+    size, c = sizes(config, layout, batch, short), compiler
+    leaves = holdings.leaves(config, layout)
+    total = lambda block, share: FLOAT * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
+    B, E, B_share = total(True, False), total(False, False), total(True, True)
+    many, pipelined = layout.microbatches > 1, layout.stage > 1
+    chunks = layout.chunks if pipelined else 1
+    layers = config.layers // (layout.stage * chunks)
+    one = size.narrow * size.stream if layout.remat == "stage" else layers * layer(config, layout, batch, short)
+    in_flight = slots(layout.stage, layout.microbatches, layout.chunks, layout.schedule) if pipelined else 1
+    split, whole = c.block[{"products": 1, "block": 2}.get(layout.remat, 0)]
+    block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
+    if layout.remat == "stage":  # all its layers are kept while its backward pass runs; and copied where they are gathered
+        block += layers * everything(config, layout, batch, short) * (2 if layout.sequence or layout.zero == 3 else 1)
+    two_layers = min(2 * B / (layers * chunks), B)
+    gathered = 0.0 if layout.precision == "full" else size.narrow / FLOAT * (B_share + E)
+    if pipelined:
+        block += c.slots * one
+        gradients = c.sums * (B_share if layout.zero >= 2 else B) + c.ends_of_stage * E + c.scattered * B * (layout.zero > 0)
+        if layout.zero == 3:
+            gathered += (c.gathered * 1.1) * two_layers
+        else:
+            gradients += c.chunk * B / chunks
+        update = 0.0
+    else:
+        if layout.zero == 3:
+            gradients = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
+            gathered += c.gathered * two_layers
+        else:
+            gradients = c.gradients * B + many * c.gradients_again * (B_share if layout.zero == 2 else B)
+            gradients += (c.ends + many * c.ends_again) * E
+            gradients += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data > 2)
+        update = c.update[0] * (B_share if layout.zero else B) + c.update[1] * (B_share if layout.zero == 3 else B)
+        update += (c.update[3] if layout.data > 1 else c.update[2]) * E
+    logits = min(BLOCK_TOKENS, layout.sequences(batch) * config.context) * config.rows / (layout.stage * layout.tensor)
+    loss = 2 * FLOAT * logits + E
+    return Temporary(in_flight * one, block, gradients, gathered, loss, update)

@@ -1,0 +1,39 @@
+"""The command line plans, searches, compares, and says what it needs."""
+
+import pytest
+
+from parallax.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --model large --layout data=8,tensor=4,zero=1 --hardware h100", ("32 x H100", "tensor", "of peak")),
+        ("plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3", ("seconds  of peak", "4 x TPU v5e")),
+        ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
+        ("sums", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
+    ],
+)
+def test_prints(arguments, words, capsys):
+    assert main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    for word in words:
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take tensor=2, which divides it."),
+        ("plan --model xl --layout tensr=8", "got 'tensr'. Take tensor=1."),
+        (
+            "plan --model xl --layout data=8 --devices 16",
+            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take",
+        ),
+        ("plan --model xl", "plan needs --devices, to search, or --layout."),
+        ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
