@@ -1,5 +1,7 @@
 """The command line plans, searches, compares, and says what it needs."""
 
+from pathlib import Path
+
 import pytest
 
 from parallax.__main__ import main
@@ -37,3 +39,10 @@ def test_prints(arguments, words, capsys):
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
     assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan --model xl --devices 64 --hardware a100", "sums"])
+def test_the_readme_shows_what_it_prints(command, capsys):
+    assert main(command.split()) == 0
+    shown = (Path(__file__).parent.parent / "README.md").read_text()
+    assert capsys.readouterr().out.rstrip() in shown
