@@ -114,7 +114,7 @@ def joins(
         leave=lambda x: summed(leave(x, axis_name, reduce_scatter=reduce_scatter)),
         column=functools.partial(column, axis_name=axis_name, all_gather_matmul=all_gather_matmul or gather_then_multiply),
         row=functools.partial(row, axis_name=axis_name, matmul_reduce_scatter=matmul_reduce_scatter or multiply_then_scatter),
-        own=functools.partial(own, axis_name=axis_name),
+        own=lambda x, dim: own(x, axis_name, dim),
         parts=lax.axis_size(axis_name),
     )
 

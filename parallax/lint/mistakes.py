@@ -44,7 +44,8 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
         where,
         f"this sum over {named(axes)} adds {size} equal copies of {shown(aval)}, which {why}: the result is {size} times it, "
         f"for {_bytes(nbytes(aval))} that need not move.",
-        f"Leave this sum out; multiply by {size} if that is what is meant.",
+        f"Leave this sum out; multiply by {size} if that is what is meant. Gradients of weights that are the same everywhere JAX "
+        "sums by itself: grads.averaged makes their mean.",
     )
 
 
