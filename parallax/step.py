@@ -427,7 +427,7 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 
 def _check_mesh(layout: Layout, mesh_: Mesh) -> None:
     for name, size in layout.axes.items():
-        if mesh_.shape.get(name, 1) != size:
+        if mesh_.shape.get(name) != size:
             raise ValueError(
                 f"train_step: the layout has {name}={size}, and the mesh {dict(mesh_.shape)}. Make it with "
                 f"mesh.make(**layout.axes)."
