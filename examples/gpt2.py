@@ -74,6 +74,7 @@ class Session:
     sink: training.Sink
     progress: report.Progress
     rate: float  # flops per second
+    memory: report.Memory | None
 
     def save(self, i: int, state: step.State) -> None:
         """Begin a checkpoint, with what the loop has counted."""
@@ -163,6 +164,7 @@ def run(plan: Plan) -> None:
         sinks(plan, first),
         report.Progress(s.steps, first, say, live=sys.stdout.isatty() and job.processes == 1),
         rate,
+        report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,
     )
     jax.block_until_ready(state)
     seconds["setup"] = time.perf_counter() - STARTED - sum(seconds.values())
@@ -191,6 +193,8 @@ def loop(session: Session, state: step.State, first: int) -> step.State:
         for i in range(first + 1, s.steps + 1):
             watch.step(i)
             trace(i)
+            if session.memory is not None:
+                session.memory.begin()
             start = time.perf_counter()
             placed = next(batches)
             watch.phase("train", waits=True)
@@ -210,6 +214,8 @@ def loop(session: Session, state: step.State, first: int) -> step.State:
                 session.save(i, state)
             if stop:
                 break
+    if session.memory is not None:
+        session.memory.end()
     return state
 
 

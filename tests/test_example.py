@@ -110,7 +110,9 @@ def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_pat
 
 @pytest.mark.slow
 def test_a_second_run_gives_the_same_losses(finished, tmp_path):
-    train(tmp_path, "--tensorboard", "--profile=2:3")
+    said = train(tmp_path, "--tensorboard", "--profile=2:3", "--profile-memory")
+    assert "before 6 steps: " in said
+    assert (tmp_path / "out/gpt2/memory.png").exists()
     assert losses(tmp_path / "out/gpt2") == losses(finished[0] / "out/gpt2")
     assert (tmp_path / "out/gpt2/sample.txt").read_text() == (finished[0] / "out/gpt2/sample.txt").read_text()
     assert list(tmp_path.glob("out/gpt2/profile/**/*.xplane.pb"))

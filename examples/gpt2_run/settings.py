@@ -83,6 +83,8 @@ class Settings:
     """Seconds that a step may take before the rank that holds it up is named and the job ends."""
     profile: str | None = None
     """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
+    profile_memory: bool = False
+    """Draw the memory of a device through the session's first 16 steps, into OUT/memory.png."""
     tensorboard: bool = False
     """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
     wandb: str | None = None
