@@ -192,5 +192,5 @@ def test_an_axis_that_is_not_there_is_named():
     misspelt = spmd(lambda x: ring.all_reduce(x, "dtaa"), P("x"), P())
     with pytest.raises(ValueError, match=r"'dtaa' is not an axis of this code, which runs over 'x', 'y'\. Name one of those\."):
         misspelt(jnp.ones(8))
-    with pytest.raises(ValueError, match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside mesh\.spmd"):
+    with pytest.raises(ValueError, match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside"):
         ring.all_reduce(jnp.ones(8), "x")

@@ -1,0 +1,25 @@
+"""Look at it: schedules, meshes, what each device holds and sends, and its memory over time.
+
+All but the pictures of schedules give text; with a path they write the picture too, in the format that its suffix says (PNG, SVG,
+PDF). Pictures need matplotlib, which comes with the extra `examples`; text needs nothing.
+"""
+
+from parallax.draw.bars import at_peak, bytes_by_kind, traffic
+from parallax.draw.devices import mesh, model, sharding
+from parallax.draw.over_time import memory, sampled
+from parallax.draw.schedules import summary, text, timeline, trace
+
+__all__ = [
+    "at_peak",
+    "bytes_by_kind",
+    "memory",
+    "mesh",
+    "model",
+    "sampled",
+    "sharding",
+    "summary",
+    "text",
+    "timeline",
+    "trace",
+    "traffic",
+]
