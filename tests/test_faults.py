@@ -120,12 +120,12 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed, layo
     assert_same_bits(tmp_path, undisturbed(layout))  # more than the 1e-11 that is promised
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)])
-def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, processes):
+def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long):
     """Any rank, during saves too. A step is lost for good only back to the last finished checkpoint."""
     generator, every, took, lost, saving, reached = random.Random(0), 3, [], [], 0, 0
-    options = {"processes": processes, "cache": cache, "launcher": LAUNCHER if processes > 1 else "one process"}
+    options = {"processes": 4, "cache": cache}
     for _ in range(20):
         with Running(tmp_path, "--steps", LONG, "--every", every, "--pause", 0.1, **options) as job:
             restored = goes_on_from(job)
@@ -133,7 +133,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, un
             further = generator.randint(1, 4)
             job.until(lambda: job.steps() >= restored + further)  # noqa: B023
             time.sleep(generator.uniform(0, 0.5))
-            kill(job.ranks()[generator.randrange(processes)], signal.SIGKILL)
+            kill(job.ranks()[generator.randrange(4)], signal.SIGKILL)
             start = time.monotonic()
             assert job.wait() != 0
             took.append(time.monotonic() - start)
