@@ -143,6 +143,7 @@ def compiled(shapes, all_reduce, n=2):
     return jax.jit(f).lower([jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]).compile()
 
 
+@pytest.mark.slow
 def test_gpt2s_gradients_take_a_fifth_of_the_messages():
     """The small GPT-2's 148 leaves, and not one byte more than its padding."""
     shapes = unstacked(gpt2.SMALL)

@@ -90,6 +90,7 @@ def in_a_process(*pages: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@pytest.mark.slow
 def test_what_pages_show_is_so(tmp_path):
     quick = [page for page in PAGES if page.name not in SLOW]
     assert len(quick) >= 8

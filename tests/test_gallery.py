@@ -77,6 +77,7 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     assert numbers(text, "agree to the last bit on # of # points") == [8192, 8192]
 
 
+@pytest.mark.slow
 def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
     text = printed("three_ways_to_split")
     (alone,) = numbers(text, "One device: loss #")

@@ -424,7 +424,7 @@ def findings(layout, **options):
         return lint.program(prepared.train, prepared.shapes, windows, compute=compute)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
 def test_our_steps_are_silent(layout):
     assert findings(layout) == []
 

@@ -222,7 +222,7 @@ def replaced(parts, where, **fields):
     return [*parts[:where], changed(parts[where], **fields), *parts[where + 1 :]]
 
 
-@settings(max_examples=50, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)
 def test_random_rule_sets(drawn):
     take_every_suggestion(drawn)

@@ -343,6 +343,7 @@ def test_memory_does_not_grow_with_the_microbatches(remat):
     assert many == pytest.approx(few, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_naive_pipelines_memory_grows_with_them():
     def bytes_of(microbatches):
         arguments = model(pairs, 1, 4), batch_of(ROWS * microbatches)
@@ -384,7 +385,8 @@ def test_the_program_does_not_grow_with_the_layers():
     assert many <= 1.5 * few
 
 
-@pytest.mark.parametrize("all_reduce", [lax.psum, pytest.param(ring.all_reduce, marks=pytest.mark.slow)], ids=["psum", "ring"])
+@pytest.mark.slow
+@pytest.mark.parametrize("all_reduce", [lax.psum, ring.all_reduce], ids=["psum", "ring"])
 def test_gpt2s_collectives_are_those_of_theory(all_reduce):
     """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)

@@ -45,7 +45,9 @@ def trains_as_one_device(layout, collectives="ring"):
         (Layout(data=2, zero=1, microbatches=2), "ring"),
         pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax", marks=pytest.mark.slow),
         pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring", marks=pytest.mark.slow),
-        (Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring"),
+        pytest.param(
+            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring", marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -53,6 +55,7 @@ def test_five_steps_are_those_of_one_device(layout, collectives):
     trains_as_one_device(layout, collectives)
 
 
+@pytest.mark.slow
 def test_products_that_overlap_with_their_collectives_compute_the_same():
     model = gpt2.GPT2(WIRE, key=jax.random.key(0), dtype=jnp.dtype("float64"))
     windows = jnp.arange(4 * 9, dtype=jnp.int32).reshape(4, 9) % WIRE.vocabulary
@@ -139,10 +142,8 @@ def sizes(config, n):
 @pytest.mark.parametrize(
     ("n", "zero_", "microbatches"),
     [
-        (8, 1, 1),
-        (4, 2, 2),
         (2, 3, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 0, 1), (4, 1, 2), (8, 3, 1)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]),
     ],
 )
 def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
@@ -198,7 +199,7 @@ def memory(layout, config, batch=8, **options):
     ("zero_", "held"),
     [
         pytest.param(0, 3.0, marks=pytest.mark.slow),
-        (1, 1 + 2 / 8),
+        pytest.param(1, 1 + 2 / 8, marks=pytest.mark.slow),
         pytest.param(2, 1 + 2 / 8, marks=pytest.mark.slow),
         (3, 3 / 8),
     ],
