@@ -85,6 +85,7 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
     assert_same_bits(tmp_path, expected)
 
 
+@pytest.mark.slow
 def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache}
     with Running(tmp_path, "--layout", "plain", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:

@@ -299,12 +299,13 @@ def train_gpt2(layout, table, seed, remat, all_reduce):
         assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "table", "remat", "all_reduce"),
     [
         (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring.all_reduce),
-        pytest.param(Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum, marks=pytest.mark.slow),
-        pytest.param(Layout(stage=8, microbatches=2), gpipe(8, 2), False, lax.psum, marks=pytest.mark.slow),
+        (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum),
+        (Layout(stage=8, microbatches=2), gpipe(8, 2), False, lax.psum),
     ],
 )
 def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):

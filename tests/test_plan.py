@@ -44,7 +44,8 @@ def differences(benchmark, name, batch, layout):
     return abs(temporaries.off)
 
 
-@pytest.mark.parametrize("layout", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FEW)
 def test_bytes_are_those_of_the_program(benchmark, layout):
     (batch,) = [batch for batch, listed in benchmark.read(benchmark.LAYOUTS) if str(listed) == str(Layout.parse(layout))]
     assert differences(benchmark, "mini", batch, Layout.parse(layout)) < WORST

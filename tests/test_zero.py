@@ -195,15 +195,8 @@ def memory(layout, config, batch=8, **options):
         return prepared, prepared.train.lower(prepared.shapes, windows).compile().memory_analysis()
 
 
-@pytest.mark.parametrize(
-    ("zero_", "held"),
-    [
-        pytest.param(0, 3.0, marks=pytest.mark.slow),
-        pytest.param(1, 1 + 2 / 8, marks=pytest.mark.slow),
-        pytest.param(2, 1 + 2 / 8, marks=pytest.mark.slow),
-        (3, 3 / 8),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
 def test_parameters_and_optimizer_state_are_held_once(zero_, held):
     """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what stays whole."""
     n, config = 8, gpt2.Config(layers=4, heads=8, width=64, context=16, vocabulary=64, vocabulary_multiple=64)
