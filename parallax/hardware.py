@@ -109,7 +109,7 @@ KNOWN = {
 
 
 def named(name: str) -> Hardware:
-    """The record of a known chip, by a name such as `a100` or `v5p`."""
+    """The record of a known chip, by a name such as `a100` or `v5p`. Raises `ValueError` for another."""
     key = name.lower().replace("tpu", "").strip(" -_")
     if key not in KNOWN:
         raise ValueError(f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Take one, or hardware.measured(mesh).")

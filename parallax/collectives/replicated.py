@@ -43,7 +43,7 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 
 
 def axes_of_type(aval: Any) -> tuple[str, ...]:
-    """`varying_axes` of all arrays of the type `aval`, as `jax.typeof` gives it and traced programs hold it."""
+    """`varying_axes` of all arrays of the type `aval`, as traced programs hold it. Raises as it does."""
     try:
         return tuple(sorted(aval.mat.varying))
     except AttributeError as error:
