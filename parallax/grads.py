@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from parallax import precision
-from parallax.collectives.replicated import AxisName, axes, varying, varying_axes
+from parallax.collectives.replicated import AxisName, axes, ordered, varying, varying_axes
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -76,7 +76,7 @@ def summed(grad: Grad, axis_name: AxisName, *, all_reduce: Callable, loss: bool 
         same = jax.tree.map(lambda w: not varies(w, axis_name), eqx.filter(params, eqx.is_inexact_array))
         local = grad(varying(params, axis_name), batch)
         parts, done = eqx.partition(local, (loss, same))
-        return eqx.combine(all_reduce(parts, axis_name), done)
+        return eqx.combine(all_reduce(ordered(parts, local), axis_name), done)
 
     return wrapped
 

@@ -159,6 +159,29 @@ def runs(program: Module) -> Iterator[Run]:
     return inside(program.entry, 1, False, False)
 
 
+def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
+    """Loops with collectives and matrix products inside, each with a collective, or a loop of some, that may overtake it.
+
+    XLA's CPU backend goes on from such a loop to what does not use its results, while threads still work on it, and collectives
+    of the two can then meet in one rendezvous: "Id can't be larger than the number of participating threads", and the
+    process aborts. `replicated.ordered` puts the second behind the first.
+    """
+    program = module(compiled)
+    contains = lambda test, name: any(test(i) or any(contains(test, inner) for inner, _ in i.called) for i in program[name])
+    inside = lambda test, instruction: any(contains(test, name) for name, _ in instruction.called)
+    found = []
+    for lines in program.computations.values():
+        before: dict[str, frozenset[str]] = {}  # what each instruction waits for
+        loops: list[Instruction] = []
+        for line in lines:
+            given = [name for name in line.operands if name in before]
+            before[line.name] = frozenset(given).union(*(before[name] for name in given))
+            if line.collective or inside(lambda i: i.collective, line):
+                found += [(loop, line) for loop in loops if loop.name not in before[line.name]]
+                loops += [line] if inside(lambda i: i.opcode in ("dot", "custom-call"), line) else []
+    return found
+
+
 def _iota(text: str) -> np.ndarray:
     """`[4,2]<=[2,2,2]T(0,2,1)`: 0, 1, ... in the shape on the right, transposed, then in that on the left. One may do."""
     numbers = lambda part: tuple(int(k) for k in part.split(","))

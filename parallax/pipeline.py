@@ -13,6 +13,7 @@ Source: Narayanan et al., Efficient large-scale language model training on GPU c
 the shared vocabulary.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,8 +86,9 @@ def value_and_grad(
         means = jax.tree.map(lambda total: total / schedule.microbatches, sums)
         # What was the same on all stages is reduced; what is split over them is done.
         same = jax.tree.map(lambda w: axis_name not in varying_axes(w), weights)
-        shared, own = eqx.partition((loss / schedule.microbatches, means), (axis_name in varying_axes(loss), same))
-        return eqx.combine(all_reduce(shared, axis_name), own)
+        results = loss / schedule.microbatches, means
+        shared, own = eqx.partition(results, (axis_name in varying_axes(loss), same))
+        return eqx.combine(all_reduce(ordered(shared, results), axis_name), own)
 
     return grad
 
@@ -192,13 +194,21 @@ class _Run:
             for lanes, length in pattern:
                 of = jax.tree.map(lambda r: r[begin : begin + length], rows)  # noqa: B023
                 run = lanes & self.lanes
-                carry = lax.scan(lambda carry, row: (self._tick(run, carry, row), None), carry, of)[0] if run else carry  # noqa: B023
+                # XLA writes out a loop of one tick; what that does with weights alone must not overtake the loop before.
+                ticking = self._after(carry) if length == 1 else self
+                carry = lax.scan(lambda carry, row: (ticking._tick(run, carry, row), None), carry, of)[0] if run else carry  # noqa: B023
                 begin += length
             return carry, None
 
         if repeats == 1:
             return once(carry, rows)[0]
         return lax.scan(once, carry, jax.tree.map(lambda r: r.reshape(repeats, -1, *r.shape[1:]), rows))[0]
+
+    def _after(self, carry: _Carry) -> "_Run":
+        """This run, with parameters that are not to be had before the carry is."""
+        waiting = copy.copy(self)
+        waiting.blocks, waiting.ends = ordered((self.blocks, self.ends), carry)
+        return waiting
 
     def _tick(self, lanes: frozenset[str], carry: _Carry, row: ticks.Row) -> _Carry:
         """One tick in which these lanes run on all stages: F, then the head, then B, then the exchange, in this order."""

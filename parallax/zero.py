@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from parallax import mesh, precision, remat, rules
-from parallax.collectives.replicated import AxisName, axes, linear, replicated, varying
+from parallax.collectives.replicated import AxisName, axes, linear, ordered, replicated, varying
 from parallax.grads import Grad, varies
 
 Specs = PyTree[PartitionSpec | None]
@@ -57,7 +57,8 @@ def scattered(
     def wrapped(params, batch):
         weights = eqx.filter(params, eqx.is_inexact_array)
         n, split = lax.axis_size(axis_name), _dims(weights, axis_name, specs)
-        loss, gradients = grad(varying(params, axis_name), batch)
+        local = grad(varying(params, axis_name), batch)
+        loss, gradients = ordered(local, local)
 
         def own(dim, gradient, weight):
             if dim is None:
@@ -179,7 +180,11 @@ def unsharded(
     """
 
     def wrapped(params, batch):
-        loss, gradients = grad(_wholes(params, axis_name, specs, all_gather, reduce_scatter), batch)
+        wholes = _wholes(params, axis_name, specs, all_gather, reduce_scatter)
+        dims = _dims(params, axis_name, specs)
+        gathered = _mapped(lambda dim, x: None if dim is None else x, dims, wholes)
+        local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
+        loss, gradients = ordered(local, local)
         return loss, scatter(gradients, axis_name, specs=specs, reduce_scatter=reduce_scatter)
 
     return wrapped

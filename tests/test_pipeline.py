@@ -329,11 +329,11 @@ ROWS = 32  # of a microbatch, in the programs that are read
 
 
 @functools.cache
-def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None):
+def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, all_reduce=lax.psum):
     """A compiled pipeline; `layers` in each chunk."""
     table = make(stages, microbatches) if make else one_f_one_b(stages, microbatches, chunks)
     arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
-    grad = pipeline.value_and_grad(*functions(pairs), table, "stage", remat=remat)
+    grad = pipeline.value_and_grad(*functions(pairs), table, "stage", remat=remat, all_reduce=all_reduce)
     mesh_, specs = mesh.make(stage=stages, devices=jax.devices()[:stages]), Model(P(), P(None, "stage"), P())
     return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
 
@@ -373,6 +373,12 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
     assert found == {("collective-permute", 8 * ROWS * WIDTH): ticks} | {("all-reduce", n): c for n, c in ends.items()}
     for body in re.split(r"\n\n", text):
         assert len(re.findall(r" collective-permute(?:-start)?\(", body)) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}])
+def test_no_collective_overtakes_a_loop(options):
+    """The loss is there before the last loop, whose exchanges its sum must not meet."""
+    assert hlo.unordered(program(4, stages=2, all_reduce=ring.all_reduce, **options)) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"chunks": 2}, {"chunks": 2, "remat": True}, {"make": gpipe}])

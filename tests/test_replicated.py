@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import hlo
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,28 @@ def test_ordered_keeps_values_and_types():
     np.testing.assert_array_equal(result["x"].reshape(4, 2, 2)[:, 0], x.reshape(4, 2))
     np.testing.assert_array_equal(result["y"], np.ones(16))
     np.testing.assert_array_equal(result["none"], np.zeros(24))
+
+
+def test_ordered_keeps_a_collective_behind_a_loop():
+    """A compiled program shows it: without, nothing binds the sum of y to the loop, which multiplies and sends."""
+
+    def body(wait, x, y):
+        turned = lax.scan(lambda x, _: (ring.send_next(x @ x, "x"), None), x, length=3)[0]
+        return turned, ring.all_reduce(wait(y, turned), "x")
+
+    def found(wait):
+        f = jax.jit(spmd(functools.partial(body, wait), (P("x"), P("x")), (P("x"), P())))
+        return hlo.unordered(f.lower(jnp.ones((32, 8)), jnp.ones(8)).compile())
+
+    free = found(lambda y, turned: y)
+    assert {loop.opcode for loop, _ in free} == {"while"}
+    assert not found(ordered)
+
+
+def test_ordered_has_a_gradient():
+    gradient = jax.grad(lambda x: jnp.sum(ordered(x, (x, jnp.full(2, jnp.nan))) ** 3))(jnp.arange(3.0))
+    np.testing.assert_array_equal(gradient, 3 * np.arange(3.0) ** 2)
+    assert ordered({"x": 1}, ()) == {"x": 1} == ordered({"x": 1}, jnp.zeros((0, 3)))
 
 
 def test_the_transpose_of_varying_is_a_sum():

@@ -264,3 +264,27 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
 def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         step.train_step(SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of), batch=BATCH, key=jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data=4,microbatches=2",
+        "data=2,tensor=4,sequence=True",
+        "data=2,tensor=2,zero=1",
+        "data=4,zero=3",
+        "data=2,stage=2,tensor=2,microbatches=4",
+        "data=2,stage=2,tensor=2,microbatches=4,zero=2",
+        "data=2,stage=2,tensor=2,microbatches=4,zero=3,sequence=True",
+        "stage=4,microbatches=8,schedule=gpipe",
+        "stage=2,chunks=2,microbatches=4,tensor=2",
+    ],
+)
+def test_no_collective_overtakes_a_loop(text):
+    """On CPU it would meet one of the loop's in a rendezvous, and abort the process."""
+    layout, config = Layout.parse(text), gpt2.Config(layers=4, heads=4, width=64, context=32, vocabulary=128, **DROPOUT)
+    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+        prepared = step.prepare(config, optax.adamw(1e-3), layout, on(layout), batch=16, max_norm=1.0, key=jax.random.key(0))
+        program = prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((16, 33), jnp.int32)).compile()
+    assert [(loop.name, later.name) for loop, later in hlo.unordered(program)] == []
