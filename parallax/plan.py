@@ -172,15 +172,7 @@ def plan(
 
 def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices."""
-    layout.check(
-        layers=config.layers,
-        heads=config.heads,
-        hidden=4 * config.width,
-        rows=config.rows,
-        batch=batch,
-        tokens=config.context,
-        devices=devices,
-    )
+    layout.check(**config.sizes, batch=batch, devices=devices)
 
 
 def memory(

@@ -223,14 +223,7 @@ def prepare(
     Raises:
         ValueError: the layout does not divide the model or the batch, or is not the mesh's.
     """
-    layout.check(
-        layers=config.layers,
-        heads=config.heads,
-        hidden=4 * config.width,
-        rows=config.rows,
-        batch=batch,
-        tokens=config.context,
-    )
+    layout.check(**config.sizes, batch=batch)
     _check_mesh(layout, mesh_)
     collectives = Collectives(all_reduce, reduce_scatter, all_gather)
     weights_key, dropout_key = jax.random.split(key)

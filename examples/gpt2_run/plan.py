@@ -116,8 +116,7 @@ def prepare(settings: Settings, job: launch.Job) -> Plan:
         attention_dropout=settings.dropout,
         **{name: size for name, size in sizes.items() if size is not None},
     )
-    sizes = {"layers": config.layers, "heads": config.heads, "hidden": 4 * config.width, "rows": config.rows}
-    layout.check(**sizes, batch=settings.batch, tokens=length)
+    layout.check(**config.sizes | {"tokens": length}, batch=settings.batch)
 
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):

@@ -61,6 +61,12 @@ class Config:
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows and tokens."""
+        hidden = 4 * self.width
+        return {"layers": self.layers, "heads": self.heads, "hidden": hidden, "rows": self.rows, "tokens": self.context}
+
+    @property
     def parameters(self) -> int:
         """The number of parameters, padding left out."""
         D, L = self.width, self.layers
