@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import hlo, mesh
 from parallax.collectives import bidirectional, cost, doubling, halving, quantized, ring, torus, tuning
 from parallax.collectives.cost import Link
 
@@ -152,13 +152,13 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
             local = lambda x, f=all_reduce: f(x, AXES)
             program = jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(AXES),), out_specs=P())).lower(x).compile()
             runs[name] = functools.partial(program, x)
-            programs[name] = re.sub(r", metadata=\{[^}]*\}", "", program.as_text())
+            programs[name] = hlo.module(re.sub(r", metadata=\{[^}]*\}", "", program.as_text()))
             sent[name] = sum(kind.bytes for kind in measure.collectives(program).values())
         check(world, runs)
         calls = max(1, min(20, 2**22 // S))  # a sample of a short one is many calls
         rounds = arguments.rounds * (3 if S <= SHORT else 1)
         times = measure.interleaved(runs | {"copy": measure.copy(x)}, rounds=rounds, calls=calls)
-        for name in rivals:  # auto's program is that of what it chose, letter by letter: their samples are of one thing
+        for name in rivals:  # auto's program is that of what it chose, instruction by instruction: their samples are of one thing
             if name != "auto" and programs[name] == programs.get("auto"):
                 times["auto"] = times[name] = times["auto"] + times[name]
         rows.append({"S": S, "seconds": measure.medians(times), "sent": sent})

@@ -201,7 +201,7 @@ draws = given(
 )
 
 
-@settings(max_examples=6, phases=no_shrinking)
+@settings(max_examples=4, phases=no_shrinking)
 @draws
 def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
     make_table, beside = case
