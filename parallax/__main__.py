@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """The table of one layout, or of the best."""
+    """The table of one layout, or of the best.
+
+    Raises:
+        ValueError: neither a layout nor a number of devices, a chip that is not known, or a layout that does not fit.
+    """
     config, chip = model(options), hardware.named(options.hardware)
     if options.layout is not None:
         layout = Layout.parse(options.layout)
@@ -50,7 +54,7 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Predictions beside the compiled step."""
+    """Predictions beside the compiled step. Raises `ValueError` for a layout that does not fit."""
     import jax
     import jax.numpy as jnp
 

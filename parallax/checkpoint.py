@@ -35,7 +35,14 @@ class Refused(ValueError):
 
 
 class Restored(NamedTuple):
-    """A checkpoint: its step, the state as asked for, the note saved with it, and why newer ones were refused."""
+    """A checkpoint that was restored.
+
+    Attributes:
+        step: its number.
+        state: as asked for: the tree, shapes, dtypes and shardings of `like`.
+        note: the JSON values that were saved with it.
+        refused: why newer ones were not restored, by step.
+    """
 
     step: int
     state: PyTree
@@ -66,6 +73,11 @@ class Checkpoints:
             stores the state as it is. For a pipeline, `gpt2.unchunked` wherever the state holds a model.
         from_disk: its inverse.
         say: prints a line on the first process.
+
+    Raises:
+        ValueError: `keep` or `keep_every` is below 1, `lose_at_most` below 2, or `to_disk` or `from_disk` is given without the
+            other.
+        ImportError: Orbax is not installed.
     """
 
     def __init__(
@@ -160,7 +172,7 @@ class Checkpoints:
             raise error
 
     def wait(self) -> None:
-        """Return when the last save is finished, with its manifest."""
+        """Return when the last save is finished, with its manifest. Raises what went wrong in it, as `check` does."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None

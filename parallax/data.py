@@ -112,7 +112,8 @@ def batch(
     (seed, epoch). Sequence i is the one at position p = step * size + i of this endless deal, whoever asks:
     `batch(..., rows=r)` equals `batch(...)[r]` and reads only its own windows.
 
-    Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window.
+    Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, or for a
+    seed, step, size, length or `rows` that there cannot be.
     """
     if seed < 0 or step < 0 or size < 1 or length < 1 or seed >> 64:
         raise ValueError(
@@ -176,7 +177,14 @@ def held_out_batches(
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A pair of functions between text and whole numbers below `vocabulary`."""
+    """A pair of functions between text and whole numbers.
+
+    Args:
+        name: what it is called.
+        vocabulary: the numbers are below this one.
+        encode: a text's tokens, in order.
+        decode: the text of tokens. What is no text of its own, as half a character, becomes U+FFFD.
+    """
 
     name: str
     vocabulary: int
@@ -185,7 +193,10 @@ class Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, as a young model makes, decode to U+FFFD."""
+    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, as a young model makes, decode to U+FFFD.
+
+    Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in one dim.
+    """
 
     def encode(text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -199,7 +210,8 @@ def bytes_tokenizer() -> Tokenizer:
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token 50,256 ends a text.
 
-    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text.
+    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text. `decode` raises
+    `ValueError` for what are not whole numbers from 0 to 50,256, in one dim.
 
     Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the file is not as OpenAI made it.
     """

@@ -22,6 +22,13 @@ def placed(
     Args:
         tokens: as for `data.batch`; the same in every process.
         sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`; devices with the same rows share one reading.
+        seed: as for `data.batch`.
+        step: likewise.
+        size: the rows of the global batch, in all processes together.
+        length: the inputs of a row, which has one token more.
+
+    Raises:
+        ValueError: as `data.batch` does.
     """
     read = {}
 
@@ -43,6 +50,15 @@ class Prefetched(Generic[Batch]):
 
     What `make` raises is raised by the `next` of its step. Holds `ahead` + 1 batches at a time. Leaving the block ends the
     thread, waiting for the batch that it is making.
+
+    Args:
+        make: the batch of a step.
+        start: the first step.
+        stop: the one after the last.
+        ahead: how many batches wait at most.
+
+    Raises:
+        ValueError: `ahead` is below 1.
     """
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, *, ahead: int = 2):

@@ -124,23 +124,32 @@ class Temporary(NamedTuple):
 
     @property
     def peak(self) -> Number:
-        """The largest that is there at one time: in the backward pass, at the loss, or in the update."""
+        """The most bytes that are there at one time: in the backward pass, at the loss, or in the update."""
         return max(self.kept + self.gathered + max(self.block + self.gradients, self.loss), self.update + self.gathered)
 
 
 class Sizes(NamedTuple):
-    """The numbers in A, in A / t, in S / t, and bytes of a number that the model computes."""
+    """How many numbers a microbatch's arrays have on a device, and the bytes of one.
+
+    Attributes:
+        whole: A.
+        split: A / t.
+        scores: S / t.
+        narrow: bytes of a number that the model computes.
+        stream: numbers of the residual stream.
+        gathered: numbers of what enters a column-parallel layer, as kept.
+    """
 
     whole: int
     split: Number
     scores: Number
     narrow: int
-    stream: Number  # numbers of the residual stream
-    gathered: Number  # and of what enters a column-parallel layer, as kept
+    stream: Number
+    gathered: Number
 
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """The sizes of a microbatch on a device."""
+    """The sizes of a microbatch on a device; `batch` and `short` are those of `temporary`."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context
     A, S = b * T * config.width, b * config.heads * T * T
     stream = A / t if layout.sequence else A

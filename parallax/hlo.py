@@ -36,7 +36,14 @@ NAMED_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 class Op(NamedTuple):
-    """One array that a collective gives each device."""
+    """One array that a collective gives each device.
+
+    Attributes:
+        kind: the collective, by XLA's name, as "all-reduce".
+        dtype: by XLA's name, as "f32".
+        shape: on the device.
+        bytes: of the array.
+    """
 
     kind: str
     dtype: str
@@ -45,12 +52,20 @@ class Op(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of a compiled module."""
+    """A line of a compiled module.
+
+    Attributes:
+        name: that of its result.
+        result: the type of the result, as "f32[8,16]{1,0}"; of several in a bracket.
+        opcode: the operation, as "dot".
+        operands: the names of what it takes, and of what it waits for without taking it.
+        attributes: what follows the operands, as text.
+    """
 
     name: str
-    result: str  # its type
+    result: str
     opcode: str
-    operands: list[str]  # and what it waits for without taking it
+    operands: list[str]
     attributes: str
 
     @property
@@ -80,7 +95,7 @@ class Instruction(NamedTuple):
 
     @property
     def groups(self) -> list[np.ndarray] | None:
-        """The numbers of the devices that exchange with each other: pairs, for a permute. `None` for all devices."""
+        """The numbers of the devices that exchange with each other, `[devices]` each: pairs, for a permute. `None` for all."""
         found = GROUPS.search(self.attributes)
         if not found or found[1] in ("{}", ""):
             return None
@@ -92,7 +107,12 @@ class Instruction(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A compiled program: the instructions of each computation, and the name of the one that runs first."""
+    """A compiled program.
+
+    Attributes:
+        computations: the instructions of each, by its name, in the order of the text.
+        entry: the name of the one that runs first.
+    """
 
     computations: dict[str, list[Instruction]]
     entry: str
@@ -102,7 +122,14 @@ class Module(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A collective of a program, as it runs: `times`, in a branch that may not be taken, in a loop of unknown length."""
+    """A collective of a program, as it runs.
+
+    Attributes:
+        instruction: the collective.
+        times: how often it runs, loops counted out.
+        conditional: it stands in a branch that may not be taken.
+        unbounded: it stands in a loop whose number of trips XLA does not know, which counts as one.
+    """
 
     instruction: Instruction
     times: int

@@ -71,12 +71,12 @@ def _leaves(config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int
 
 
 def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -> int:
-    """Of the parameters on a device."""
+    """Bytes of the parameters on a device, of `itemsize` bytes each."""
     return itemsize * sum(leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout))
 
 
 def optimizer_bytes(config: gpt2.Config, layout: Layout, optimizer: optax.GradientTransformation, *, itemsize: int = 4) -> int:
-    """Of the optimizer's state on a device, for an optimizer that acts leaf by leaf."""
+    """Bytes of the optimizer's state on a device, if it acts leaf by leaf, for parameters of `itemsize` bytes each."""
     copies, rest = _state(optimizer, itemsize)
     return copies * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout)) + rest
 
@@ -93,6 +93,6 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
-    """Of the token windows on a device, and of the step's number and the loss scale."""
+    """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number and the loss scale."""
     scale = 12 if layout.precision == "float16" else 0
     return 4 * (batch // layout.data) * (config.context + 1) + 4 + scale

@@ -82,7 +82,11 @@ class Layout:
         return batch // (self.microbatches * self.data)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are."""
+        """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are.
+
+        Raises:
+            ValueError: there is no such device.
+        """
         found, left = {}, device
         for name in reversed(AXES):
             left, found[name] = divmod(left, self.axes[name])
@@ -91,7 +95,11 @@ class Layout:
         return {name: found[name] for name in AXES}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """The devices that `device` works with along these axes, itself among them, in the order of their ring."""
+        """The devices that `device` works with along these axes, itself among them, in the order of their ring.
+
+        Raises:
+            ValueError: there is no such axis, or no such device.
+        """
         unknown = [name for name in axis_names if name not in AXES]
         if unknown:
             raise ValueError(f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those.")

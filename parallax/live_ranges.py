@@ -35,10 +35,15 @@ UNKNOWN, FORWARD, BACKWARD = -1, 0, 1
 
 
 class Value(NamedTuple):
-    """A buffer of a program."""
+    """A buffer of a program.
+
+    Attributes:
+        bytes: of the buffer.
+        what: its type, and the operation that makes it.
+    """
 
     bytes: int
-    what: str  # its type, and the operation that makes it
+    what: str
 
 
 class Life(NamedTuple):

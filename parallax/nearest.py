@@ -26,7 +26,13 @@ Fields = Mapping[str, Any]
 
 
 class Fault(NamedTuple):
-    """What is wrong: what was needed and what came; changes each of which may mend it; and words that follow them."""
+    """What is wrong with a layout.
+
+    Attributes:
+        needed: what was needed and what came, as a sentence.
+        changes: each of which may mend it: new values by name.
+        why: words that follow them in the message.
+    """
 
     needed: str
     changes: tuple[dict[str, Any], ...]

@@ -22,7 +22,11 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays and the plain numbers of a tree, by path. Raises `ValueError` for two leaves of one path."""
+    """The arrays and the plain numbers of a tree, by path.
+
+    Raises:
+        ValueError: two leaves have one path, or a plain number is not finite.
+    """
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
     arrays = {name: leaf for name, leaf in named if mesh.is_array(leaf)}
     numbers = {name: leaf for name, leaf in named if isinstance(leaf, bool | int | float)}

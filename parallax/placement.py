@@ -40,7 +40,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Placement:
-    """What became of one leaf: `rule` gave `given`, and the `wrappers` around that rule, innermost first, made `spec` of it."""
+    """What became of one leaf.
+
+    Attributes:
+        path: its name, dotted.
+        leaf: the array, or its `jax.ShapeDtypeStruct`.
+        rule: the one that took it.
+        given: the spec that this rule gave.
+        wrappers: the `rules.fsdp`s around that rule, innermost first.
+        spec: what they made of it.
+        why: what each of them did, in words.
+    """
 
     path: str
     leaf: Any

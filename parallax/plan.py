@@ -35,21 +35,28 @@ UPDATE_PASSES = 10  # over a parameter's float32 numbers: AdamW reads 4 and writ
 
 
 class Memory(NamedTuple):
-    """Bytes on a device."""
+    """Bytes on a device.
+
+    Attributes:
+        parameters: of the model, as shares where the replicas split it.
+        optimizer: of its state.
+        inputs: token windows, the step's number, the loss scale.
+        temporary: what the step needs beside these.
+    """
 
     parameters: int
     optimizer: int
-    inputs: int  # token windows, the step's number, the loss scale
+    inputs: int
     temporary: Temporary
 
     @property
     def arguments(self) -> int:
-        """What the compiled step takes."""
+        """Bytes that the compiled step takes."""
         return self.parameters + self.optimizer + self.inputs
 
     @property
     def peak(self) -> Number:
-        """At the fullest moment of a step."""
+        """Bytes at the fullest moment of a step."""
         return self.arguments + self.temporary.peak
 
 
@@ -66,23 +73,43 @@ class Work(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """What a step takes, one thing after another."""
+    """Seconds of a step, one thing after another.
+
+    Attributes:
+        products: matrix products.
+        passes: over memory, between products.
+        messages: between devices.
+        update: the optimizer's passes over parameters, gradients and its state.
+        fresh: memory that the system hands out anew in each step.
+    """
 
     products: float
-    passes: float  # over memory, between products
+    passes: float
     messages: float
     update: float
-    fresh: float = 0.0  # memory that the system hands out anew in each step
+    fresh: float = 0.0
 
     @property
     def total(self) -> Number:
-        """Of all."""
+        """Seconds of all together."""
         return sum(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout's needs on each device, and its time. `str` of it is a table."""
+    """A layout's needs on each device, and its time. `str` of it is a table.
+
+    Attributes:
+        config: the model's sizes.
+        layout: which devices share what.
+        hardware: one of the devices.
+        batch: sequences in the global batch.
+        memory: bytes on a device.
+        work: floating-point operations of a step.
+        traffic: the collectives of a step.
+        seconds: of a step.
+        bubble: the share of ticks in which a stage has no job, from 0 to 1.
+    """
 
     config: gpt2.Config
     layout: Layout
@@ -92,7 +119,7 @@ class Plan:
     work: Work
     traffic: tuple[Term, ...]
     seconds: Seconds
-    bubble: float  # the share of ticks in which a stage has no job
+    bubble: float
 
     @property
     def fits(self) -> bool:
@@ -101,7 +128,7 @@ class Plan:
 
     @property
     def share_of_peak(self) -> Number:
-        """The model's operations over the time and the devices' rate: model FLOPs utilisation."""
+        """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs utilisation."""
         return self.work.model / (self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout))
 
     @property
@@ -178,7 +205,7 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
 def memory(
     config: gpt2.Config, layout: Layout, hardware: Hardware, batch: int, optimizer: optax.GradientTransformation = ADAMW
 ) -> Memory:
-    """The bytes on each device."""
+    """The bytes on each device; arguments are those of `plan`."""
     return Memory(
         parameters=holdings.parameter_bytes(config, layout),
         optimizer=holdings.optimizer_bytes(config, layout, optimizer),
@@ -188,13 +215,19 @@ def memory(
 
 
 def model_flops(config: gpt2.Config, batch: int) -> Number:
-    """Of a whole step: 6 for each weight that multiplies a token, and 12 L D T: 72 B L T D^2 (1 + T / 6D + V / 12LD)."""
+    """Floating-point operations of a whole step of `batch` sequences, B: 72 B L T D^2 (1 + T / 6D + V / 12LD).
+
+    They are 6 for each weight that multiplies a token, and 12 L D T for attention.
+    """
     L, D, T, V = config.layers, config.width, config.context, config.rows
     return batch * T * (6 * (12 * L * D * D + V * D) + 12 * L * D * T)
 
 
 def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
-    """What one device does in a step: each lane in all ticks in which it runs anywhere, and what is computed again."""
+    """Floating-point operations of one device in a step, `batch` sequences in all.
+
+    Each lane counts in all ticks in which it runs anywhere, and what is computed again counts again.
+    """
     size = traffic.sizes(config, layout, batch)
     D, T, t = config.width, config.context, layout.tensor
     weights, scores = 24 * D * D * size.tokens / t, 4 * D * T * size.tokens / t  # a layer's forward pass
@@ -302,7 +335,13 @@ def quantity(number: Number, unit: str) -> str:
 
 
 class Comparison(NamedTuple):
-    """A number that was predicted and what the compiled program has."""
+    """A number that was predicted and what the compiled program has.
+
+    Attributes:
+        what: its name.
+        predicted: bytes on a device, or sent by it.
+        program: the same, of the program.
+    """
 
     what: str
     predicted: Number

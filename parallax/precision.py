@@ -74,11 +74,20 @@ def unscaled(grad: Callable, scale: Float[Array, ""]) -> Callable:
 
 
 class Scale(eqx.Module):
-    """What a float16 loss is multiplied by, and what became of the steps so far."""
+    """What a float16 loss is multiplied by, and what became of the steps so far: scalars.
+
+    Args:
+        value: to begin with.
+
+    Attributes:
+        value: the number, in float32.
+        good: steps without an overflow since the value last changed, in int32.
+        skipped: steps with one, since the beginning, in int32.
+    """
 
     value: Float[Array, ""]
-    good: Int[Array, ""]  # steps without an overflow since the value last changed
-    skipped: Int[Array, ""]  # steps with one, since the beginning
+    good: Int[Array, ""]
+    skipped: Int[Array, ""]
 
     def __init__(self, value: float = 2.0**15):
         self.value = jnp.asarray(value, jnp.float32)

@@ -74,6 +74,9 @@ class fsdp:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
 
     `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no mesh; `specs` checks it.
+
+    Raises:
+        ValueError: `size` is below 1.
     """
 
     axis_name: str | tuple[str, ...]
@@ -143,7 +146,12 @@ def specs(
 
 
 class Survey(NamedTuple):
-    """What a rule makes of a tree: the specs that do, by path, and what is refused."""
+    """What a rule makes of a tree.
+
+    Attributes:
+        specs: of the arrays whose spec would do, by path.
+        refusals: what is wrong, in the order in which `specs` would raise it.
+    """
 
     specs: dict[str, PartitionSpec]
     refusals: list[Refusal]
@@ -170,7 +178,11 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """For the path of each array of `tree`, its spec and why: which rule gave it, and what each `fsdp` made of that."""
+    """For the path of each array of `tree`, its spec and why: which rule gave it, and what each `fsdp` made of that.
+
+    Raises:
+        ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a leaf that gets none.
+    """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)
     return {p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)]) for p in placements}

@@ -27,6 +27,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, the last microbatch first: every stage holds M microbatches, the bubble is (P-1)(F+B).
 
     It is the order in which `jax.grad` walks back through a scan over forward ticks (arXiv 1811.06965).
+
+    Raises:
+        ValueError: a size below 1.
     """
     _check_sizes(stages, microbatches)
     P, M = stages, microbatches
@@ -42,6 +45,9 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With more, microbatches go around the
     ring in groups of P, so M must divide by P, and the v-fold smaller bubble is paid with v times as many exchanges
     (arXiv 2104.04473). Ticks: M v + (v+1)P - 2.
+
+    Raises:
+        ValueError: a size below 1, or several chunks and an M that does not divide by P.
     """
     _check_sizes(stages, microbatches, chunks)
     P, M, v = stages, microbatches, chunks
@@ -55,6 +61,9 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Weight gradients need no exchange, so stage s lets W lag s ticks behind I, and W runs on all stages in the same M v ticks.
     The lag is paid in memory: stage s holds residuals of up to P + (P-1-s)/v microbatches, no more than 1F1B's first stage
     (arXiv 2401.10241).
+
+    Raises:
+        ValueError: a size below 1, or several chunks and an M that does not divide by P.
     """
     _check_sizes(stages, microbatches, chunks)
     P, M, v = stages, microbatches, chunks
@@ -77,7 +86,8 @@ def to_csv(schedule: Schedule, path: str | os.PathLike) -> None:
 def from_csv(path: str | os.PathLike) -> Schedule:
     """The schedule that `to_csv`, or a person, wrote to `path`; the number of chunks is read off its cells.
 
-    A file that is no table, or a table that cannot run, is a `ValueError` that names the line.
+    Raises:
+        ValueError: the file is no table, or its table cannot run; the message names the line.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         header, *rows = list(csv.reader(file)) or [[]]

@@ -73,7 +73,7 @@ def search(
 def largest_batch(
     config: gpt2.Config, layout: Layout, hardware: Hardware, *, optimizer: optax.GradientTransformation = ADAMW
 ) -> int:
-    """The largest global batch of `layout` with which a step fits; 0 if none does."""
+    """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none does."""
     part = layout.global_batch(1)
     fits = lambda count: _peak(config, layout, hardware, count * part, optimizer) <= hardware.memory
     if not fits(1):

@@ -71,14 +71,18 @@ def row(
     *,
     matmul_reduce_scatter: Callable,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`."""
+    """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`. Raises as `leave` does."""
     _check(x.shape[1], axis_name)
     y = matmul_reduce_scatter(x, weight, axis_name, scatter_dimension=1)
     return y if bias is None else tensor.added(y, bias)
 
 
 def own(x: Shaped[Array, "..."], axis_name: AxisName, dim: int) -> Shaped[Array, "..."]:
-    """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`. Nothing moves."""
+    """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`. Nothing moves.
+
+    Raises:
+        ValueError: that dim does not divide by the devices.
+    """
     _check(x.shape[dim], axis_name)
     size = x.shape[dim] // lax.axis_size(axis_name)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, dim)
@@ -97,7 +101,7 @@ def joins(
     """The residual stream's tokens split over `axis_name`. Over the axes `shared`, `enter` and `leave` are Megatron's pair.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters; with the functions of
-    `collectives.matmul`, both at once, hop by hop.
+    `collectives.matmul`, both at once, hop by hop. What is joined raises as `leave` and `own` do.
     """
     summed = functools.partial(tensor.leave, axis_name=shared, all_reduce=all_reduce)
     used = functools.partial(tensor.enter, axis_name=shared, all_reduce=all_reduce)

@@ -26,6 +26,10 @@ class Shards:
 
     It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
     that they do not have.
+
+    Attributes:
+        parts: the tokens of each file, `[tokens]` each, in order.
+        vocabulary: all tokens are below this one.
     """
 
     parts: tuple[Tokens, ...]
@@ -33,7 +37,7 @@ class Shards:
 
     @property
     def starts(self) -> np.ndarray:
-        """The place of each part's first token, and the end."""
+        """The place of each part's first token, and the end: `[parts + 1]` whole numbers."""
         return np.cumsum([0, *map(len, self.parts)])
 
     def __len__(self) -> int:

@@ -27,17 +27,29 @@ from parallax.schedule import Schedule
 
 
 class State(eqx.Module):
-    """All that a step changes, and all that a run needs to go on."""
+    """All that a step changes, and all that a run needs to go on. A tree of specs has this form too.
+
+    Attributes:
+        model: the parameters, in a tree that may have leaves of other kinds.
+        optimizer: the state of the optimizer.
+        step: how many steps were made, the skipped ones too: an int32 scalar.
+        scale: a `precision.Scale`, where the loss is scaled.
+    """
 
     model: PyTree
     optimizer: PyTree
-    step: PyTree  # an int32 scalar; in a tree of specs, its spec
-    scale: PyTree = None  # a `precision.Scale`, where the loss is scaled
+    step: PyTree
+    scale: PyTree = None
 
 
 class Info(NamedTuple):
-    """What a step measured: the mean loss, the global norm of the gradients before any clipping by `make`, and whether the
-    step was skipped, since one of the two was not finite: model and optimizer are then as they were."""
+    """What a step measured: scalars.
+
+    Attributes:
+        loss: of the global batch, in the unit of the grad arrow's.
+        gradient_norm: of all gradients together, before any clipping by `make`.
+        skipped: whether one of the two was not finite: model and optimizer are then as they were.
+    """
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
@@ -76,7 +88,7 @@ def make_scaled(
     """`make` of a grad arrow that depends on the loss scale, as float16 needs: `grad_of(scale)`, its gradients unscaled.
 
     The state's `scale`, a `precision.Scale`, follows what becomes of the steps (`precision.adjusted`). Where the state has
-    none, `grad_of` is given None.
+    none, `grad_of` is given None. Arguments and errors are otherwise those of `make`.
     """
 
     def step(state, batch):
@@ -128,6 +140,9 @@ def init(
         rule: the sharding rule of the model, for `rules.specs`.
         optimizer_rule: the rule that the optimizer's state follows, where it is split further (ZeRO-1); by default `rule`.
         scale: the first loss scale, for `make_scaled`.
+
+    Raises:
+        ValueError: as `rules.specs` and `rules.optimizer_specs` do, of the model and of the optimizer's state.
     """
     make_state, specs = planned(make_model, optimizer, rule, mesh_, optimizer_rule=optimizer_rule, scale=scale)
     return jax.jit(make_state, out_shardings=mesh.shardings(specs, mesh_))(), specs
@@ -142,7 +157,7 @@ def planned(
     optimizer_rule: Callable | None = None,
     scale: precision.Scale | None = None,
 ) -> tuple[Callable[[], State], State]:
-    """The function that makes what `init` makes, and its specs. Nothing is computed."""
+    """The function that makes what `init` makes, and its specs; arguments and errors as there. Nothing is computed."""
 
     def make_state():
         model = make_model()
@@ -157,7 +172,13 @@ def planned(
 
 
 class Collectives(NamedTuple):
-    """Who moves data between devices: drop-in twins of `lax.psum`, `lax.psum_scatter` and `lax.all_gather`."""
+    """Who moves data between devices.
+
+    Attributes:
+        all_reduce: a drop-in twin of `lax.psum`.
+        reduce_scatter: of `lax.psum_scatter`.
+        all_gather: of `lax.all_gather`.
+    """
 
     all_reduce: Callable
     reduce_scatter: Callable
@@ -165,10 +186,16 @@ class Collectives(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A train step that is checked and ready to compile, and the state that it will need: nothing is computed yet."""
+    """A train step that is checked and ready to compile, and the state that it will need: nothing is computed yet.
 
-    init: Callable[[], State]  # makes the state in its place: no device ever holds the whole
-    shapes: State  # its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with
+    Attributes:
+        init: makes the state in its place: no device ever holds the whole.
+        shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
+        train: the step `(state, windows) -> (state, info)`, under `jit`; it donates the state.
+    """
+
+    init: Callable[[], State]
+    shapes: State
     train: Callable[[State, Int[Array, "batch window"]], tuple[State, Info]]
 
 

@@ -64,7 +64,10 @@ def gpt3_on_64() -> str:
 
 
 def gpt_300m_on_8() -> str:
-    """A GPT of 300M on eight V100s of 32 GB: how large a batch fits, and activations against parameters."""
+    """A GPT of 300M on eight V100s of 32 GB: how large a batch fits, and activations against parameters.
+
+    By the rules of Rajbhandari et al. (arXiv 1910.02054) and Korthikanti et al. (arXiv 2205.05198), and by `plan`.
+    """
     c, chip = GPT_300M, hardware.V100
     s, h, a, L = c.context, c.width, c.heads, c.layers
     N = 12 * L * h * h

@@ -24,14 +24,22 @@ class Joins(NamedTuple):
     """How the devices of an axis come together round the layers that they share: `joins` makes one, or `sequence.joins`.
 
     The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
+
+    Attributes:
+        enter: from the residual stream to all tokens, [B, T, D], whose uses differ between the devices.
+        leave: from partial sums for all tokens, [B, T, D], to the residual stream.
+        column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
+        row: `(x, weight, bias)`: a row-parallel layer back to it.
+        own: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
+        parts: the number of devices that the tokens are split over.
     """
 
-    enter: Callable  # residual stream -> all tokens, whose uses differ between the devices
-    leave: Callable  # partial sums for all tokens -> residual stream
-    column: Callable  # (x, weight, bias): a column-parallel layer of the residual stream
-    row: Callable  # (x, weight, bias): a row-parallel layer back to it
-    own: Callable  # (x, dim): what of x belongs to this device's tokens, which are dim `dim` of it
-    parts: int  # the number of devices that the tokens are split over
+    enter: Callable
+    leave: Callable
+    column: Callable
+    row: Callable
+    own: Callable
+    parts: int
 
 
 def joins(axis_name: AxisName, *, shared: AxisName = (), all_reduce: AllReduce) -> Joins:
@@ -92,7 +100,7 @@ def column(
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`. One `all_reduce` of `x`'s size backward.
 
-    The outputs may have several dims, such as heads and head width, any of them split.
+    The outputs may have several dims, such as heads and head width, any of them split. Raises as `enter` does.
     """
     y = jnp.tensordot(enter(x, axis_name, all_reduce=all_reduce), weight, axes=1)
     return y if bias is None else added(y, bias)
@@ -108,7 +116,7 @@ def row(
 ) -> Float[Array, "... outputs"]:
     """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`. One `all_reduce` of the result's size forward.
 
-    The inputs may have several dims, the last ones of `x` and the first ones of `weight`.
+    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. Raises as `leave` does.
     """
     y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, all_reduce=all_reduce)
     return y if bias is None else added(y, bias)

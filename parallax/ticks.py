@@ -17,17 +17,30 @@ Stretch = tuple[frozenset[str], int]  # the lanes that run, and for how many tic
 
 
 class Row(NamedTuple):
-    """What happens in a tick: the first four by stage, the others one for all."""
+    """What happens in a tick: the first four are `[ticks, stages]`, the others, one for all stages, `[ticks]`. Of a
+    microbatch there is 0 where there is none.
 
-    forward: Numbers  # jobs, -1 = none
+    Attributes:
+        forward: jobs, -1 = none.
+        backward: likewise.
+        written: the slot that F writes: a free one where it has no job.
+        read: the slot that B reads: 0 where it has no job.
+        entering: the microbatch at the first stage's first chunk.
+        finished: the microbatch whose forward the last stage ends.
+        put: the place where the head puts its cotangent.
+        taken: the place of the cotangent that the last stage's backward begins with.
+        leaving: the microbatch whose backward the first stage ends.
+    """
+
+    forward: Numbers
     backward: Numbers
-    written: Numbers  # the slot that F writes: a free one where it has no job
+    written: Numbers
     read: Numbers
-    entering: Numbers  # the microbatch at the first stage's first chunk
-    finished: Numbers  # the one whose forward the last stage ends, and where its cotangent is put
+    entering: Numbers
+    finished: Numbers
     put: Numbers
-    taken: Numbers  # where the cotangent lies that the last stage's backward begins with
-    leaving: Numbers  # the microbatch whose backward the first stage ends
+    taken: Numbers
+    leaving: Numbers
 
 
 def rows(schedule: Schedule) -> Row:

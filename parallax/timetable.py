@@ -23,7 +23,13 @@ LANES = ("forward", "backward", "weight")  # in the order in which they run with
 
 
 class Phase(NamedTuple):
-    """Ticks `start` to `stop - 1`, the longest stretch in which the same `lanes` run, each on some stage, in every tick."""
+    """Ticks in each of which the same lanes run, each on some stage: as long a stretch as there is.
+
+    Attributes:
+        start: its first tick.
+        stop: the tick after its last.
+        lanes: those that run, of "forward", "backward" and "weight", in the order in which they run within a tick.
+    """
 
     start: int
     stop: int
@@ -31,7 +37,16 @@ class Phase(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One job on one stage, from time `start` to time `stop`."""
+    """One job on one stage.
+
+    Attributes:
+        stage: where it runs, from 0.
+        lane: "forward", "backward" or "weight".
+        microbatch: which, from 0.
+        chunk: the chunk of the stage's layers, from 0.
+        start: when it begins, in the unit of the costs; the first job begins at 0.
+        stop: when it ends.
+    """
 
     stage: int
     lane: str
@@ -42,7 +57,7 @@ class Span(NamedTuple):
 
 
 class CannotRun(ValueError):
-    """A table that cannot run, and the tick that shows it."""
+    """A table that cannot run. The message names the job, the tick and the stage; `tick` is that tick."""
 
     def __init__(self, tick: int, stage: int, problem: str):
         super().__init__(f"tick {tick}, stage {stage}: {problem}")
@@ -53,9 +68,18 @@ class CannotRun(ValueError):
 class Schedule:
     """A pipeline schedule that can run: each job once, each after what it needs, each input exactly one hop and one tick earlier.
 
-    `forward`, `backward` and, where the two gradients are taken apart, `weight` are tables of jobs (see the module). Without a
-    weight lane `backward` is both gradients; with one it is the input gradient alone. A table that breaks a rule is a
-    `ValueError` that names the job, the tick and the stage. The arrays are copied and cannot be written to.
+    The tables are whole numbers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 where the stage rests. They are copied
+    and cannot be written to.
+
+    Args:
+        forward: the forward jobs.
+        backward: the jobs of both gradients, or, with a weight lane, of the input gradient alone.
+        weight: the jobs of the weight gradient, where the two are taken apart.
+        chunks: v, of each stage.
+
+    Raises:
+        CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
+        ValueError: the arrays are no such tables or differ in shape, a job is nowhere, or `chunks` is below 1.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
@@ -172,7 +196,7 @@ class Schedule:
         return tuple(spans)
 
     def asynchronous_makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1, *, hop: Cost = 0) -> float:
-        """When the last job of `asynchronous` stops."""
+        """When the last job of `asynchronous` stops, in the unit of the costs."""
         return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
 
     @cached_property

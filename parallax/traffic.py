@@ -60,17 +60,29 @@ class Term(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one microbatch on a device, and how often its parts run in a step."""
+    """The sizes of one microbatch on a device, and how often its parts run in a step.
+
+    Attributes:
+        sequences: of the microbatch.
+        tokens: of all of these.
+        layers: that one call of a stage runs.
+        forward: calls of a stage forward.
+        backward: calls of a stage backward.
+        heads: calls of the head.
+        embeds: calls of the embedding.
+        hops: activations sent to the next stage, and cotangents to the one before.
+        last: ticks in a row, alike, that end the step.
+    """
 
     sequences: int
     tokens: int
-    layers: int  # that one call of a stage runs
-    forward: int  # calls of a stage forward
+    layers: int
+    forward: int
     backward: int
     heads: int
     embeds: int
-    hops: int  # activations sent to the next stage, and cotangents to the one before
-    last: int  # ticks in a row that end the step
+    hops: int
+    last: int
 
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:

@@ -65,6 +65,9 @@ class Clock:
     Args:
         note: what `note` returned, from the checkpoint; `None` for a new run.
         productive: the names whose seconds are.
+
+    Attributes:
+        seconds: so far, by name, with those of the run that this one goes on from.
     """
 
     def __init__(self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)):
@@ -80,11 +83,11 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def note(self) -> dict[str, Any]:
-        """What a checkpoint should hold."""
+        """What a checkpoint should hold, as JSON values: when the run began, and the seconds by name."""
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """From 0 to 1."""
+        """Productive seconds over all seconds since the run first began, from 0 to 1."""
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(time.time() - self.began, 1e-9)
 
 

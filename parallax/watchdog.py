@@ -26,6 +26,7 @@ class Watchdog:
     only `launch.GRACE` seconds later: the rank that never came speaks first, with the stacks of its threads, and ends the job.
 
     Args:
+        job: what `launch.initialize` found.
         seconds: the longest that a step may take.
         first: the same for what comes before the second step, which compiles; ten times `seconds` by default.
 

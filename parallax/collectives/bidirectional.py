@@ -51,7 +51,7 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """The sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`.
 
     A reduce-scatter and an all-gather of the flattened leaf, zero-padded to a multiple of n elements: (n - 1)/n of its bytes over
-    each direction of each link, in 2 (n - 1) hops. Its transpose costs nothing.
+    each direction of each link, in 2 (n - 1) hops. Its transpose costs nothing. Errors as in `ring.all_reduce`.
     """
     return twins.all_reduce(x, axis_name, twins.in_blocks(axis_name, scatter_blocks, gather_blocks))
 

@@ -37,7 +37,13 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """`times` rounds of the same messages, each waiting for the one before; a device adds `reduced` bytes in each."""
+    """Rounds that send the same messages, each waiting for the one before.
+
+    Attributes:
+        times: how many they are.
+        messages: that a device sends in each, side by side.
+        reduced: bytes that it adds to others in each.
+    """
 
     times: int
     messages: tuple[Message, ...]
@@ -98,7 +104,7 @@ def of(collective: Callable, nbytes: int, n: Sizes, *, itemsize: int = 4) -> Cos
 
 
 def of_leaves(collective: Callable, sizes: Iterable[int], n: Sizes, *, itemsize: int = 4) -> Cost:
-    """What a tree with leaves (or buckets) of `sizes` bytes costs, one leaf after another."""
+    """What a tree with leaves (or buckets) of `sizes` bytes costs, one leaf after another. Errors as in `of`."""
     return total([round for nbytes in sizes for round in rounds(collective, nbytes, n, itemsize=itemsize)])
 
 
@@ -131,12 +137,12 @@ def total(rounds: Sequence[Round]) -> Cost:
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
-    """What alpha, beta, gamma and start are multiplied with."""
+    """What alpha, beta, gamma, start multiply: hops, bytes, reduced, 1; through one port, messages, sent, reduced, 1."""
     return (cost.messages, cost.sent, cost.reduced, 1) if one_port else (cost.hops, cost.bytes, cost.reduced, 1)
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """start + alpha hops + beta bytes + gamma reduced; through one port, alpha messages and beta bytes sent."""
+    """The seconds: start + alpha hops + beta bytes + gamma reduced; through one port, alpha messages and beta bytes sent."""
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))
 
 
@@ -156,6 +162,9 @@ def fastest(nbytes: int, n: Sizes, link: Link, *, among: Sequence[Callable] | No
         link: of that axis.
         among: the functions to choose from; `exact(n)` by default.
         itemsize: bytes of a number.
+
+    Raises:
+        ValueError: as `of` does.
     """
     among = exact(n) if among is None else among
     return min(among, key=lambda f: seconds(of(f, nbytes, n, itemsize=itemsize), link))

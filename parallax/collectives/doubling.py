@@ -28,6 +28,7 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     a + b is b + a to the last bit, so all devices end with the same bits. Unless n is a power of two, the n - p devices beyond
     the last one first add theirs into the devices at the front, and are told the result in the end: 2 hops more. (A walk without
     folding, as in `halving`, takes a hop less, but each device would add in an order of its own.) Its transpose costs nothing.
+    Errors as in `ring.all_reduce`.
     """
     return twins.all_reduce(x, axis_name, lambda x: _total(x, axis_name))
 

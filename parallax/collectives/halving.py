@@ -55,7 +55,7 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """The sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`, after Rabenseifner.
 
     A reduce-scatter by halving and an all-gather by doubling of the flattened leaf, zero-padded to a multiple of n elements:
-    2 ceil(log2 n) hops, 2 (n - 1)/n of its bytes. Its transpose costs nothing.
+    2 ceil(log2 n) hops, 2 (n - 1)/n of its bytes. Its transpose costs nothing. Errors as in `ring.all_reduce`.
     """
     return twins.all_reduce(x, axis_name, twins.in_blocks(axis_name, scatter_blocks, gather_blocks))
 

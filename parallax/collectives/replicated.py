@@ -55,6 +55,10 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 
     It is `lax.pcast(..., to="varying")` for Equinox trees, and takes leaves that vary there already. Its transpose is a
     `psum` over the axes that were added.
+
+    Raises:
+        ValueError: the code does not run over an axis of `axis_name`.
+        TypeError: as `varying_axes` does.
     """
 
     def leaf(x):

@@ -44,7 +44,8 @@ def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, 
         tiled: keep that dim with 1/n of its size, instead of dropping it.
 
     Raises:
-        ValueError: a leaf's `scatter_dimension` has another size.
+        ValueError: a leaf's `scatter_dimension` has another size, or it has no such dim; or the code does not run over
+            `axis_name`.
     """
 
     pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
@@ -61,6 +62,9 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
         axis_name: the mesh axis, or several, which then form one ring in row-major order.
         axis: where the blocks are put one after another.
         tiled: concatenate along the dim `axis`, instead of adding a dim of size n there.
+
+    Raises:
+        ValueError: a leaf has no dim `axis`, or the code does not run over `axis_name`.
     """
 
     pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
@@ -72,6 +76,9 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
     A reduce-scatter and an all-gather of the flattened leaf, zero-padded to a multiple of n elements: 2 (n - 1)/n of its
     bytes a link. Its transpose costs nothing: the result is the same everywhere, so its cotangent is too.
+
+    Raises:
+        ValueError: the code does not run over `axis_name`.
     """
     return twins.all_reduce(x, axis_name, twins.in_blocks(axis_name, scatter_blocks, gather_blocks))
 
@@ -95,7 +102,8 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
         tiled: keep both dims (1/n and n times their size), instead of dropping the one and adding the other.
 
     Raises:
-        ValueError: a leaf's `split_axis` has another size.
+        ValueError: a leaf's `split_axis` has another size, or it has no such dim or no `concat_axis`; or the code does not run
+            over `axis_name`.
     """
 
     def leaf(x):
@@ -130,7 +138,13 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped
 
 
 class Hops(NamedTuple):
-    """A walk round a ring: what a device begins with, and what hop h = 1 .. n - 1 makes of it."""
+    """A walk round a ring.
+
+    Attributes:
+        n: devices on it: the walk takes n - 1 hops.
+        first: what a device begins with.
+        hop: what hop h = 1 .. n - 1 makes of what the one before left: `(h, carry) -> carry`.
+    """
 
     n: int
     first: Any

@@ -57,6 +57,7 @@ def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
     Over (a, b): half of the flattened leaf, zero-padded to a multiple of n elements, is reduce-scattered over a, then b, and
     all-gathered over b, then a; the other half meanwhile over b, a, a, b. Its transpose costs nothing.
+    Errors as in `ring.all_reduce`.
     """
     return twins.all_reduce(x, axis_name, twins.in_blocks(axis_name, scatter_blocks, gather_blocks))
 

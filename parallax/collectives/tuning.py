@@ -64,7 +64,8 @@ def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, ro
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """The `Link` whose seconds differ least from those `measured`: the sum of relative differences, no term below 0.
 
-    Sums, not squares: a time that a busy machine spoilt pulls no harder than another.
+    Sums, not squares: a time that a busy machine spoilt pulls no harder than another. Each sum is made least by least squares
+    with weights (Weiszfeld's iteration), for every choice of the terms that are not 0.
     """
     best, found = math.inf, Link(0.0, 0.0)
     for one_port, count in itertools.product((False, True), range(1, 5)):
@@ -90,7 +91,12 @@ def _least_absolute(terms: np.ndarray) -> np.ndarray:
 
 
 class Choice(NamedTuple):
-    """The functions raced on one axis, and their seconds at each size: an all-reduce of that axis by the array's size."""
+    """What a race on one axis found: an all-reduce of that axis by the array's size.
+
+    Attributes:
+        sizes: bytes a device at which the functions were raced, in rising order.
+        times: of each function, its seconds at each of these.
+    """
 
     sizes: tuple[int, ...]
     times: dict[Callable, list[float]]
@@ -120,7 +126,7 @@ def auto(
         mesh: the mesh that the step will run on.
         axis_names: the axes along which it will reduce; of several at once, a tuple.
         among: the functions to choose from beside `lax.psum`; all exact all-reduces of the library by default.
-        sizes: bytes a device at which to race.
+        sizes: bytes a device at which to race, in rising order.
         rounds: how often each is measured in turn; the median counts.
         link: of these axes, if it has been fitted before.
     """

@@ -26,7 +26,10 @@ Tree = TypeVar("Tree", bound=PyTree)
 def reduce_scatter(
     x: Tree, axis_name: AxisName, scatter_dimension: int, tiled: bool, *, scatter_blocks: Callable, gather_blocks: Callable
 ) -> Tree:
-    """Sum over devices; device i keeps block i, by `scatter_blocks`. Its transpose is `gather_blocks`."""
+    """Sum over devices; device i keeps block i, by `scatter_blocks`. Its transpose is `gather_blocks`.
+
+    Arguments and errors as in `ring.reduce_scatter`.
+    """
 
     def leaf(x):
         if not axes(axis_name):  # there `lax` drops no dim
@@ -45,7 +48,10 @@ def reduce_scatter(
 def all_gather(
     x: Tree, axis_name: AxisName, axis: int, tiled: bool, *, scatter_blocks: Callable, gather_blocks: Callable
 ) -> Tree:
-    """Every device's block on every device, typed as varying, by `gather_blocks`. Its transpose is `scatter_blocks`."""
+    """Every device's block on every device, typed as varying, by `gather_blocks`. Its transpose is `scatter_blocks`.
+
+    Arguments and errors as in `ring.all_gather`.
+    """
 
     def leaf(x):
         if not axes(axis_name):  # there `lax` adds no dim
@@ -63,7 +69,7 @@ def all_gather(
 def all_reduce(x: Tree, axis_name: AxisName, total: Callable) -> Tree:
     """The sum over devices on every device, by `total`, which maps a varying array to one that has the same bits everywhere.
 
-    Its transpose costs nothing: the result is the same everywhere, so its cotangent is too.
+    Its transpose costs nothing: the result is the same everywhere, so its cotangent is too. Errors as in `ring.all_reduce`.
     """
     return jax.tree.map(
         lambda x: linear(
@@ -107,7 +113,7 @@ def send(x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[i
 
 
 def split(x: Shaped[Array, "..."], dim: int, axis_name: AxisName, tiled: bool) -> Shaped[Array, "..."]:
-    """`x` as n blocks, in front: the inverse of `merge`."""
+    """`x` as n blocks, in front, `[n, *block]`: the inverse of `merge`."""
     if tiled:
         n = size(axis_name)
         x = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -126,7 +132,7 @@ def size(axis_name: AxisName) -> int:
 
 
 def index(axis_name: AxisName) -> jax.Array:
-    """The device's place on the axis, or on several in row-major order."""
+    """The device's place on the axis, or on several in row-major order: an int32 scalar."""
     return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)
 
 

@@ -36,6 +36,9 @@ def bytes_by_kind(
         plans: for each plan's name the bytes of each kind, as `at_peak` gives them.
         path: of a PNG, SVG or PDF file.
         limit: the bytes that a device has, drawn as a line.
+
+    Raises:
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     kinds = list(dict.fromkeys(kind for plan in plans.values() for kind in plan))
     totals = {name: sum(plan.values()) for name, plan in plans.items()}
@@ -57,6 +60,9 @@ def traffic(sent: Mapping[str | Sequence[str], Number] | Sequence[Entry], path: 
     Args:
         sent: bytes by axes, as `plan.Plan.sent` has them, or the entries of `certificate.read`.
         path: of a PNG, SVG or PDF file.
+
+    Raises:
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     along: dict[str, Number] = {}
     pairs = sent.items() if isinstance(sent, Mapping) else [(entry.axes, entry.bytes) for entry in sent]

@@ -22,6 +22,9 @@ def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
     """The mesh as text: the number of each device, the last axis across, the others down.
 
     With a `path`, also as a picture there: a panel for each index of all axes but the last two.
+
+    Raises:
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     names, sizes = list(devices.shape), tuple(devices.shape.values())
     numbers = np.vectorize(_number, otypes=[object])(devices.devices)
@@ -46,6 +49,7 @@ def sharding(array: Any, path: canvas.Path | None = None) -> str:
 
     Raises:
         ValueError: it has no sharding.
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     held = _held(array)
     blocks = list(dict.fromkeys(held.values()))
@@ -83,6 +87,7 @@ def model(tree: PyTree, path: canvas.Path | None = None) -> str:
 
     Raises:
         ValueError: an array has no sharding.
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     leaves = {name: leaf for name, leaf in rules.paths(tree) if is_array(leaf)}
     held = {name: _held(leaf, name) for name, leaf in leaves.items()}

@@ -26,6 +26,9 @@ def memory(profile: Profile, path: canvas.Path | None = None, *, between: Sequen
         profile: of `memory_profile.of`.
         path: of a PNG, SVG or PDF file.
         between: the bytes of the arrays that are there before each step, as `memory_profile.live` counts them.
+
+    Raises:
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     there = profile.arguments + profile.outputs
     lines = [
@@ -55,6 +58,9 @@ def sampled(samples: Sampled, path: canvas.Path | None = None) -> str:
     """The bytes in use that a device reported: in each step the most and the least, as text.
 
     With a `path`, also as a picture there: the bytes over seconds, a line where a step ends.
+
+    Raises:
+        ImportError: with a `path`, where matplotlib is not installed.
     """
     seconds, used = (np.array(column) for column in zip(*sorted(samples.samples), strict=True))
     rows = [["step", "seconds", "samples", "least", "most"]]

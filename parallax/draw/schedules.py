@@ -55,7 +55,7 @@ def timeline(
     """Write a picture of stages by time to `path` (its suffix says PNG, SVG or PDF): jobs coloured by lane, shaded by chunk.
 
     Each box holds its microbatch's number where there is room; what stays grey is the bubble. The right margin tells how many
-    microbatches each stage holds at most.
+    microbatches each stage holds at most. Raises `ImportError` where matplotlib is not installed.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -30,8 +30,21 @@ class Config:
     """The sizes of a GPT-2, and its dropout rates.
 
     The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it divides
-    over devices. The rows past the vocabulary never win probability, and get no gradient. Raises `ValueError` for a size below 1,
-    a width that the heads do not divide, or a rate outside [0, 1).
+    over devices. The rows past the vocabulary never win probability, and get no gradient.
+
+    Args:
+        layers: L, the number of blocks.
+        heads: H, in each layer.
+        width: D, of the residual stream; a head has D / H of it, the feed-forward is 4 D wide.
+        context: the most tokens of a window: positions that have an embedding.
+        vocabulary: how many tokens there are.
+        vocabulary_multiple: what the rows of the embedding divide by.
+        dropout: the rate after the embedding and after each half of a block.
+        attention_dropout: the rate of the attention weights.
+        epsilon: what layer normalisation adds to the variance.
+
+    Raises:
+        ValueError: a size below 1, a width that the heads do not divide, or a rate outside [0, 1).
     """
 
     layers: int = 12
@@ -80,14 +93,26 @@ XL = Config(layers=48, heads=25, width=1600)
 
 
 class Linear(eqx.Module):
-    """A weight and its bias."""
+    """A weight and its bias.
+
+    Attributes:
+        weight: `[L, *inputs, *outputs]`; inside a block, without the L.
+        bias: `[L, *outputs]`, likewise.
+    """
 
     weight: Float[Array, "..."]
     bias: Float[Array, "..."]
 
 
 class Norm(eqx.Module):
-    """Layer normalisation over the last dim, computed in float32 or wider."""
+    """Layer normalisation over the last dim, computed in float32 or wider.
+
+    Source: Ba et al., Layer normalization (arXiv 1607.06450).
+
+    Attributes:
+        weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
+        bias: likewise.
+    """
 
     weight: Float[Array, "*layers width"]
     bias: Float[Array, "*layers width"]
@@ -101,21 +126,38 @@ class Norm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Causal self-attention: `qkv` is [D, 3, H, K] and column-parallel over heads, `out` is [H, K, D] and row-parallel."""
+    """Causal self-attention, split over devices by heads.
+
+    Attributes:
+        qkv: a column-parallel layer [D, 3, H, K], to queries, keys and values.
+        out: a row-parallel layer [H, K, D].
+    """
 
     qkv: Linear
     out: Linear
 
 
 class MLP(eqx.Module):
-    """Two layers with a tanh-GELU between them: `up` is [D, F] and column-parallel, `down` is [F, D] and row-parallel."""
+    """Two layers with a tanh-GELU between them, split over devices by hidden units.
+
+    Attributes:
+        up: a column-parallel layer [D, F].
+        down: a row-parallel layer [F, D].
+    """
 
     up: Linear
     down: Linear
 
 
 class Block(eqx.Module):
-    """A pre-norm transformer block; every leaf has a leading dim of layers."""
+    """A pre-norm transformer block; every leaf has a leading dim of layers.
+
+    Attributes:
+        attention_norm: of what enters the attention.
+        attention: the first half, added to the residual stream.
+        mlp_norm: of what enters the feed-forward.
+        mlp: the second half, added likewise.
+    """
 
     attention_norm: Norm
     attention: Attention
@@ -124,12 +166,19 @@ class Block(eqx.Module):
 
 
 class GPT2(eqx.Module):
-    """The model. `wte` embeds tokens and, transposed, is the head; `wpe` embeds positions.
+    """The model, whole or a shard of it.
 
     Args:
         config: its sizes.
         key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds to the residual stream.
         dtype: of the weights.
+
+    Attributes:
+        wte: `[V, D]`: embeds tokens and, transposed, is the head.
+        wpe: `[context, D]`: embeds positions.
+        blocks: all of them, as one.
+        norm: of what enters the head.
+        config: its sizes, whole, on a shard too.
     """
 
     wte: Float[Array, "rows width"]
@@ -246,6 +295,9 @@ def loss(
         checkpoint: what becomes of each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
             first gathers the weights (`zero.gathered`).
         unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
+
+    Raises:
+        ValueError: T is more than the model's context.
     """
     windows, keys = batch
     made = joins(axis_name, all_reduce=all_reduce)
@@ -257,7 +309,10 @@ def loss(
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits after each token, of a whole model on one device, without dropout."""
+    """The logits after each token, of a whole model on one device, without dropout.
+
+    `attend` and errors are those of `loss`.
+    """
     x = run_blocks(model.blocks, embed(model, tokens, None), None, model.config, attend=attend)
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
 
