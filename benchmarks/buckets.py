@@ -64,7 +64,9 @@ def report(arguments: argparse.Namespace):
     world, shapes = mesh.make(data=arguments.processes), leaves_of(config)
     gradients = [placed(world, shape, i) for i, shape in enumerate(shapes)]
     rivals = {f"{name}, leaf by leaf": all_reduce for name, all_reduce in ALGORITHMS.items()}
-    rivals |= {f"{name}, buckets": buckets.bucketed(all_reduce, nbytes=arguments.nbytes) for name, all_reduce in ALGORITHMS.items()}
+    rivals |= {
+        f"{name}, buckets": buckets.bucketed(all_reduce, nbytes=arguments.nbytes) for name, all_reduce in ALGORITHMS.items()
+    }
     programs = {name: compiled(world, all_reduce, gradients) for name, all_reduce in rivals.items()}
     runs = {name: functools.partial(program, gradients) for name, program in programs.items()}
     expected = arguments.processes * (arguments.processes + 1) / 2

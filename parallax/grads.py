@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from parallax import precision
-from parallax.collectives.replicated import AxisName, axes, ordered, varying, varying_axes
+from parallax.collectives.replicated import AxisName, axes, ordered, size, varying, varying_axes
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -58,7 +58,7 @@ def averaged(grad: Grad, axis_name: AxisName, *, all_reduce: Callable) -> Grad:
     sums = summed(grad, axis_name, all_reduce=all_reduce, loss=True)
 
     def wrapped(params, batch):
-        n = lax.axis_size(axis_name)
+        n = size(axis_name)
         return jax.tree.map(lambda leaf: leaf / n, sums(params, batch))
 
     return wrapped

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
 from parallax import precision, ticks
 from parallax.collectives import ring
-from parallax.collectives.replicated import AxisName, like, ordered, varying, varying_axes
+from parallax.collectives.replicated import AxisName, like, ordered, size, varying, varying_axes
 from parallax.grads import Grad, in_parts
 from parallax.schedule import Schedule
 
@@ -129,7 +129,7 @@ def value(
 
 def from_last(x: Shaped[Array, "*dims"], axis_name: AxisName, *, all_reduce: Callable) -> Shaped[Array, "*dims"]:
     """The last stage's `x` on all stages, for a head that they share. One `all_reduce`; its transpose keeps the cotangent."""
-    last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    last = lax.axis_index(axis_name) == size(axis_name) - 1
     return all_reduce(jnp.where(last, x, jnp.zeros((), x.dtype)), axis_name)
 
 
@@ -367,11 +367,11 @@ def _all_true(subtree: Any) -> Any:
 
 
 def _check(schedule: Schedule, axis_name: AxisName, blocks: PyTree) -> None:
-    size = lax.axis_size(axis_name)
-    if schedule.stages != size:
+    devices = size(axis_name)
+    if schedule.stages != devices:
         raise ValueError(
-            f"pipeline: the schedule has {schedule.stages} stages, and the mesh axis {axis_name!r} has {size} devices. "
-            f"Make the schedule for stages={size}."
+            f"pipeline: the schedule has {schedule.stages} stages, and the mesh axis {axis_name!r} has {devices} devices. "
+            f"Make the schedule for stages={devices}."
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
-from parallax.collectives.replicated import AxisName, linear
+from parallax.collectives.replicated import AxisName, linear, size
 from parallax.tensor import Joins
 
 
@@ -84,8 +84,8 @@ def own(x: Shaped[Array, "..."], axis_name: AxisName, dim: int) -> Shaped[Array,
         ValueError: that dim does not divide by the devices.
     """
     _check(x.shape[dim], axis_name)
-    size = x.shape[dim] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, dim)
+    share = x.shape[dim] // size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * share, share, dim)
 
 
 def joins(
@@ -119,12 +119,12 @@ def joins(
         column=functools.partial(column, axis_name=axis_name, all_gather_matmul=all_gather_matmul or gather_then_multiply),
         row=functools.partial(row, axis_name=axis_name, matmul_reduce_scatter=matmul_reduce_scatter or multiply_then_scatter),
         own=lambda x, dim: own(x, axis_name, dim),
-        parts=lax.axis_size(axis_name),
+        parts=size(axis_name),
     )
 
 
 def _check(tokens: int, axis_name: AxisName) -> None:
-    devices = lax.axis_size(axis_name)
+    devices = size(axis_name)
     if tokens % devices:
         raise ValueError(
             f"sequence: {tokens} tokens must divide by the {devices} devices of {axis_name!r}. Take sequences of "

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from parallax import mesh, precision, remat, rules
-from parallax.collectives.replicated import AxisName, axes, linear, ordered, replicated, varying
+from parallax.collectives.replicated import AxisName, axes, linear, ordered, replicated, size, varying
 from parallax.grads import Grad, varies
 
 Specs = PyTree[PartitionSpec | None]
@@ -56,7 +56,7 @@ def scattered(
 
     def wrapped(params, batch):
         weights = eqx.filter(params, eqx.is_inexact_array)
-        n, split = lax.axis_size(axis_name), _dims(weights, axis_name, specs)
+        n, split = size(axis_name), _dims(weights, axis_name, specs)
         local = grad(varying(params, axis_name), batch)
         loss, gradients = ordered(local, local)
 
@@ -114,7 +114,7 @@ def sharded(
         if params is None:
             raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
         weights = eqx.filter(params, eqx.is_inexact_array)
-        n, split = lax.axis_size(axis_name), _dims(weights, axis_name, specs)
+        n, split = size(axis_name), _dims(weights, axis_name, specs)
 
         def own(dim, gradient, weight):
             local = varies(gradient, axis_name) and not varies(weight, axis_name)
@@ -193,7 +193,7 @@ def unsharded(
 def _dims(tree: PyTree, axis_name: AxisName, specs: Specs | None) -> dict[str, int | None]:
     """The dim that each array of `tree`, by its path, is split along; None where it stays whole."""
     if specs is None:
-        specs = rules.specs(eqx.filter(tree, eqx.is_array), rules.fsdp(axis_name, size=lax.axis_size(axis_name)))
+        specs = rules.specs(eqx.filter(tree, eqx.is_array), rules.fsdp(axis_name, size=size(axis_name)))
     return {mesh.dotted(path): _dim(spec, axis_name) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=mesh.is_spec)}
 
 
@@ -233,8 +233,8 @@ def _wide(x: Array) -> Array:
 
 def _share(x: Array, dim: int, axis_name: AxisName) -> Array:
     """This device's share of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
-    size = x.shape[dim] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, dim)
+    share = x.shape[dim] // size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * share, share, dim)
 
 
 def _inside(axis_name: AxisName) -> bool:

@@ -71,6 +71,16 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     return jax.tree.map(leaf, x)
 
 
+def size(axis_name: AxisName) -> int:
+    """The number of devices on the axis, or on several together.
+
+    Raises:
+        ValueError: it is not an axis of the code that asks.
+    """
+    _check_bound(axes(axis_name))
+    return lax.axis_size(axis_name)
+
+
 def _check_bound(names: tuple[str, ...]) -> None:
     """Refuse with a `ValueError` an axis that the code does not run over: inside the map JAX would fail without a word."""
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
-from parallax.collectives.replicated import AxisName, axes, linear, replicated, varying
+from parallax.collectives.replicated import AxisName, axes, linear, replicated, size, varying
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -124,11 +124,6 @@ def merge(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, 
     """The n blocks in front, at `dim`: as a dim of their own, or `tiled` one after another."""
     x = jnp.moveaxis(blocks, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
-
-
-def size(axis_name: AxisName) -> int:
-    """The number of devices on the axis, or on several together."""
-    return lax.axis_size(axis_name)
 
 
 def index(axis_name: AxisName) -> jax.Array:
