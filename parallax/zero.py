@@ -209,6 +209,8 @@ def _mapped(f: Callable, dims: dict[str, int | None], tree: PyTree, *others: PyT
 
 
 def _wholes(params: PyTree, axis_name: AxisName, specs: Specs, all_gather: Callable, reduce_scatter: Callable) -> PyTree:
+    size(axis_name)  # refuses an axis that is not there
+
     def whole(dim, x):
         if dim is None:
             return x

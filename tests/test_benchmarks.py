@@ -34,6 +34,10 @@ RUNS = {
         ["--quick", "--devices", "4", "--rounds=1", "--picture={folder}/race.png"],
         ["4 devices of one process", "2 processes over gloo", "predicted ms", "to floor", "Who wins", "model off by", "Drawn in"],
     ),
+    "buckets": (
+        ["--quick", "--processes=2", "--rounds=1"],
+        ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "ring, leaf by leaf", "halving, buckets"],
+    ),
     "simulate": (
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],
         ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],
@@ -58,7 +62,7 @@ RUNS = {
 }
 
 
-LONG = ("collectives", "scaling", "train_step", "pipeline")
+LONG = ("buckets", "collectives", "scaling", "train_step", "pipeline")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])

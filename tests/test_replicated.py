@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import grads, mesh, sequence, zero
 from parallax.collectives import ring
 from parallax.collectives.replicated import like, linear, ordered, replicated, varying, varying_axes
 
@@ -211,9 +211,23 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         jax.eval_shape(lambda x: replicated(x, "x"), 1.0)
 
 
-def test_an_axis_that_is_not_there_is_named():
-    misspelt = spmd(lambda x: ring.all_reduce(x, "dtaa"), P("x"), P())
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: ring.all_reduce(x, "dtaa"),
+        lambda x: ring.all_mean(x, "dtaa"),
+        zero.gathered(jnp.sum, P("dtaa"), "dtaa"),
+        lambda x: zero.scattered(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", specs=P())(x, x)[0],
+        lambda x: sequence.own(x, "dtaa", dim=0),
+        lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", all_reduce=lax.psum)(x, x)[0],
+    ],
+)
+def test_an_axis_that_is_not_there_is_named(use):
+    misspelt = spmd(use, P("x"), P("x"))
     with pytest.raises(ValueError, match=r"'dtaa' is not an axis of this code, which runs over 'x', 'y'\. Name one of those\."):
         misspelt(jnp.ones(8))
+
+
+def test_outside_a_map_there_is_no_axis():
     with pytest.raises(ValueError, match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside"):
         ring.all_reduce(jnp.ones(8), "x")

@@ -72,23 +72,21 @@ def test_chooses_the_fastest_at_each_size(nbytes, expected):
 
 def test_auto_is_a_twin_of_psum(monkeypatch):
     """On whole numbers; each leaf by the function of its size, other axes by psum, and the text says so."""
-    slow_when_large = lambda mesh, axis, calls, *, rounds: [1e-4 if nbytes < 2**12 else 1e-2 for _, nbytes in calls]
-    order = [lax.psum, halving.all_reduce]
+    raced = []
 
     def measure(mesh, axis, calls, *, rounds):
-        if len(calls) == 2 * 2:  # the race: halving is fast where psum is slow
-            times = {
-                (f, size): t
-                for f, ts in zip(order, ([1e-3, 1e-4], [1e-4, 1e-3]), strict=True)
-                for size, t in zip((64, 4096), ts, strict=True)
-            }
-            return list(times.values())
-        return slow_when_large(mesh, axis, calls, rounds=rounds)
+        if len(calls) > 2 * 2:  # the fit
+            return [1e-4 if nbytes < 2**12 else 1e-2 for _, nbytes in calls]
+        sizes = [nbytes for _, nbytes in calls[: len(calls) // 2]]  # the race: halving is fast where psum is slow
+        raced.append(sizes)
+        return [1e-3 if size < 1000 else 1e-4 for size in sizes] + [1e-4 if size < 1000 else 1e-3 for size in sizes]
 
     monkeypatch.setattr(tuning, "measure", measure)
     world = mesh.make(x=4, y=2)
     all_reduce, text = tuning.auto(world, "x", among=[halving.all_reduce], sizes=(64, 4096))
-    for words in ("Axis 'x' of 4 devices", "lax.psum: 64 B 1, 4 kB 0.1", "halving.all_reduce: 64 B 0.1 (", "lax.psum from 512 B"):
+    assert raced == [[64, 4096], [512], [1448]]  # closer and closer to where psum begins to win
+    psum, halved = "lax.psum: 64 B 1, 512 B 1, 1.414 kB 0.1, 4 kB 0.1", "halving.all_reduce: 64 B 0.1 ("
+    for words in ("Axis 'x' of 4 devices", psum, halved, "lax.psum from 1 kB"):
         assert words in text, text
     tree = {"small": jnp.arange(8.0 * 3).reshape(8, 3), "large": jnp.arange(8.0 * 2048).reshape(8, 2048)}
     over = lambda f: jax.jit(mesh.spmd(lambda t: f(f(t, "x"), "y"), mesh=world, in_specs=(P(("x", "y")),), out_specs=P()))

@@ -65,8 +65,7 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
 
 def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
     """All devices' blocks, in their order."""
-    walks = [ring.filling(half, axis_name, way) for half, way in _halves(block.reshape(-1))]
-    halves = [blocks for _, blocks in ring.together(walks)]
+    halves = ring.gathered([(half, axis_name, way) for half, way in _halves(block.reshape(-1))])
     return jnp.concatenate(halves, axis=-1).reshape(twins.size(axis_name), *block.shape)
 
 

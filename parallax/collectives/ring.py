@@ -28,7 +28,9 @@ from parallax.collectives.twins import index, send, size
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-UNROLLED = 8  # devices up to which hops are written out; a longer ring is a loop, whose compile time does not grow with n
+# Devices up to which hops are written out; a longer ring is a loop, whose compile time does not grow with n. On CPU devices what
+# is written out is safe beside anything, and of a loop XLA may let the next collective go ahead (`hlo.unordered`).
+UNROLLED = 8
 
 
 def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
@@ -130,11 +132,28 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
 
 
 def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
-    """All devices' blocks, in their order.
+    """All devices' blocks, in their order."""
+    return gathered([(block, axis_name, 1)])[0]
 
-    Always a loop: written out, XLA's CPU backend holds all n messages at once, and takes 1.2 to 2.5 times as long.
+
+def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> list[Shaped[Array, "..."]]:
+    """Of each (block, axis, direction) all devices' blocks, `[n, *block]`: their hops side by side.
+
+    XLA's CPU backend writes messages where they belong only while no reshape follows, which it would fuse with the last write and
+    copy the whole for. So the blocks are one flat array, and at the end a loop stands in the way, which writes one number again.
     """
-    return together([filling(block, axis_name)])[0][1]
+    walks = [filling(*each) for each in blocks]
+    flat = [whole for _, whole in together(walks, unrolled=UNROLLED)]
+    return [_in_place(whole).reshape(walk.n, *block.shape) for whole, walk, (block, *_) in zip(flat, walks, blocks, strict=True)]
+
+
+def _in_place(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x`, with a loop between its last write and what follows."""
+    if not x.size:
+        return x
+    start = (0,) * x.ndim
+    number = lax.slice(x, start, (1,) * x.ndim)
+    return lax.fori_loop(0, 2, lambda _, y: lax.dynamic_update_slice(y, number, start), x)
 
 
 class Hops(NamedTuple):
@@ -162,15 +181,20 @@ def summing(blocks: Shaped[Array, "n *block"], axis_name: AxisName, direction: i
 
 
 def filling(block: Shaped[Array, "*block"], axis_name: AxisName, direction: int = 1) -> Hops:
-    """Each block goes round, and every device keeps a copy: (the block that came last, `[n, *block]` so far)."""
+    """Each block goes round, and every device keeps a copy: (the block that came last, all so far as one flat array)."""
     n, me = size(axis_name), index(axis_name)
+    long = n * block.size >= 2**31  # then its numbers cannot be counted in int32, and its rows can
+    message = block.reshape((1, -1) if long else -1)
+
+    def keep(blocks, message, owner):
+        return lax.dynamic_update_slice(blocks, message, (owner, 0) if long else (owner * block.size,))
 
     def hop(h, carry):
-        message, blocks = send_next(carry[0], axis_name, distance=direction), carry[1]
-        return message, lax.dynamic_update_index_in_dim(blocks, message, (me - h * direction) % n, 0)
+        message = send_next(carry[0], axis_name, distance=direction)
+        return message, keep(carry[1], message, (me - h * direction) % n)
 
-    blocks = varying(jnp.zeros((n, *block.shape), block.dtype), varying_axes(block))
-    return Hops(n, (block, lax.dynamic_update_index_in_dim(blocks, block, me, 0)), hop)
+    blocks = varying(jnp.zeros((n, block.size) if long else n * block.size, block.dtype), varying_axes(block))
+    return Hops(n, (message, keep(blocks, message, me)), hop)
 
 
 def together(walks: Sequence[Hops], *, unrolled: int = 1) -> list:

@@ -27,6 +27,7 @@ from parallax.collectives.replicated import AxisName, axes, varying
 
 FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
 RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
+REFINED = 2  # times that a race looks closer at where one function begins to win over another
 
 
 def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9) -> Link:
@@ -107,6 +108,22 @@ class Choice(NamedTuple):
         known = [math.log(size) for size in self.sizes]
         return min(self.times, key=lambda f: np.interp(at, known, np.log(self.times[f])))
 
+    def crossings(self) -> tuple[int, ...]:
+        """The sizes halfway (in the logarithm) between neighbours at which different functions were the fastest."""
+        winners = [min(self.times, key=lambda f: self.times[f][k]) for k in range(len(self.sizes))]
+        pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
+        halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
+        return tuple(size for size, a in halfway if size > a)
+
+    def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
+        """With the seconds `measured` at more sizes: those of the first function at each, then those of the next."""
+        by_function = np.reshape(measured, (len(self.times), len(sizes)))
+        order = np.argsort([*self.sizes, *sizes])
+        times = {
+            f: np.array([*known, *new])[order].tolist() for (f, known), new in zip(self.times.items(), by_function, strict=True)
+        }
+        return Choice(tuple(np.array([*self.sizes, *sizes])[order].tolist()), times)
+
 
 def auto(
     mesh: Mesh,
@@ -119,8 +136,9 @@ def auto(
     """An all-reduce that takes, for each array, the one that was fastest at its size; and what was measured, chosen, and why.
 
     For each axis: `fit`, then a race between those that the model puts first or second at one of the sizes, and `lax.psum`,
-    which no formula knows. The choice is made at trace time, by the bytes of each leaf, and costs nothing in the step. Axes that
-    were not measured get `lax.psum`. What it returns is a twin of `lax.psum`, as every function is that it chooses from.
+    which no formula knows; twice it is run again halfway between sizes with different winners. The choice is made at trace time,
+    by the bytes of each leaf, and costs nothing in the step. Axes that were not measured get `lax.psum`. What it returns is a
+    twin of `lax.psum`, as every function is that it chooses from.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -138,10 +156,14 @@ def auto(
         predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals}
         ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
         raced = [lax.psum, *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1])]
-        calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in sizes]  # noqa: B023
-        measured = iter(measure(mesh, axis_name, calls, rounds=rounds))
-        choice = Choice(tuple(sizes), {f: [next(measured) for _ in sizes] for f in raced})
+        choice = Choice((), {f: [] for f in raced})
+        more = tuple(sizes)
+        for _ in range(1 + REFINED):
+            calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in more]  # noqa: B023
+            choice = choice.joined(more, measure(mesh, axis_name, calls, rounds=rounds) if more else [])
+            more = choice.crossings()
         choices[tuple(sorted(axes(axis_name)))] = choice
+        predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in choice.sizes] for f in rivals}
         told.append(_told(axis_name, n, fitted, choice, predicted))
 
     def all_reduce(x, axis_name):
@@ -166,7 +188,7 @@ def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable, int
     taken = np.zeros((rounds + 1, len(calls)))
     for r in range(rounds + 1):
         for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
-            repeats = min(8, max(1, 2**18 // nbytes)) if r else 1
+            repeats = min(8, max(1, 2**22 // nbytes)) if r else 1  # a sample of a short one is many calls
             start = time.perf_counter()
             for _ in range(repeats):
                 jax.block_until_ready(program(inputs[nbytes]))
