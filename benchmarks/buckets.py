@@ -1,4 +1,4 @@
-"""GPT-2's gradients summed over processes: leaf by leaf, in buckets, and by psum, the ring and what the cost model picks.
+"""GPT-2's gradients summed over processes by psum and by the ring, leaf by leaf and in buckets.
 
     python benchmarks/buckets.py [--quick]
 
@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import buckets, halving, ring
+from parallax.collectives import buckets, ring
 from parallax.models import gpt2
 
-ALGORITHMS: dict[str, Callable] = {"psum": jax.lax.psum, "ring": ring.all_reduce, "halving": halving.all_reduce}
+ALGORITHMS: dict[str, Callable] = {"psum": jax.lax.psum, "ring": ring.all_reduce}
 
 
 def main():

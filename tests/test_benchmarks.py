@@ -36,7 +36,7 @@ RUNS = {
     ),
     "buckets": (
         ["--quick", "--processes=2", "--rounds=1"],
-        ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "ring, leaf by leaf", "halving, buckets"],
+        ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "psum, leaf by leaf", "ring, buckets"],
     ),
     "simulate": (
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
-from parallax.collectives.replicated import AxisName, varying, varying_axes
+from parallax.collectives.replicated import AxisName, ordered, varying, varying_axes
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -45,9 +45,14 @@ def bucketed(all_reduce: Callable, *, nbytes: int = NBYTES) -> Callable[[Tree, A
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         buckets = assigned(leaves, nbytes)
-        sums = all_reduce([_packed([leaves[i] for i in bucket], axis_name) for bucket in buckets], axis_name)
-        for bucket, total in zip(buckets, sums, strict=True):
-            for i, part in zip(bucket, _unpacked(total, [leaves[i].shape for i in bucket]), strict=True):
+        done: list[jax.Array] = []
+        for bucket in buckets:
+            parts = [leaves[i] for i in bucket]
+            if len(parts) > 1:  # one bucket after another: at no time is more than one packed
+                parts = [_packed(ordered(parts, done), axis_name)]
+            (total,) = all_reduce(parts, axis_name)
+            done = _unpacked(total, [leaves[i].shape for i in bucket])
+            for i, part in zip(bucket, done, strict=True):
                 leaves[i] = part
         return jax.tree.unflatten(structure, leaves)
 
@@ -69,8 +74,6 @@ def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[i
 
 
 def _packed(leaves, axis_name):
-    if len(leaves) == 1:
-        return leaves[0]
     padding = jnp.zeros(-sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name), leaves[0].dtype)
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves] + [varying(padding, varying_axes(leaves[0]))])
 
