@@ -187,15 +187,14 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Loops with collectives and matrix products inside, each with a collective, or a loop of some, that may overtake it.
+    """Loops with collectives inside, each with a collective, or another loop of some, that may overtake it.
 
     XLA's CPU backend goes on from such a loop to what does not use its results, while threads still work on it, and collectives
     of the two can then meet in one rendezvous: "Id can't be larger than the number of participating threads", and the
     process aborts. `replicated.ordered` puts the second behind the first.
     """
     program = module(compiled)
-    contains = lambda test, name: any(test(i) or any(contains(test, inner) for inner, _ in i.called) for i in program[name])
-    inside = lambda test, instruction: any(contains(test, name) for name, _ in instruction.called)
+    sends = lambda instruction: instruction.collective or any(any(map(sends, program[name])) for name, _ in instruction.called)
     found = []
     for lines in program.computations.values():
         before: dict[str, frozenset[str]] = {}  # what each instruction waits for
@@ -203,9 +202,9 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
         for line in lines:
             given = [name for name in line.operands if name in before]
             before[line.name] = frozenset(given).union(*(before[name] for name in given))
-            if line.collective or inside(lambda i: i.collective, line):
+            if sends(line):
                 found += [(loop, line) for loop in loops if loop.name not in before[line.name]]
-                loops += [line] if inside(lambda i: i.opcode in ("dot", "custom-call"), line) else []
+                loops += [] if line.collective else [line]
     return found
 
 

@@ -20,8 +20,8 @@ from reference import compiled_quickly
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 
 from parallax import mesh
-from parallax.collectives import bidirectional, doubling, halving, ring, torus
-from parallax.collectives.replicated import replicated, varying
+from parallax.collectives import bidirectional, doubling, halving, ring, torus, twins
+from parallax.collectives.replicated import ordered, replicated, varying
 
 COLLECTIVES = (
     *(module.all_reduce for module in (ring, bidirectional, halving, doubling, torus)),
@@ -307,7 +307,7 @@ def test_backward(collective):
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if sys.modules[module(f)] not in (halving, doubling)], ids=name)
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
-    monkeypatch.setattr(ring, "UNROLLED", 1)
+    monkeypatch.setattr(twins, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
     f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
@@ -319,9 +319,23 @@ def test_long_walks_are_loops(collective, monkeypatch):
         assert len({program.as_text().count("stablehlo.collective_permute") for program in (longer, shorter)}) == 1
 
 
+@pytest.mark.parametrize("unrolled", [1, 8])
+@pytest.mark.parametrize("algorithm", [ring, bidirectional, torus], ids=lambda module: module.__name__)
+def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
+    """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps them in order by itself."""
+    monkeypatch.setattr(twins, "UNROLLED", unrolled)
+
+    def body(x):
+        total = algorithm.all_reduce({"a": x, "b": x[:2]}, ("x", "y"))
+        parts = algorithm.reduce_scatter(ordered([x, 2 * x], total), ("x", "y"), tiled=True)
+        return total, algorithm.all_gather(ordered(parts, parts), ("x", "y"), tiled=True)
+
+    assert hlo.unordered(on_blocks(body, {"x": 2, "y": 3}).lower(np.ones((2, 3, 6, 4), np.float32)).compile()) == []
+
+
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
-    monkeypatch.setattr(ring, "UNROLLED", 1)
+    monkeypatch.setattr(twins, "UNROLLED", 1)
     for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (bidirectional.all_reduce, {"x": 2, "y": 2}, 2)):
         program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
         ends = 4 if f is torus.all_reduce else 2  # of the gathers' parts: a loop each behind the last write

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import ring
+from parallax.collectives import ring, twins
 from parallax.collectives.replicated import varying
 
 
@@ -320,7 +320,7 @@ def test_an_invariant_input_counts_once_a_device(collective):
 
 @every_collective
 def test_a_long_ring_is_a_loop(collective, monkeypatch):
-    monkeypatch.setattr(ring, "UNROLLED", 2)
+    monkeypatch.setattr(twins, "UNROLLED", 2)
     options = OPTIONS.get(collective.__name__, {})
     case = Case(collective, 4, (), tuple(options.items()))
     call = functools.partial(collective, axis_name=case.axis, **options)

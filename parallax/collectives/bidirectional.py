@@ -60,7 +60,7 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
     """The sum over devices of the block with the device's own index."""
     block = blocks.shape[1:]
     walks = [ring.summing(half, axis_name, way) for half, way in _halves(blocks.reshape(len(blocks), math.prod(block)))]
-    return jnp.concatenate(ring.together(walks, unrolled=ring.UNROLLED)).reshape(block)
+    return jnp.concatenate(ring.together(walks, unrolled=twins.UNROLLED)).reshape(block)
 
 
 def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:

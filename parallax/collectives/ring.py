@@ -28,10 +28,6 @@ from parallax.collectives.twins import index, send, size
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-# Devices up to which hops are written out; a longer ring is a loop, whose compile time does not grow with n. On CPU devices what
-# is written out is safe beside anything, and of a loop XLA may let the next collective go ahead (`hlo.unordered`).
-UNROLLED = 8
-
 
 def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
     """Sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`. The twin of `lax.psum_scatter`.
@@ -128,7 +124,7 @@ def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int =
 
 def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Shaped[Array, "*block"]:
     """The sum over devices of the block with the device's own index."""
-    return together([summing(blocks, axis_name)], unrolled=UNROLLED)[0]
+    return together([summing(blocks, axis_name)], unrolled=twins.UNROLLED)[0]
 
 
 def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
@@ -143,7 +139,7 @@ def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> li
     copy the whole for. So the blocks are one flat array, and at the end a loop stands in the way, which writes one number again.
     """
     walks = [filling(*each) for each in blocks]
-    flat = [whole for _, whole in together(walks, unrolled=UNROLLED)]
+    flat = [whole for _, whole in together(walks, unrolled=twins.UNROLLED)]
     return [_in_place(whole).reshape(walk.n, *block.shape) for whole, walk, (block, *_) in zip(flat, walks, blocks, strict=True)]
 
 

@@ -95,7 +95,7 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
         for k, part in enumerate(parts):
             to_go = _order(names, k)[turn:]
             walks.append(ring.summing(jnp.moveaxis(part, sorted(to_go).index(to_go[0]), 0), names[to_go[0]]))
-        parts = ring.together(walks, unrolled=ring.UNROLLED)
+        parts = ring.together(walks, unrolled=twins.UNROLLED)
     return jnp.concatenate(parts).reshape(block)
 
 

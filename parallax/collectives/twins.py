@@ -18,9 +18,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
-from parallax.collectives.replicated import AxisName, axes, linear, replicated, size, varying
+from parallax.collectives.replicated import AxisName, axes, linear, ordered, replicated, size, varying
 
 Tree = TypeVar("Tree", bound=PyTree)
+
+# Devices up to which a ring's hops are written out; a longer ring is a loop, whose compile time does not grow with n. On CPU
+# devices what is written out is safe beside anything; of a loop XLA may let the next collective go ahead (`hlo.unordered`).
+UNROLLED = 8
 
 
 def reduce_scatter(
@@ -42,7 +46,7 @@ def reduce_scatter(
             backward=lambda ct: merge(gather_blocks(computed_once(ct), axis_name), dim, tiled),
         )
 
-    return jax.tree.map(lambda x: leaf(varying(summable(x), axis_name)), x)
+    return in_turn(lambda x: leaf(varying(summable(x), axis_name)), x, axis_name)
 
 
 def all_gather(
@@ -63,7 +67,7 @@ def all_gather(
             backward=lambda ct: scatter_blocks(split(ct, dim, axis_name, tiled), axis_name),
         )
 
-    return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
+    return in_turn(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x, axis_name)
 
 
 def all_reduce(x: Tree, axis_name: AxisName, total: Callable) -> Tree:
@@ -71,14 +75,24 @@ def all_reduce(x: Tree, axis_name: AxisName, total: Callable) -> Tree:
 
     Its transpose costs nothing: the result is the same everywhere, so its cotangent is too. Errors as in `ring.all_reduce`.
     """
-    return jax.tree.map(
+    return in_turn(
         lambda x: linear(
             varying(summable(x), axis_name),
             forward=lambda x: replicated(total(x), axis_name),
             backward=lambda ct: varying(ct, axis_name),
         ),
         x,
+        axis_name,
     )
+
+
+def in_turn(one: Callable, x: Tree, axis_name: AxisName) -> Tree:
+    """`one` of each array of the tree `x`: where hops are loops, the next begins when the one before is done."""
+    leaves, structure = jax.tree.flatten(x)
+    done: list[jax.Array] = []
+    for leaf in leaves:
+        done.append(one(leaf if size(axis_name) <= UNROLLED else ordered(leaf, done[-1:])))
+    return jax.tree.unflatten(structure, done)
 
 
 def in_blocks(axis_name: AxisName, scatter_blocks: Callable, gather_blocks: Callable) -> Callable:
