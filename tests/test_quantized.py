@@ -64,7 +64,7 @@ def peaks(x, block_size):
     return np.concatenate([np.broadcast_to(abs(part).max(-1, keepdims=True), part.shape) for part in parts], -1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     data=st.data(), dtype=st.sampled_from(["float32", "float64"]), size=st.sampled_from(SIZES), block=st.sampled_from(BLOCK_SIZES)
 )
