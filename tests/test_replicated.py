@@ -180,6 +180,9 @@ def test_ordered_has_a_gradient():
     gradient = jax.grad(lambda x: jnp.sum(ordered(x, (x, jnp.full(2, jnp.nan))) ** 3))(jnp.arange(3.0))
     np.testing.assert_array_equal(gradient, 3 * np.arange(3.0) ** 2)
     assert ordered({"x": 1}, ()) == {"x": 1} == ordered({"x": 1}, jnp.zeros((0, 3)))
+    key, n = jax.random.key(0), jnp.arange(3)
+    same = ordered({"key": key, "name": "n", "n": n}, {"key": key, "f": jnp.sin, "n": n})
+    assert (same["key"], same["name"], same["n"].dtype) == (key, "n", n.dtype)
 
 
 def test_the_transpose_of_varying_is_a_sum():

@@ -100,21 +100,22 @@ def like(x: Tree, reference: PyTree) -> Tree:
 
 
 def ordered(x: Tree, after: PyTree) -> Tree:
-    """The tree `x`, not to be had before all of `after` is: its values and types stay. Differentiable in `x`.
+    """The tree `x`, its arrays not to be had before those of `after` are: values and types stay. Differentiable in `x`.
 
     It puts collectives into one order on all devices where no data does. XLA's CPU backend needs that: it goes on from a loop
     whose body works in other threads to what does not use the loop's results, and then a collective there meets one of the
     loop's in a rendezvous of the same name, which aborts the process. An optimization barrier is gone before the program
     runs; what waits here is a selection by a condition that is always true, and that no compiler knows to be.
     """
-    numbers = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(after)) if leaf.size]
-    if not numbers:
+    counts = lambda leaf: eqx.is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)  # random keys do not
+    arrays = [leaf for leaf in jax.tree.leaves(after) if counts(leaf) and leaf.size]
+    if not arrays:
         return x
-    first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in numbers]
+    first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in arrays]
     total = sum(first[1:], start=first[0])
     always = lax.eq(total, total) | lax.ne(total, total)  # the second for what is not a number
     holds = replicated(always, varying_axes(always))
-    return jax.tree.map(lambda leaf: jnp.where(holds, leaf, jnp.zeros((), leaf.dtype)), x)
+    return jax.tree.map(lambda leaf: jnp.where(holds, leaf, jnp.zeros((), leaf.dtype)) if counts(leaf) else leaf, x)
 
 
 def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
