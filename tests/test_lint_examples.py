@@ -9,10 +9,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 EXAMPLES = TESTS.parent / "examples"
-ELSEWHERE = {
-    "wrong_on_purpose.py",  # says so
-    "gpt2_ddp_profile.py",  # compiles its steps to profile them; they are those of `step`, as test_lint_program.py has them
-}
+ELSEWHERE = {"wrong_on_purpose.py"}  # says so
 MAPPED = [path.name for path in sorted(EXAMPLES.glob("*.py")) if "mesh.spmd(" in path.read_text() and path.name not in ELSEWHERE]
 
 
