@@ -8,9 +8,7 @@ hold them. See benchmarks/README.md.
 
 import argparse
 import functools
-import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,25 +27,13 @@ ALGORITHMS: dict[str, Callable] = {"psum": jax.lax.psum, "ring": ring.all_reduce
 def main():
     arguments = parse()
     if arguments.process is not None:
-        return one_of_many(arguments)
+        run = functools.partial(report, arguments)
+        return measure.one_of_many(run, port=arguments.port, processes=arguments.processes, process=arguments.process)
     given = ["--quick"] if arguments.quick else []
     flags = [f"--processes={arguments.processes}", f"--port={measure.free_port()}", f"--rounds={arguments.rounds}", *given]
     commands = [[sys.executable, __file__, f"--process={i}", *flags] for i in range(arguments.processes)]
     first, *_ = measure.run_together(commands, timeout=arguments.timeout)
     print(first[first.index("A GPT-2") :])
-
-
-def one_of_many(arguments: argparse.Namespace):
-    """What each process runs; all in step, since each waits for the others in every collective."""
-    try:
-        measure.virtual_devices(1)
-        jax.distributed.initialize(f"127.0.0.1:{arguments.port}", arguments.processes, arguments.process)
-        report(arguments)
-        jax.distributed.shutdown()
-    except Exception:  # the others would wait for this process for minutes: end at once
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def leaves_of(config: gpt2.Config) -> list[tuple[int, ...]]:

@@ -9,11 +9,9 @@ import argparse
 import functools
 import json
 import math
-import os
 import re
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,7 +73,9 @@ class Place(NamedTuple):
 def main():
     arguments = parse()
     if arguments.process is not None:
-        return one_of_many(arguments)
+        (count,) = arguments.processes
+        run = functools.partial(raced, count, arguments)
+        return measure.one_of_many(run, port=arguments.port, processes=count, process=arguments.process)
     measure.virtual_devices(max(arguments.devices, default=1))
     places = []
     for n in arguments.devices:
@@ -124,18 +124,9 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def one_of_many(arguments: argparse.Namespace):
-    """What each process over gloo runs, one device each; all in step, since each waits for the others in every collective."""
-    (count,) = arguments.processes
-    try:
-        measure.virtual_devices(1)
-        jax.distributed.initialize(f"127.0.0.1:{arguments.port}", count, arguments.process)
-        print(json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)), flush=True)
-        jax.distributed.shutdown()
-    except Exception:  # the others would wait for this process for minutes: end at once
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+def raced(count: int, arguments: argparse.Namespace):
+    """What each of `count` processes over gloo runs: the race, printed for the one that started them."""
+    print(json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)), flush=True)
 
 
 def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[dict]]:

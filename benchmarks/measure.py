@@ -5,12 +5,15 @@ The machine drifts, so every comparison is made within one run, A B C A B C ...,
 
 import contextlib
 import math
+import os
 import re
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -120,6 +123,20 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[s
     if any(code != 0 for code in codes):
         raise RuntimeError(f"Exit codes {codes} (None: ended, after {timeout:.0f} s or another's failure).\n" + "\n".join(texts))
     return texts
+
+
+def one_of_many(run: Callable[[], object], *, port: int, processes: int, process: int) -> None:
+    """`run()` in one of `processes` over gloo, a device each, all in step. Where it fails, this process ends at once: the others
+    would wait for it in a collective for minutes."""
+    try:
+        virtual_devices(1)
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+        run()
+        jax.distributed.shutdown()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def free_port() -> int:
