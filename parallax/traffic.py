@@ -91,10 +91,10 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     if layout.stage == 1:
         return Sizes(b, b * config.context, config.layers, M, M, M, M, 0, 0)
     forward, backward, heads, last = lanes(layout.stage, M, layout.chunks, layout.schedule)
-    # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
-    hops = forward + backward - (last == 1) - (M == 1 and last == 1)
+    # XLA opens a loop of one tick, and what the last tick would send, nobody reads.
+    hops = forward + backward - (last == 1)
     layers = config.layers // (layout.stage * layout.chunks)
-    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last)
+    return Sizes(b, b * config.context, layers, forward, backward, heads, forward, hops, last)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -254,7 +254,7 @@ class _Step:
             idle |= {f"{part}.bias" for part in (*norms, *layers)} | {f"{part}.weight" for part in norms}
         again = size.backward * (name not in idle)
         if size.layers <= UNROLLED and self.chunks == 1:  # no loop is left: XLA gathers once for all forward passes
-            return 1 + again - (again > 0 and self.layout.stage > 1 and size.last == 1)
+            return 1 + again
         return size.forward + again + (size.backward if remat == "stage" else 0)
 
     def _scatters(self, leaf: holdings.Leaf) -> int:
