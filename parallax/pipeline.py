@@ -39,6 +39,7 @@ def value_and_grad(
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
     remat: bool = False,
+    moves_blocks: bool = False,
     all_reduce: Callable = lax.psum,
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
 ) -> Grad:
@@ -61,6 +62,7 @@ def value_and_grad(
         schedule: the table; its stages are the size of `axis_name`.
         where: picks from `params` what is split over the stages. Each of its arrays has a first dim of v chunks.
         remat: keep the stage's input alone, and recompute the rest in the backward tick.
+        moves_blocks: the stage gathers its blocks from other devices (ZeRO-3): they wait for their turn too.
         all_reduce: joins the gradients of the parameters that all stages have.
         scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.scatter`, by which each
             replica keeps sums for its share alone (ZeRO-2). It is given a tree like `params`, with None for what a lane
@@ -79,9 +81,8 @@ def value_and_grad(
     def grad(params, batch):
         _check(schedule, axis_name, where(params))
         weights = eqx.filter(params, eqx.is_inexact_array)
-        run = _Run(
-            enter, stage, head, schedule, axis_name, where, varying(params, axis_name), batch, remat=remat, scatter=scatter
-        )
+        options = {"remat": remat, "moves_blocks": moves_blocks, "scatter": scatter}
+        run = _Run(enter, stage, head, schedule, axis_name, where, varying(params, axis_name), batch, **options)
         loss, sums = run()
         means = jax.tree.map(lambda total: total / schedule.microbatches, sums)
         # What was the same on all stages is reduced; what is split over them is done.
@@ -160,11 +161,13 @@ class _Run:
         batch,
         *,
         remat=False,
+        moves_blocks=False,
         scatter=lambda gradients: gradients,
         lanes=frozenset({"forward", "head", "backward"}),
     ):
         self.user_stage, self.user_head, self.user_enter, self.where = stage, head, enter, where
         self.schedule, self.axis_name, self.remat, self.scatter, self.lanes = schedule, axis_name, remat, scatter, lanes
+        self.moves_blocks = moves_blocks
         self.parts = in_parts(batch, schedule.microbatches)
         in_blocks = eqx.tree_at(where, jax.tree.map(lambda _: False, params), replace_fn=_all_true)
         blocks, ends = eqx.partition(params, in_blocks)
@@ -194,8 +197,8 @@ class _Run:
             for lanes, length in pattern:
                 of = jax.tree.map(lambda r: r[begin : begin + length], rows)  # noqa: B023
                 run = lanes & self.lanes
-                # XLA writes out a loop of one tick; what that does with weights alone must not overtake the loop before.
-                ticking = self._after(carry) if length == 1 else self
+                # XLA writes out a loop of one tick, and no collective of that may overtake the loop before.
+                of, ticking = (ordered(of, carry), self._after(carry)) if length == 1 else (of, self)
                 carry = lax.scan(lambda carry, row: (ticking._tick(run, carry, row), None), carry, of)[0] if run else carry  # noqa: B023
                 begin += length
             return carry, None
@@ -205,9 +208,9 @@ class _Run:
         return lax.scan(once, carry, jax.tree.map(lambda r: r.reshape(repeats, -1, *r.shape[1:]), rows))[0]
 
     def _after(self, carry: _Carry) -> "_Run":
-        """This run, with parameters that are not to be had before the carry is."""
+        """This run, where it moves the blocks with blocks that are not to be had before the carry is."""
         waiting = copy.copy(self)
-        waiting.blocks, waiting.ends = ordered((self.blocks, self.ends), carry)
+        waiting.blocks = ordered(self.blocks, carry) if self.moves_blocks else self.blocks
         return waiting
 
     def _tick(self, lanes: frozenset[str], carry: _Carry, row: ticks.Row) -> _Carry:
@@ -218,9 +221,9 @@ class _Run:
             carry = self._head(carry, y, row)
         if "backward" in lanes:
             ct, carry = self._backward(carry, row)
-            carry = carry._replace(ct=ring.send_next(ordered(ct, carry), self.axis_name, distance=-1))
-        if "forward" in lanes:
-            carry = carry._replace(x=ring.send_next(ordered(y, carry), self.axis_name))
+            carry = carry._replace(ct=ring.send_next(ct, self.axis_name, distance=-1))
+        if "forward" in lanes:  # which head and backward lane do not wait for, and ct waits for all of them
+            carry = carry._replace(x=ring.send_next(ordered(y, (carry.loss, carry.ct)), self.axis_name))
         return carry
 
     def _forward(self, carry, row):

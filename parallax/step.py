@@ -344,6 +344,7 @@ def pipelined_grad(
         schedule,
         "stage",
         remat=layout.remat == "stage",
+        moves_blocks=layout.zero == 3,
         all_reduce=collectives.all_reduce,
         **options,
     )

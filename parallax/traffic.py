@@ -91,10 +91,10 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     if layout.stage == 1:
         return Sizes(b, b * config.context, config.layers, M, M, M, M, 0, 0)
     forward, backward, heads, last = lanes(layout.stage, M, layout.chunks, layout.schedule)
-    # XLA opens a loop of one tick, and what the last tick would send, nobody reads.
+    # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
     hops = forward + backward - (last == 1)
     layers = config.layers // (layout.stage * layout.chunks)
-    return Sizes(b, b * config.context, layers, forward, backward, heads, forward, hops, last)
+    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last)
 
 
 @functools.lru_cache(maxsize=1024)

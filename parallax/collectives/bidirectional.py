@@ -66,7 +66,8 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
 def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
     """All devices' blocks, in their order."""
     halves = ring.gathered([(half, axis_name, way) for half, way in _halves(block.reshape(-1))])
-    return jnp.concatenate(halves, axis=-1).reshape(twins.size(axis_name), *block.shape)
+    n = twins.size(axis_name)
+    return jnp.concatenate([half.reshape(n, half.size // n) for half in halves], axis=-1).reshape(n, *block.shape)
 
 
 def _halves(x):

@@ -115,7 +115,9 @@ def ordered(x: Tree, after: PyTree) -> Tree:
     total = sum(first[1:], start=first[0])
     always = lax.eq(total, total) | lax.ne(total, total)  # the second for what is not a number
     holds = replicated(always, varying_axes(always))
-    return jax.tree.map(lambda leaf: jnp.where(holds, leaf, jnp.zeros((), leaf.dtype)) if counts(leaf) else leaf, x)
+    # What is chosen from must differ, or a constant would not wait: a number's bits, or zero.
+    other = lambda leaf: jnp.zeros((), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else ~leaf
+    return jax.tree.map(lambda leaf: jnp.where(holds, leaf, other(leaf)) if counts(leaf) else leaf, x)
 
 
 def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:

@@ -14,6 +14,7 @@ its devices. Here n is the number of devices on the axis and S the bytes of the 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +47,8 @@ def reduce_scatter(x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, 
             `axis_name`.
     """
 
-    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
+    gather = functools.partial(gather_blocks, stay=scatter_dimension == 0)
+    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather}
     return twins.reduce_scatter(x, axis_name, scatter_dimension, tiled, **pair)
 
 
@@ -65,7 +67,7 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
         ValueError: a leaf has no dim `axis`, or the code does not run over `axis_name`.
     """
 
-    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": gather_blocks}
+    pair = {"scatter_blocks": scatter_blocks, "gather_blocks": functools.partial(gather_blocks, stay=axis == 0)}
     return twins.all_gather(x, axis_name, axis, tiled, **pair)
 
 
@@ -127,20 +129,19 @@ def scatter_blocks(blocks: Shaped[Array, "n *block"], axis_name: AxisName) -> Sh
     return together([summing(blocks, axis_name)], unrolled=twins.UNROLLED)[0]
 
 
-def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped[Array, "n *block"]:
-    """All devices' blocks, in their order."""
-    return gathered([(block, axis_name, 1)])[0]
-
-
-def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> list[Shaped[Array, "..."]]:
-    """Of each (block, axis, direction) all devices' blocks, `[n, *block]`: their hops side by side.
+def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName, *, stay: bool = True) -> Shaped[Array, "n *block"]:
+    """All devices' blocks, in their order; with `stay`, for a use that takes them as they lie.
 
     XLA's CPU backend writes messages where they belong only while no reshape follows, which it would fuse with the last write and
     copy the whole for. So the blocks are one flat array, and at the end a loop stands in the way, which writes one number again.
     """
-    walks = [filling(*each) for each in blocks]
-    flat = [whole for _, whole in together(walks, unrolled=twins.UNROLLED)]
-    return [_in_place(whole).reshape(walk.n, *block.shape) for whole, walk, (block, *_) in zip(flat, walks, blocks, strict=True)]
+    (whole,) = gathered([(block, axis_name, 1)])
+    return (_in_place(whole) if stay else whole).reshape(size(axis_name), *block.shape)
+
+
+def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> list[Shaped[Array, "..."]]:
+    """Of each (block, axis, direction) all devices' blocks as one flat array: their hops side by side."""
+    return [whole for _, whole in together([filling(*each) for each in blocks], unrolled=twins.UNROLLED)]
 
 
 def _in_place(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

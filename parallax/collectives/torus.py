@@ -104,11 +104,12 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped
     names = axes(axis_name)
     parts = _parts(block.reshape(-1), len(names))
     for turn in reversed(range(len(names))):
+        block_shapes = [part.shape for part in parts]
         brought = ring.gathered([(part, names[_order(names, k)[turn]], 1) for k, part in enumerate(parts)])
         parts = []
         for k, part in enumerate(brought):
             gone = _order(names, k)[turn:]
-            parts.append(jnp.moveaxis(part, 0, sorted(gone).index(gone[0])))
+            parts.append(jnp.moveaxis(part.reshape(twins.size(names[gone[0]]), *block_shapes[k]), 0, sorted(gone).index(gone[0])))
     return jnp.concatenate(parts, axis=-1).reshape(twins.size(axis_name), *block.shape)
 
 
