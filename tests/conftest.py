@@ -1,8 +1,17 @@
-"""The climate of every test: eight virtual devices, float64 at hand, nothing promoted in silence."""
+"""The climate of every test: eight virtual devices, float64 at hand, nothing promoted in silence, quick compilation."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The tests compile for minutes what runs for milliseconds. LLVM alone has less to do: until it has them, the programs, which
+# some tests read, are those that users get. What the tests start inherits it.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "--xla_backend_extra_options=-unroll-full-max-count=1,-unroll-max-count=1,-vectorize-loops=false,-vectorize-slp=false,-fast-isel=true",
+        *filter(None, [os.environ.get("XLA_FLAGS")]),
+    ]
+)
 # XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests may queue.
 os.environ.setdefault("NPROC", "32")
 

@@ -15,7 +15,6 @@ SCRIPT = Path(process_train.__file__)
 MPIRUN = shutil.which("mpirun")
 # Where there is no mpirun, the ranks get the variables that it sets; nobody ends them then but they themselves.
 LAUNCHER = "mpirun" if MPIRUN else "variables, since mpirun is not installed (apt-get install openmpi-bin)"
-FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class Running:
@@ -29,7 +28,6 @@ class Running:
         self.folder, self.launcher = folder, launcher
         self.output = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
         environment = os.environ | {
-            "XLA_FLAGS": FAST_COMPILER,
             "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
             "PYTHONWARNINGS": "ignore",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -14,7 +14,6 @@ import pytest
 from parallax import schedule
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=4", "--evaluate-tokens=2048"]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
 
@@ -25,7 +24,7 @@ def command(*arguments: str) -> list[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILER} | variables
+    return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | variables
 
 
 def start(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:

@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory, cache):
 @pytest.fixture(scope="module")
 def undisturbed_long(tmp_path_factory, cache):
     folder = tmp_path_factory.mktemp("long")
-    with Running(folder, "--steps", LONG, processes=1, cache=cache, launcher="one process") as job:
+    with Running(folder, "--layout", "small", "--steps", LONG, processes=1, cache=cache, launcher="one process") as job:
         assert job.wait() == 0, job.printed()
     return read(folder), losses(folder)
 
@@ -73,13 +73,13 @@ def since_fault(job):
 
 @pytest.mark.slow
 def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbed):
-    expected = undisturbed("plain")
+    expected = undisturbed("small")
     options = {"launcher": "one process", "processes": 1, "cache": cache}
-    with Running(tmp_path, "--layout", "plain", "--pause", 0.05, **options) as job:
+    with Running(tmp_path, "--layout", "small", "--pause", 0.05, **options) as job:
         job.until(lambda: job.steps() >= 9)  # the save of step 8 waited for that of step 4
         kill(job.ranks()[0], signal.SIGKILL)
         job.wait()
-    with Running(tmp_path, "--layout", "plain", **options) as job:
+    with Running(tmp_path, "--layout", "small", **options) as job:
         assert job.wait() == 0, job.printed()
         assert "restored step " in job.printed()
     assert_same_bits(tmp_path, expected)
@@ -88,7 +88,7 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
 @pytest.mark.slow
 def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache}
-    with Running(tmp_path, "--layout", "plain", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:
+    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:
         job.until(lambda: job.steps() >= 2)
         kill(job.ranks()[0], signal.SIGTERM)
         assert job.wait(SECONDS) == 0, job.printed()
@@ -98,7 +98,7 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
-    options = ["--layout", "plain", "--raise-at", 3, "--rank", 1]
+    options = ["--layout", "small", "--raise-at", 3, "--rank", 1]
     with Running(tmp_path, *options, processes=2, cache=cache, launcher=launcher) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault")
@@ -110,7 +110,7 @@ def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, 
         assert re.search(r"ArithmeticError: injected in rank 1\n-----", printed)  # and then mpirun's own words
 
 
-# The sweeps: four processes of two devices
+# The sweeps: four processes, of two devices or of one
 
 
 @pytest.mark.faults
@@ -128,7 +128,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, un
     generator, every, took, lost, saving, reached = random.Random(0), 3, [], [], 0, 0
     options = {"processes": 4, "cache": cache}
     for _ in range(20):
-        with Running(tmp_path, "--steps", LONG, "--every", every, "--pause", 0.1, **options) as job:
+        with Running(tmp_path, "--layout", "small", "--steps", LONG, "--every", every, "--pause", 0.1, **options) as job:
             restored = goes_on_from(job)
             lost.append(reached - restored)
             further = generator.randint(1, 4)
@@ -143,7 +143,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, un
             saving += bool(unfinished)
             newest = max((int(path.parent.name) for path in (tmp_path / "checkpoints").glob("0*/manifest.json")), default=0)
             assert reached - newest <= (2 * every if unfinished else every)  # 2 * every is `lose_at_most`
-    with Running(tmp_path, "--steps", LONG, "--every", every, **options) as job:
+    with Running(tmp_path, "--layout", "small", "--steps", LONG, "--every", every, **options) as job:
         assert job.wait() == 0, job.printed()
     print(
         f"20 kills, {saving} during a save: the job ended after {min(took):.2f} to {max(took):.2f} s; lost {sorted(lost)} steps"
@@ -167,7 +167,7 @@ def goes_on_from(job):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed, launcher, rank):
     options = {"processes": 4, "cache": cache, "launcher": launcher}
-    with Running(tmp_path, "--every", 1000, "--pause", 0.3, **options) as job:
+    with Running(tmp_path, "--layout", "small", "--every", 1000, "--pause", 0.3, **options) as job:
         job.until(lambda: job.steps() >= 3)
         kill(job.ranks()[rank], signal.SIGTERM)
         start = time.monotonic()
@@ -176,16 +176,16 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
         assert f"preempted: saved step {job.steps()}" in job.printed()
         reached = job.steps()
         assert reached < 12
-    with Running(tmp_path, "--every", 1000, **options) as job:
+    with Running(tmp_path, "--layout", "small", "--every", 1000, **options) as job:
         assert job.wait() == 0, job.printed()
         assert f"restored step {reached} " in job.printed()
-    assert_same_bits(tmp_path, undisturbed("pipeline"))
+    assert_same_bits(tmp_path, undisturbed("small"))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
-    options = ["--layout", "plain", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
+    options = ["--layout", "small", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
     with Running(tmp_path, *options, processes=4, cache=cache, launcher=launcher) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which {WATCHDOG} are the watchdog's")
@@ -198,7 +198,7 @@ def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher)
 
 @pytest.mark.faults
 def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
-    options = ["--layout", "plain", "--nan-at", 3, 5, "--every", 4]
+    options = ["--layout", "small", "--nan-at", 3, 5, "--every", 4]
     with Running(tmp_path / "within", *options, processes=2, cache=cache) as job:
         assert job.wait() == 0, job.printed()
         assert job.printed().endswith("skipped [4, 6]")
