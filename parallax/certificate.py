@@ -96,7 +96,8 @@ def differences(entries: Sequence[Entry], predicted: Mapping[AxisName, int | Cos
     Args:
         entries: what `read` found.
         predicted: for each axis (a name, or a tuple of names) the bytes of all results along it, or a `Cost`, whose `sent`,
-            `messages` and `hops` are then held against the program; or a list of entries.
+            `messages` and `chain` are then held against the program; or a list of entries. Fewer hops in a row than those of
+            several arrays, one after another, are no difference: arrays may go side by side.
     """
     told = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if not isinstance(predicted, Mapping):
@@ -111,7 +112,7 @@ def differences(entries: Sequence[Entry], predicted: Mapping[AxisName, int | Cos
         along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
     wanted = {tuple(sorted(axes(names))): (axes(names), value) for names, value in predicted.items()}
     for key, (names, value) in wanted.items():
-        numbers = (value.sent, value.messages, value.hops) if isinstance(value, Cost) else (value, None, None)
+        numbers = (value.sent, value.messages, value.chain) if isinstance(value, Cost) else (value, None, None)
         told += _compared(f"along {_spelt(names)}", numbers, along.get(key, []))
     for key, found in along.items():
         if key not in wanted:
@@ -130,7 +131,7 @@ def _compared(what: str, predicted: tuple | None, found: list[Entry]) -> list[st
     told = []
     for field, unit, wanted in zip(("bytes", "count", "hops"), ("bytes", "collectives", "hops in a row"), predicted, strict=True):
         got = of(field)
-        if wanted is None or wanted == got or (field == "hops" and got < wanted):  # side by side is no fault
+        if wanted is None or wanted == got or (field == "hops" and got < wanted):
             continue
         times = got // wanted if wanted and got % wanted == 0 else 1
         hint = f": exactly {times} times as many; is it in a loop, or done {times} times?" if times > 1 else "."

@@ -50,7 +50,7 @@ class Term(NamedTuple):
     def cost(self) -> Cost:
         """Of one call. `lax.pmax`, which is no ring of ours, counts as its result."""
         if self.collective is lax.pmax:
-            return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes)
+            return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
 
     @property

@@ -195,13 +195,13 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
     ),
     "too many bytes": ({"b": 100, "a": 8}, ["along b: 100 bytes were predicted, and the program has 96 (6 collective-permute)."]),
     "another algorithm": (
-        {"b": cost.Cost(hops=4, messages=12, sent=96), "a": 8},
+        {"b": cost.Cost(chain=4, messages=12, sent=96), "a": 8},
         [
             "along b: 12 collectives were predicted, and the program has 6 (6 collective-permute).",
             "along b: 4 hops in a row were predicted, and the program has 6 (6 collective-permute).",
         ],
     ),
-    "fewer hops than one after another is no fault": ({"b": RIGHT._replace(hops=7), "a": 8}, []),
+    "fewer hops than one after another is no fault": ({"b": RIGHT._replace(chain=7), "a": 8}, []),
     "an axis forgotten": (
         {"b": RIGHT},
         ["along a: nothing was predicted, and the program moves 8 bytes (1 all-reduce)."],
@@ -235,7 +235,7 @@ def test_finds_a_reduction_in_the_loop_over_microbatches():
     accumulated = lambda grad: grads.accumulated(grad, microbatches=4)
     w, batch = np.ones((16, 3), np.float32), np.ones((64, 16), np.float32)
     loss, weights = cost.of(ring.all_reduce, 4, 8), cost.of(ring.all_reduce, w.nbytes, 8)
-    both = cost.Cost(*map(sum, zip(loss, weights, strict=True)))._replace(hops=weights.hops)  # side by side
+    both = cost.Cost(*map(sum, zip(loss, weights, strict=True)))._replace(chain=weights.chain)  # side by side
     predicted = {"data": both}
     for wrapped, told in ((averaged(accumulated(grad)), 0), (accumulated(averaged(grad)), 3)):  # bytes, count and hops
         program = jax.jit(mesh.spmd(wrapped, mesh=world, in_specs=(P(), P("data")), out_specs=P()))

@@ -21,14 +21,12 @@ REDUCTIONS = [f for f in cost.FORMULAS if f.__name__ in ("all_reduce", "all_mean
 SCATTERS = [f for f in cost.FORMULAS if f.__name__ == "reduce_scatter"]
 GATHERS = [f for f in cost.FORMULAS if f.__name__ == "all_gather"]
 LEFT = [ring.send_next, ring.all_to_all, torus.hierarchical_all_reduce, matmul.all_gather_matmul, matmul.matmul_reduce_scatter]
-# Here some messages need not wait for the one before, by the data alone: the chain is shorter than the rounds.
-SIDE_BY_SIDE = (halving, quantized, torus)
 name_of = lambda f: f"{f.__module__.split('.')[-1]}.{f.__name__}"
 
 
 @functools.cache
 def compiled(f, axes, shape, dtype="float32"):
-    """(hops, sent, messages, and the other kinds of collectives) of `f` on an array of `shape` on each device."""
+    """(hops in a row, sent, messages, and the other kinds of collectives) of `f` on an array of `shape` on each device."""
     sizes = dict(axes)
     world = mesh.make(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     names = tuple(sizes)
@@ -44,12 +42,12 @@ def compiled(f, axes, shape, dtype="float32"):
 def assert_priced(f, call, axes, shape, nbytes, itemsize=4, dtype="float32"):
     n = tuple(size for _, size in axes)
     price = cost.of(f, nbytes, n if len(n) > 1 else n[0], itemsize=itemsize)
-    hops, sent, messages, others = compiled(call, axes, shape, dtype)
-    assert (sent, messages, others) == (price.sent, price.messages, []), price
-    if f in (ring.all_to_all,) or f.__module__.endswith(tuple(module.__name__ for module in SIDE_BY_SIDE)):
-        assert hops <= price.hops <= messages
-    else:
-        assert hops == price.hops
+    assert compiled(call, axes, shape, dtype) == exactly(price)
+    assert price.chain <= price.hops <= price.messages
+
+
+def exactly(price):
+    return price.chain, price.sent, price.messages, []
 
 
 def axes_of(n):
@@ -74,7 +72,7 @@ def test_hierarchical(n, inner):
     of = functools.partial(torus.hierarchical_all_reduce, all_reduce=inner)
     call = lambda x, axes: torus.hierarchical_all_reduce(x, axes, all_reduce=inner)
     price = cost.of(of, 4 * 97, n)
-    assert compiled(call, axes_of(n), (97,))[1:] == (price.sent, price.messages, [])
+    assert compiled(call, axes_of(n), (97,)) == exactly(price)
 
 
 @pytest.mark.parametrize("n", MESHES, ids=str)
@@ -131,7 +129,7 @@ def test_items_of_other_sizes(dtype, itemsize):
 def test_quantized_options(block_size, dtype, itemsize):
     f = functools.partial(quantized.all_reduce, block_size=block_size)
     price = cost.of(f, 97 * itemsize, 5, itemsize=itemsize)
-    assert compiled(f, axes_of(5), (97,), dtype)[1:] == (price.sent, price.messages, [])
+    assert compiled(f, axes_of(5), (97,), dtype) == exactly(price)
 
 
 def test_buckets():
@@ -144,7 +142,8 @@ def test_buckets():
         map(jnp.sum, buckets.bucketed(ring.all_reduce, nbytes=128)([x[0] * leaf for leaf in leaves], axis))
     )
     price = cost.of_leaves(ring.all_reduce, padded, 8)
-    assert compiled(call, axes_of(8), (1,))[1:] == (price.sent, price.messages, [])
+    side_by_side = cost.of(ring.all_reduce, max(padded), 8).chain  # a bucket waits for the one before only where it packs
+    assert compiled(call, axes_of(8), (1,)) == exactly(price._replace(chain=side_by_side))
     assert price.messages < cost.of_leaves(ring.all_reduce, [leaf.nbytes for leaf in leaves], 8).messages
 
 
@@ -153,7 +152,7 @@ def test_numbers_of_the_literature():
     p, m = 1024, 1024 * 4096
     assert cost.of(ring.all_reduce, m, p)[:2] == (2 * (p - 1), 2 * (p - 1) * m // p)
     assert cost.of(halving.all_reduce, m, p)[:2] == (2 * 10, 2 * (p - 1) * m // p)
-    assert cost.of(doubling.all_reduce, m, p) == Cost(10, 10 * m, 10 * m, 10, 10 * m)
+    assert cost.of(doubling.all_reduce, m, p) == Cost(10, 10 * m, 10 * m, 10, 10 * m, 10)
     assert cost.of(bidirectional.all_reduce, m, p)[:2] == (2 * (p - 1), (p - 1) * m // p)
     assert cost.of(torus.all_reduce, m, (32, 32))[:2] == (4 * 31, (p - 1) * m // p)
     assert cost.of(ring.all_reduce, m, p).reduced == cost.of(halving.all_reduce, m, p).reduced == (p - 1) * m // p
@@ -163,15 +162,19 @@ def test_numbers_of_the_literature():
 
 def test_rounds_name_distances_and_axes():
     assert cost.rounds(halving.reduce_scatter, 7 * 4, 7) == [
-        Round(1, (Message(12, distance=4),), 12),
-        Round(1, (Message(8, distance=2),), 8),
-        Round(1, (Message(4, distance=1),), 4),
+        Round(1, (Message(12, distance=4),), 12, waits=1),
+        Round(1, (Message(8, distance=2),), 8, waits=1),
+        Round(1, (Message(4, distance=1),), 4, waits=1),
+    ]
+    assert cost.rounds(halving.reduce_scatter, 3 * 4, 3) == [  # the second block is sent as it was at first
+        Round(1, (Message(4, distance=2),), 4, waits=1),
+        Round(1, (Message(4, distance=1),), 4, waits=0),
     ]
     assert cost.rounds(torus.reduce_scatter, 12 * 4, (2, 3)) == [  # blocks of two numbers, one each way round the axes
-        Round(1, (Message(12, axis=0), Message(8, axis=1)), 20),
-        Round(1, (Message(8, axis=1),), 8),
-        Round(1, (Message(4, axis=1), Message(4, axis=0)), 8),
-        Round(1, (Message(4, axis=1),), 4),
+        Round(1, (Message(12, axis=0), Message(8, axis=1)), 20, waits=1),
+        Round(1, (Message(8, axis=1),), 8, waits=1),
+        Round(1, (Message(4, axis=1), Message(4, axis=0)), 8, waits=1),
+        Round(1, (Message(4, axis=1),), 4, waits=0),  # the first part has come as far as the second
     ]
     assert cost.rounds(bidirectional.all_gather, 12, 3) == [Round(2, (Message(8), Message(4, distance=-1)))]
 

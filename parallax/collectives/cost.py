@@ -4,8 +4,9 @@
     cost.seconds(price, link)                        # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds; in a round every device sends a message, or several over links of their own, and waits for those
-that it is sent. The formulas are whole numbers, padding included, and the tests hold them against the compiled programs. What a
-hop takes is measured on the live mesh by `tuning.fit`.
+that it is sent. Some rounds need nothing that the one before brought: a program may send them at once, a device with one port
+will not. The formulas are whole numbers, padding included, and every one of them equals what the tests read from the compiled
+programs. What a hop takes is measured on the live mesh by `tuning.fit`.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005); Chan et al.,
 Collective communication: theory, practice, and experience (2007).
@@ -37,17 +38,19 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Rounds that send the same messages, each waiting for the one before.
+    """Rounds that send the same messages, one after another.
 
     Attributes:
         times: how many they are.
         messages: that a device sends in each, side by side.
         reduced: bytes that it adds to others in each.
+        waits: in how many of them something is sent on that took as many hops as anything has; by default in all.
     """
 
     times: int
     messages: tuple[Message, ...]
     reduced: int = 0
+    waits: int | None = None
 
 
 class Cost(NamedTuple):
@@ -55,6 +58,8 @@ class Cost(NamedTuple):
 
     Attributes:
         hops: rounds of messages, one after another.
+        chain: the longest chain of messages of which each passes on what the one before brought: the program's own hops in a
+            row. Below `hops` where a round need not wait for the one before.
         bytes: over the busiest link: of the largest message of each round.
         sent: bytes that a device sends, over all its links: the results of the program's permutes.
         messages: that a device sends: the program's permutes, loops counted out.
@@ -66,6 +71,7 @@ class Cost(NamedTuple):
     sent: int = 0
     messages: int = 0
     reduced: int = 0
+    chain: int = 0
 
 
 class Link(NamedTuple):
@@ -128,11 +134,12 @@ def rounds(collective: Callable, nbytes: int, n: Sizes, *, itemsize: int = 4) ->
 def total(rounds: Sequence[Round]) -> Cost:
     """The rounds, one after another, as one cost."""
     return Cost(
-        hops=sum(times for times, _, _ in rounds),
-        bytes=sum(times * max(m.bytes for m in messages) for times, messages, _ in rounds),
-        sent=sum(times * m.bytes for times, messages, _ in rounds for m in messages),
-        messages=sum(times * len(messages) for times, messages, _ in rounds),
-        reduced=sum(times * reduced for times, _, reduced in rounds),
+        hops=sum(round.times for round in rounds),
+        bytes=sum(round.times * max(m.bytes for m in round.messages) for round in rounds),
+        sent=sum(round.times * m.bytes for round in rounds for m in round.messages),
+        messages=sum(round.times * len(round.messages) for round in rounds),
+        reduced=sum(round.times * round.reduced for round in rounds),
+        chain=sum(round.times if round.waits is None else round.waits for round in rounds),
     )
 
 
@@ -195,14 +202,18 @@ def _both_ways(size, itemsize):
 def _halving(size, n, itemsize):
     """From all n blocks to one; in each hop the farther half (rounded down) goes as far as the nearer half is long."""
     kept, block, found = _devices(n), _block(size, n) * itemsize, []
+    took = [0] * kept  # hops behind the partial sum of each block
     while kept > 1:
         kept, gone = -(-kept // 2), kept // 2
-        found.append(Round(1, (Message(gone * block, distance=kept),), gone * block))
+        longest, brought = max(took), 1 + max(took[kept:])
+        took = [max(hops, brought) for hops in took[:gone]] + took[gone:kept]
+        waits = max(took) - longest
+        found.append(Round(1, (Message(gone * block, distance=kept),), gone * block, waits))
     return found
 
 
 def _doubling_gather(size, n, itemsize):
-    back = lambda round: Round(1, tuple(m._replace(distance=-m.distance) for m in round.messages))
+    back = lambda round: round._replace(messages=tuple(m._replace(distance=-m.distance) for m in round.messages), reduced=0)
     return [back(round) for round in reversed(_halving(size * _devices(n), n, itemsize))]
 
 
@@ -220,15 +231,17 @@ def _torus_scatter(size, n, itemsize):
     n = _axes(n)
     block = _block(size, n)
     parts = [block // len(n) + (k < block % len(n)) for k in range(len(n))]
-    found = []
+    found, took = [], [0] * len(n)  # hops of each part
     for turn in range(len(n)):
         walks = []
         for k, part in enumerate(parts):
             axis, *left = [(k + later) % len(n) for later in range(turn, len(n))]
             walks.append((n[axis], Message(part * math.prod(n[other] for other in left) * itemsize, axis=axis)))
         for before, last in itertools.pairwise([1, *sorted({length for length, _ in walks})]):  # the longer walk on alone
+            going = [length >= last and message.bytes > 0 for length, message in walks]
             messages = tuple(message for length, message in walks if length >= last)
-            found.append(Round(last - before, messages, sum(message.bytes for message in messages)))
+            longest, took = max(took), [hops + (last - before) * goes for hops, goes in zip(took, going, strict=True)]
+            found.append(Round(last - before, messages, sum(message.bytes for message in messages), max(took) - longest))
     return found
 
 
@@ -246,8 +259,8 @@ def _hierarchical(size, n, itemsize, *, all_reduce=ring.all_reduce):
 
 
 def _direct(message, n, reduced=0):
-    """Block k straight to the device k further on, for each k."""
-    return [Round(1, (Message(message, distance=k),), reduced) for k in range(1, _devices(n))]
+    """Block k straight to the device k further on, for each k: none waits for another."""
+    return [Round(1, (Message(message, distance=k),), reduced, int(k == 1)) for k in range(1, _devices(n))]
 
 
 def _quantized_scatter(size, n, itemsize, block_size):
