@@ -86,12 +86,13 @@ def main():
     measure.virtual_devices(8)
     if arguments.times:
         return times(arguments.rounds)
+    names = ("mini",) if arguments.quick else MODELS
+    cases = [(name, *case) for name in names for case in read(LAYOUTS)[:: 13 if arguments.quick else 1]]
     rows = []
-    for name in ("mini",) if arguments.quick else MODELS:
-        for batch, layout in read(LAYOUTS)[:: 13 if arguments.quick else 1]:
-            rows.append(row(name, batch, layout, comparison(MODELS[name], layout, batch)))
-            print(f"\r{len(rows)} compiled", end="", flush=True)
-    print(f"\r{measure.table(rows)}\n")
+    for name, batch, layout in cases:
+        rows.append(row(name, batch, layout, comparison(MODELS[name], layout, batch)))
+        print(f"{len(rows)} of {len(cases)}: {name}, {rows[-1]['layout']}: {rows[-1]['off']}", flush=True)
+    print(f"\n{measure.table(rows)}\n")
     off = [abs(float(row["off"].rstrip("%"))) for row in rows]
     equal = lambda column: sum(row[column] == "equal" for row in rows)
     print(
