@@ -1,6 +1,6 @@
 """What `parallax.plan` predicts beside what compiled steps have, in bytes; and beside the times of steps that run.
 
-    python benchmarks/plan.py [--quick]      # compiles 80 layouts of two GPT-2s, runs nothing: about 8 minutes on 2 cores
+    python benchmarks/plan.py [--quick]      # compiles 80 layouts of two GPT-2s, runs nothing: about 20 minutes on 2 cores
     python benchmarks/plan.py --times        # runs ten layouts: about 3 minutes; for a machine that does nothing else
 
 See benchmarks/README.md for the columns.

@@ -229,7 +229,7 @@ def test_random_rule_sets(drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)
 def test_more_random_rule_sets(drawn):
     take_every_suggestion(drawn)

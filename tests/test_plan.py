@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_program(benchmark, layout):
 
 @pytest.mark.slow
 def test_bytes_of_many_layouts_are_those_of_the_program(benchmark):
-    """Every sixth of the 80 that `benchmarks/plan.py` compiles, which takes half an hour."""
+    """Every sixth of the 80 that `benchmarks/plan.py` compiles, which takes 20 minutes."""
     cases = [(name, batch, layout) for name in benchmark.MODELS for batch, layout in benchmark.read(benchmark.LAYOUTS)]
     assert len(cases) >= 60
     off = sorted(differences(benchmark, *case) for case in cases[::6])

@@ -379,6 +379,7 @@ def test_errors(message):
 
 CONFIG = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)  # the example's, as is how it is trained
 STEPS, BATCH, LENGTH = 200, 16, 64
+WELL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}  # it runs for longer than it compiles
 LAYOUTS = {"data 8": Layout(data=8), "data 4 x tensor 2": Layout(data=4, tensor=2)}
 
 
@@ -398,9 +399,10 @@ def text():
 
 
 def trained(state, train):
+    windows = lambda i: data.batch(text()[0], seed=0, step=i, size=BATCH, length=LENGTH)
+    train = train.lower(state, windows(0)).compile(WELL)
     for i in range(STEPS):
-        windows = data.batch(text()[0], seed=0, step=i, size=BATCH, length=LENGTH)
-        state, _ = jax.block_until_ready(train(state, windows))
+        state, _ = jax.block_until_ready(train(state, windows(i)))
     return state
 
 
@@ -410,7 +412,6 @@ def held_out(layout, model):
     return np.mean([one(model, windows).block_until_ready() for windows in batches])
 
 
-@functools.cache
 def by_the_step(layout, all_reduce):
     """The held-out loss after training with `step.train_step`."""
     layout, options = LAYOUTS[layout], {"batch": BATCH, "max_norm": 1.0, "key": jax.random.key(0)}
@@ -447,14 +448,10 @@ def by_hand_with_feedback():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "all_reduce"), [("data 8", quantized.all_reduce), ("data 4 x tensor 2", on_gradients)])
-def test_gpt2_learns_as_with_exact_sums(layout, all_reduce):
-    """200 steps: the held-out loss within 1 %."""
-    exact = by_the_step(layout, ring.all_reduce)
+def test_gpt2_learns_as_with_exact_sums():
+    """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too, and with feedback."""
+    exact = by_the_step("data 8", ring.all_reduce)
     assert exact < 2.6  # nats a byte: it has learned, from 5.5
-    assert by_the_step(layout, all_reduce) == pytest.approx(exact, rel=0.01)
-
-
-@pytest.mark.slow
-def test_gpt2_learns_with_error_feedback():
-    assert by_hand_with_feedback() == pytest.approx(by_the_step("data 8", ring.all_reduce), rel=0.01)
+    assert by_the_step("data 8", quantized.all_reduce) == pytest.approx(exact, rel=0.01)
+    assert by_the_step("data 4 x tensor 2", on_gradients) == pytest.approx(exact, rel=0.01)  # whose exact run is the same
+    assert by_hand_with_feedback() == pytest.approx(exact, rel=0.01)
