@@ -1,6 +1,5 @@
 """The plain versions: one device, the pipeline that `jax.grad` walks back through, and how near is near enough."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -156,14 +155,3 @@ def assert_close(tree, reference, tolerance: float) -> None:
         np.testing.assert_allclose(leaf, right, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
     jax.tree.map_with_path(check, tree, reference)
-
-
-@contextlib.contextmanager
-def compiled_quickly():
-    """Compile with few optimizations: in half the time, to the same meaning. Not for tests that read the program."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -82,15 +81,14 @@ def both(n, all_reduce, nbytes):
 def test_equals_leaf_by_leaf(n, all_reduce, data):
     """On whole numbers, which add exactly in any order."""
     nbytes = NBYTES[n % len(NBYTES)]
-    with reference.compiled_quickly():
-        world, f = both(n, all_reduce, nbytes)
-        tree = {}
-        for name, (shape, dtype, axes) in LEAVES.items():
-            blocks = [world.shape[axis] for axis in axes]
-            drawn = data.draw(hnp.arrays(np.int8, (*blocks, *shape), elements=st.integers(-3, 3)))
-            tree[name] = drawn.astype(jnp.dtype(dtype))
-        for ours, plain in f(tree):
-            jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), ours, plain)
+    world, f = both(n, all_reduce, nbytes)
+    tree = {}
+    for name, (shape, dtype, axes) in LEAVES.items():
+        blocks = [world.shape[axis] for axis in axes]
+        drawn = data.draw(hnp.arrays(np.int8, (*blocks, *shape), elements=st.integers(-3, 3)))
+        tree[name] = drawn.astype(jnp.dtype(dtype))
+    for ours, plain in f(tree):
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), ours, plain)
 
 
 SHAPES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "int8", "bfloat16"])), max_size=20)

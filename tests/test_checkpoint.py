@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from reference import EXACT, FLOAT64, compiled_quickly, windows
+from reference import EXACT, FLOAT64, windows
 
 from parallax import checkpoint, mesh, step
 from parallax.checkpoint import Checkpoints
@@ -340,7 +340,7 @@ def start(name):
     """The state to begin with on a layout, its step, and its mesh."""
     layout = LAYOUTS[name]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    with compiled_quickly(), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):
         state, train = step.train_step(CONFIG, optax.adamw(1e-3), layout, axes, batch=BATCH, dtype=FLOAT64, key=jax.random.key(0))
     return state, train
 
@@ -348,7 +348,7 @@ def start(name):
 def go_on(name, state, steps):
     _, train = start(name)
     losses = []
-    with compiled_quickly(), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):
         state = jax.tree.map(jnp.copy, state)  # the step donates it
         for number in range(int(state.step), int(state.step) + steps):
             state, info = jax.block_until_ready(train(state, windows(CONFIG, 0, number, BATCH)))

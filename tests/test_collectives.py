@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from reference import compiled_quickly
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 
 from parallax import mesh
@@ -150,8 +149,7 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
         return results
 
     trees = [[whole_numbers((*sizes.values(), *x), dtype) for x, dtype in fitting(n).items()] for _, fitting in manners]
-    with compiled_quickly():
-        found = on_blocks(body, sizes)(trees)
+    found = on_blocks(body, sizes)(trees)
     for tree, (options, _), result in zip(trees, manners, found, strict=True):
         ours, twin, our_gradient, twin_gradient = result
         jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), (ours, our_gradient), (twin, twin_gradient))
@@ -212,8 +210,7 @@ def test_transformations(collective):
     functions = [functools.partial(collective, axis_name=axis, **options), twin_of(collective, axis, **options)]
     x = whole_numbers((*sizes.values(), math.prod(sizes.values()), 2, 2), "float64")
     both = on_blocks(lambda x: {key: [t(f, x) for f in functions] for key, t in TRANSFORMED.items()}, sizes)
-    with compiled_quickly():
-        results = both(x)
+    results = both(x)
     for key, (ours, twin) in results.items():
         np.testing.assert_array_equal(ours, twin, key, strict=True)
 

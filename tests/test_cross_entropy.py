@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import EXACT, assert_close, compiled_quickly
+from reference import EXACT, assert_close
 
 from parallax import cross_entropy, mesh, pipeline, schedule, tensor
 from parallax.collectives import ring
@@ -115,8 +115,7 @@ def near(result, expected):
 @given(data=st.data())
 def test_equals_the_plain_loss(layout, all_reduce, data):
     arguments = drawn(data)
-    with compiled_quickly():
-        near(blocked(layout, all_reduce)(*arguments), plain(*arguments))
+    near(blocked(layout, all_reduce)(*arguments), plain(*arguments))
 
 
 @pytest.mark.parametrize("layout", ["one", "stage x tensor"])
@@ -124,8 +123,7 @@ def test_equals_the_plain_loss(layout, all_reduce, data):
 @given(data=st.data())
 def test_equals_it_under_checkpoint(layout, data):
     arguments = drawn(data)
-    with compiled_quickly():
-        near(blocked(layout, "ring", jax.checkpoint)(*arguments), plain(*arguments))
+    near(blocked(layout, "ring", jax.checkpoint)(*arguments), plain(*arguments))
 
 
 @every_all_reduce
@@ -164,9 +162,8 @@ def test_as_the_head_of_a_pipeline(all_reduce):
     def whole(params):
         return plain_loss(jnp.tanh(jnp.tanh(x @ params.blocks[0, 0]) @ params.blocks[0, 1]), params.table, targets)
 
-    with compiled_quickly():
-        value, gradients = jax.jit(run)(params, (x, targets))
-        expected, right = jax.jit(jax.value_and_grad(whole))(params)
+    value, gradients = jax.jit(run)(params, (x, targets))
+    expected, right = jax.jit(jax.value_and_grad(whole))(params)
     np.testing.assert_allclose(value, expected, rtol=EXACT)
     assert_close(gradients, right, EXACT)
 

@@ -106,8 +106,7 @@ UNIT = st.floats(-2, 2, width=32)
 def test_equals_the_collective_and_the_product(layout, data):
     axis = (1, -2)[size(layout) % 2]  # of [B, T, D]
     arguments = [data.draw(hnp.arrays(np.float64, shape, elements=UNIT)) for shape in shapes(layout)]
-    with reference.compiled_quickly():
-        ours, plain = (layer(layout, pair, axis)(*arguments) for pair in (OURS, PLAIN))
+    ours, plain = (layer(layout, pair, axis)(*arguments) for pair in (OURS, PLAIN))
     jax.tree.map(close, ours, plain)
 
 
@@ -137,8 +136,7 @@ def test_rounding(n, data):
     dtype = ("float32", "bfloat16")[n % 2]
     draw = lambda *shape: np.asarray(jnp.asarray(data.draw(hnp.arrays(np.float32, shape, elements=UNIT))).astype(dtype))
     x, up, z, down = draw(n * T, D), draw(D, n * H), draw(n * T, n * H), draw(n * H, D)
-    with reference.compiled_quickly():
-        y, s = (np.asarray(leaf) for leaf in product(str(n), dtype)(*[leaf.astype(np.float32) for leaf in (x, up, z, down)]))
+    y, s = (np.asarray(leaf) for leaf in product(str(n), dtype)(*[leaf.astype(np.float32) for leaf in (x, up, z, down)]))
     eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
     x, up, z, down = map(np.longdouble, (x, up, z, down))
     for got, left, right, terms in ((y, x, up, D), (s, z, down, n * H + n)):
@@ -177,9 +175,8 @@ def test_transformations(layout):
 
     draw = np.random.default_rng(0).integers
     arguments = [draw(-2, 3, shape).astype(float) for shape in shapes(layout)]
-    with reference.compiled_quickly():
-        out = {name: P(None, None, "data", "X") if "vmap" in name else P(None, "data", "X") for name in TRANSFORMED}
-        ours, plain = over(layout, f, SPECS, [out, out])(*arguments)
+    out = {name: P(None, None, "data", "X") if "vmap" in name else P(None, "data", "X") for name in TRANSFORMED}
+    ours, plain = over(layout, f, SPECS, [out, out])(*arguments)
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
 
@@ -203,8 +200,7 @@ def test_gradients_of_weights_under_vmap_scan_and_checkpoint():
     draw = np.random.default_rng(0).normal
     x, up, down = shapes("2 x 4")
     arguments = draw(size=(2, *x)), draw(size=(2, 3, *up)), draw(size=(2, 3, *down))
-    with reference.compiled_quickly():
-        ours, plain = over("2 x 4", f, specs, [specs, specs])(*arguments)
+    ours, plain = over("2 x 4", f, specs, [specs, specs])(*arguments)
     jax.tree.map(close, ours, plain)
 
 

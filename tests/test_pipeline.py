@@ -25,7 +25,6 @@ from reference import (
     FLOAT64,
     assert_close,
     assert_same_run,
-    compiled_quickly,
     gpt2_on,
     gpt2_on_one_device,
     naive_pipeline,
@@ -135,7 +134,6 @@ def pipelined(kind, table, data=1, tensor=1, *, remat=False, all_reduce=lax.psum
     return eqx.filter_jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs)))
 
 
-@compiled_quickly()
 def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, all_reduce=lax.psum):
     """The loss and every gradient are those of one device."""
     positions, rows = table.stages * table.chunks, beside[0] * table.microbatches * 2
@@ -230,7 +228,6 @@ def test_a_table_written_by_hand(tmp_path):
     check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), all_reduce=ring.all_reduce)
 
 
-@compiled_quickly()
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 2), (3, 7)])
 def test_the_naive_pipeline_computes_the_same(stages, microbatches):
     """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the clever one must equal."""
@@ -247,7 +244,6 @@ def naive(kind, stages, microbatches):
     return eqx.filter_jit(eqx.filter_value_and_grad(loss))
 
 
-@compiled_quickly()
 @pytest.mark.parametrize("table", [one_f_one_b(4, 3), one_f_one_b(2, 4, chunks=3), gpipe(3, 2)])
 def test_the_forward_lane_alone_is_the_loss(table):
     """`pipeline.value`: the same loss, and no exchange but one a tick."""
@@ -264,7 +260,6 @@ def test_the_forward_lane_alone_is_the_loss(table):
     assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
 
 
-@compiled_quickly()
 def test_five_steps_of_adamw():
     """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
     table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
@@ -294,9 +289,8 @@ BATCH = 16
 def train_gpt2(layout, table, seed, remat, all_reduce):
     options = {"schedule": table, "all_reduce": all_reduce}
     layout = dataclasses.replace(layout, remat="stage" if remat else "none")
-    with compiled_quickly():
-        run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
-        assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
+    run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
+    assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
 
 
 @pytest.mark.slow
@@ -398,7 +392,7 @@ def test_gpt2s_collectives_are_those_of_theory(all_reduce):
     """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         state, train = step.train_step(
             *(config, optax.adamw(1e-3), layout, on(2, 2, 2)),
             batch=BATCH,

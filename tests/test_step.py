@@ -17,7 +17,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import FLOAT64, assert_close, assert_same_run, compiled_quickly, gpt2_on, gpt2_on_one_device
+from reference import FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device
 
 from parallax import mesh, rules, step
 from parallax.collectives import ring
@@ -48,15 +48,14 @@ def on(layout):
 
 def adamw_step(config, layout, **options):
     options = {"batch": BATCH, "dtype": FLOAT64, "key": jax.random.key(0)} | options
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         return step.train_step(config, optax.adamw(1e-3), layout, on(layout), **options)
 
 
 def train(data_tensor, all_reduce, microbatches, config, seed):
     layout = Layout(data=data_tensor[0], tensor=data_tensor[1], microbatches=microbatches)
-    with compiled_quickly():
-        run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, all_reduce=all_reduce)
-        assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
+    run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, all_reduce=all_reduce)
+    assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
 @example(data_tensor=(4, 2), all_reduce=lax.psum, microbatches=4, config=SHAPES[0], seed=0)
@@ -136,7 +135,7 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     config = gpt2.Config(layers=1, heads=2, width=4, context=4, vocabulary=8, vocabulary_multiple=8, dropout=0.1)
     state, train = adamw_step(config, Layout(data=4, tensor=2), attend=attend)
     after = []
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly(), jax.log_compiles(), caplog.at_level(logging.WARNING):
+    with jax.numpy_dtype_promotion("standard"), jax.log_compiles(), caplog.at_level(logging.WARNING):
         for number in range(3):
             before = jax.tree.leaves(state)
             state, _ = train(state, np.full((BATCH, 5), number, np.int32))
@@ -215,7 +214,6 @@ def test_make_clips_as_optax_does(max_norm):
         assert int(one.step) == int(eight.step) == number + 1
 
 
-@compiled_quickly()
 @pytest.mark.parametrize(
     ("layout", "all_reduce"),
     [(Layout(data=4, tensor=2), ring.all_reduce), (Layout(data=2, stage=2, tensor=2, microbatches=4, chunks=2), lax.psum)],
@@ -284,7 +282,7 @@ def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
 def test_no_collective_overtakes_a_loop(text):
     """On CPU it would meet one of the loop's in a rendezvous, and abort the process."""
     layout, config = Layout.parse(text), gpt2.Config(layers=4, heads=4, width=64, context=32, vocabulary=128, **DROPOUT)
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         prepared = step.prepare(config, optax.adamw(1e-3), layout, on(layout), batch=16, max_norm=1.0, key=jax.random.key(0))
         program = prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((16, 33), jnp.int32)).compile()
     assert [(loop.name, later.name) for loop, later in hlo.unordered(program)] == []

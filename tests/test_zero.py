@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import EXACT, assert_close, assert_same_run, compiled_quickly, gpt2_on, gpt2_on_one_device
+from reference import EXACT, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device
 
 from parallax import grads, mesh, rules, sequence, step, zero
 from parallax.collectives import matmul, ring
@@ -33,10 +33,9 @@ COLLECTIVES = {
 
 
 def trains_as_one_device(layout, collectives="ring"):
-    with compiled_quickly():
-        mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-        run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, **COLLECTIVES[collectives])
-        assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
+    mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, **COLLECTIVES[collectives])
+    assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
 
 
 @pytest.mark.parametrize(
@@ -71,9 +70,8 @@ def test_products_that_overlap_with_their_collectives_compute_the_same():
     mesh_ = mesh.make(tensor=4, devices=jax.devices()[:4])
     specs = rules.specs(model, gpt2.rules(), mesh_)
     split = mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))
-    with compiled_quickly():
-        ours = jax.jit(split)(model, (windows, None))
-        assert_close(ours, jax.jit(jax.value_and_grad(gpt2.loss))(model, (windows, None)), EXACT)
+    ours = jax.jit(split)(model, (windows, None))
+    assert_close(ours, jax.jit(jax.value_and_grad(gpt2.loss))(model, (windows, None)), EXACT)
 
 
 @pytest.mark.slow
