@@ -83,10 +83,7 @@ XLA_CPU = Compiler(
     scattered=1.1,
     update=(2.0, 1.0, 2.0, 3.0),
 )
-IN_PLACE = Compiler(
-    scores=2.96,
-    block=((15.0, 5.6), (21.3, 0.9), (33.5, 4.3)),
-    slots=1.27,
+IN_PLACE = XLA_CPU._replace(
     gradients=1.0,
     gradients_again=1.0,
     ends=1.0,
