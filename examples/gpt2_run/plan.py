@@ -19,6 +19,7 @@ from parallax import checkpoint, data, draw, launch, mesh, schedule
 from parallax.collectives import ring, tuning
 from parallax.layout import Layout
 from parallax.models import gpt2
+from parallax.plan import quantity
 from parallax.schedule import Schedule
 
 SETTINGS = "settings.json"
@@ -199,7 +200,7 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
     flops = report.step_flops(c, per_step, plan.length)
     n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
     kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
-    bytes_ = lambda size: report.quantity(size, "B")
+    bytes_ = lambda size: quantity(size, "B")
     rows = [
         ("model", f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}"),
         (
@@ -221,8 +222,8 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         ("split", report.split(layout)),
         ("collectives", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (in the compiled program),"),
         ("", ", ".join(f"{bytes_(size)} over {axis}" for axis, size in sent.items())),
-        ("arithmetic", f"{report.quantity(flops, 'FLOP')} a step"),
-        ("matrix rate", f"{report.quantity(rate, 'FLOP/s')} ({measured}):"),
+        ("arithmetic", f"{quantity(flops, 'FLOP')} a step"),
+        ("matrix rate", f"{quantity(rate, 'FLOP/s')} ({measured}):"),
         ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),
         ("to beat", ", ".join(f"{name} {nats:.3f}" for name, nats in plan.lines.items()) + f" nats a {plan.unit}, held out"),
         ("out", f"{s.out}: goes on after step {first:,}" if first else str(s.out)),

@@ -79,12 +79,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def quantity(number: float, unit: str) -> str:
-    """A number to three digits with the prefix that suits it: `quantity(1.2e9, "FLOP")` is "1.2 GFLOP"."""
-    power = min(4, int(math.log10(number) // 3)) if number >= 1 else 0
-    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}"
-
-
 # While it goes on
 
 
