@@ -392,10 +392,10 @@ def text():
     return data.split(data.encode_file(TEXT, data.bytes_tokenizer()))
 
 
-def trained(state, train):
+def trained(state, train, steps=STEPS):
     windows = lambda i: data.batch(text()[0], seed=0, step=i, size=BATCH, length=LENGTH)
     train = train.lower(state, windows(0)).compile(WELL)
-    for i in range(STEPS):
+    for i in range(steps):
         state, _ = jax.block_until_ready(train(state, windows(i)))
     return state
 
@@ -414,38 +414,44 @@ def by_the_step(layout, all_reduce):
         return held_out(layout, trained(state, train).model)
 
 
-def by_hand_with_feedback():
-    """The held-out loss after the same training on `data 8` with error feedback, carried beside the optimizer's state."""
-    layout, world = LAYOUTS["data 8"], mesh.make(**LAYOUTS["data 8"].axes)
-    weights_key, _ = jax.random.split(jax.random.key(0))
-    make_model = functools.partial(gpt2.GPT2, CONFIG, key=weights_key, dtype=jnp.dtype(jnp.float32))
+def by_hand(all_reduce):
+    """The weights after 40 steps of SGD with momentum on `data 8`; `all_reduce` of (gradients, error) gives both anew."""
+    world, momentum = mesh.make(**LAYOUTS["data 8"].axes), functools.partial(optax.sgd, 0.05, momentum=0.9)
+    make_model = functools.partial(gpt2.GPT2, CONFIG, key=jax.random.key(0), dtype=jnp.dtype(jnp.float32))
     loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=lax.psum)
 
     def local(state, error, windows):
         value, gradients = jax.value_and_grad(loss)(varying(state.model, "data"), (windows, None))
-        sums, error = quantized.all_reduce_with_error(gradients, error, "data")
+        sums, error = all_reduce(gradients, error)
         means = lax.pmean(value, "data"), jax.tree.map(lambda leaf: leaf / lax.axis_size("data"), sums)
-        state, info = step.make(lambda *_: means, optimizer(), max_norm=1.0)(state, windows)
+        state, info = step.make(lambda *_: means, momentum())(state, windows)
         return (state, error), info
 
     with jax.numpy_dtype_promotion("standard"):  # optax's
-        state, specs = step.init(make_model, optimizer(), gpt2.rules(), world)
+        state, specs = step.init(make_model, momentum(), gpt2.rules(), world)
         errors = jax.tree.map(lambda spec: P("data", *spec), specs.model, is_leaf=mesh.is_spec)
         start = mesh.spmd(
             lambda model: quantized.initial_error(model, "data"), mesh=world, in_specs=(specs.model,), out_specs=errors
         )
         both = mesh.spmd(local, mesh=world, in_specs=(specs, errors, P("data")), out_specs=((specs, errors), P()))
         train = jax.jit(lambda states, windows: both(*states, windows))
-        state, error = trained((state, jax.jit(start)(state.model)), train)
-        assert optax.tree.norm(error) > 0
-        return held_out(layout, state.model)
+        return trained((state, jax.jit(start)(state.model)), train, steps=40)[0].model
 
 
 @pytest.mark.slow
 def test_gpt2_learns_as_with_exact_sums():
-    """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too, and with feedback."""
+    """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too."""
     exact = by_the_step("data 8", ring.all_reduce)
     assert exact < 2.6  # nats a byte: it has learned, from 5.5
     assert by_the_step("data 8", quantized.all_reduce) == pytest.approx(exact, rel=0.01)
     assert by_the_step("data 4 x tensor 2", on_gradients) == pytest.approx(exact, rel=0.01)  # whose exact run is the same
-    assert by_hand_with_feedback() == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.slow
+def test_error_feedback_keeps_to_the_exact_run():
+    """What is linear in the gradients, as SGD is, forgets nothing: 9 times as near as without, where 4 is asked for."""
+    exact = by_hand(lambda gradients, error: (ring.all_reduce(gradients, "data"), error))
+    without = by_hand(lambda gradients, error: (quantized.all_reduce(gradients, "data"), error))
+    with_feedback = by_hand(lambda gradients, error: quantized.all_reduce_with_error(gradients, error, "data"))
+    apart = lambda model: optax.tree.norm(jax.tree.map(jnp.subtract, model, exact))
+    assert 0 < 4 * apart(with_feedback) < apart(without)
