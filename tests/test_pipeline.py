@@ -207,7 +207,7 @@ def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, rema
 
 
 @pytest.mark.slow
-@settings(max_examples=20, phases=no_shrinking)
+@settings(max_examples=15, phases=no_shrinking)
 @draws
 def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
     make_table, beside = case

@@ -105,7 +105,7 @@ def admitted():
 
 
 @pytest.mark.slow
-@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(layout=st.sampled_from(list(admitted())), collectives=st.sampled_from(["ring", "lax"]))
 def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, collectives):
     trains_as_one_device(layout, collectives)
