@@ -64,6 +64,7 @@ RUNS = {
 LONG = ("buckets", "collectives", "scaling", "train_step", "pipeline")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])
 def test_prints_its_tables(name, tmp_path):
     flags, expected = RUNS[name]

@@ -74,6 +74,7 @@ def both(n, all_reduce, nbytes):
     return world, jax.jit(f)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", range(1, 9))
 @every_all_reduce
 @settings(max_examples=4)

@@ -152,6 +152,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_restored(two, tmp_path,
         refused_after(kind, two, tmp_path / "copy", seed)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bit", "truncated", "missing"])
 def test_a_hundred_times(two, tmp_path, kind):
@@ -398,15 +399,17 @@ def test_each_layout_restores_what_the_one_before_saved(tmp_path):
     over_layouts(tmp_path, names, filled(start(names[0])[0]))
 
 
+@pytest.mark.sweep()
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(chains)
 def test_any_layout_restores_what_any_other_saved(tmp_path_factory, names):
     over_layouts(tmp_path_factory.mktemp("layouts"), names, filled(start(names[0])[0]))
 
 
+@pytest.mark.sweep()
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(chains)
 def test_a_run_goes_on_over_any_layout(tmp_path_factory, names):
     state, losses = trained(names[0])

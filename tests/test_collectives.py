@@ -70,7 +70,7 @@ MESHES = (  # and the axes that are joined, in their order
     ({"x": 3, "y": 2}, ("x", "y")),
     ({"x": 2, "y": 2, "z": 2}, ("z", "x", "y")),
 )
-QUICK = {True: {"x": 2, "y": 4}, False: {"x": 3}}  # of a torus or not; the others are in the longer run
+QUICK = {True: {"x": 2, "y": 4}, False: {"x": 3}}  # of a torus or not: in each run
 TWELVE = (({"x": 12}, "x"), ({"x": 3, "y": 4}, ("y", "x")), ({"x": 3, "y": 2, "z": 2}, ("z", "x", "y")))
 
 
@@ -83,7 +83,7 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        marks = () if sizes == QUICK[on_torus(f)] else pytest.mark.slow
+        marks = () if sizes == QUICK[on_torus(f)] else (pytest.mark.slow, pytest.mark.sweep(8))
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
     chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[1])]
@@ -158,6 +158,8 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
             np.testing.assert_array_equal(in_order(np.asarray(y), sizes, axis), np.stack(meant), strict=True)
 
 
+@pytest.mark.bits
+@pytest.mark.sweep(2)
 @every_sum
 def test_replicas_have_the_same_bits(collective, sizes, axis):
     """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on the order."""
@@ -177,6 +179,7 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
         assert np.all((off <= bound) | ~np.isfinite(copies.astype(np.float64)))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
 def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
@@ -196,6 +199,7 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
     assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1, 1]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "collective",
     [
@@ -215,6 +219,7 @@ def test_transformations(collective):
         np.testing.assert_array_equal(ours, twin, key, strict=True)
 
 
+@pytest.mark.sweep(3)
 @every_collective
 def test_types(collective):
     """Whichever axes the input varies along, the result varies where the twin's does."""
@@ -281,6 +286,7 @@ def compiled_traffic(collective, sizes, axis, shape):
     return len(ops), sum(op.bytes for op in ops) // 4
 
 
+@pytest.mark.sweep(12)
 @every_case
 def test_traffic_of_the_compiled_program(collective, sizes, axis):
     """Hops and bytes are those of the docstrings, exactly; 5 n + 3 elements do not divide."""
@@ -290,6 +296,7 @@ def test_traffic_of_the_compiled_program(collective, sizes, axis):
     assert compiled_traffic(collective, sizes, axis, shape) == expected
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f not in ON_TWO_AXES and kind(f) != "all_gather"], ids=name)
 def test_backward(collective):
     """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an all-gather of its blocks does."""
@@ -301,6 +308,7 @@ def test_backward(collective):
     assert (len(ops), sum(op.bytes for op in ops)) == (times * messages, times * 4 * elements)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if sys.modules[module(f)] not in (halving, doubling)], ids=name)
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
@@ -316,6 +324,7 @@ def test_long_walks_are_loops(collective, monkeypatch):
         assert len({program.as_text().count("stablehlo.collective_permute") for program in (longer, shorter)}) == 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("unrolled", [1, 8])
 @pytest.mark.parametrize("algorithm", [ring, bidirectional, torus], ids=lambda module: module.__name__)
 def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):

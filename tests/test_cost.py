@@ -54,11 +54,11 @@ def axes_of(n):
     return (("x", n),) if isinstance(n, int) else tuple(zip("xyz", n, strict=False))
 
 
-later = lambda *cases: [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-DEVICES = [1, 2, 3, 8, *later(4, 5, 6, 7)]
-MESHES = [*DEVICES, (2, 4), *later((3, 2), (1, 4), (2, 2, 2))]
+DEVICES = range(1, 9)
+MESHES = [*DEVICES, (2, 4), (3, 2), (1, 4), (2, 2, 2)]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
 @pytest.mark.parametrize("collective", REDUCTIONS, ids=name_of)
 def test_all_reduces(collective, n):
@@ -66,6 +66,7 @@ def test_all_reduces(collective, n):
         assert_priced(collective, collective, axes_of(n), (size,), 4 * size)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", [(2, 4), (3, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("inner", [halving.all_reduce, doubling.all_reduce], ids=name_of)
 def test_hierarchical(n, inner):
@@ -75,6 +76,7 @@ def test_hierarchical(n, inner):
     assert compiled(call, axes_of(n), (97,)) == exactly(price)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
 @pytest.mark.parametrize("collective", SCATTERS, ids=name_of)
 def test_reduce_scatters(collective, n):
@@ -87,6 +89,7 @@ def _scattered(collective):
     return lambda x, axes: collective(x, axes, tiled=True)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
 @pytest.mark.parametrize("collective", GATHERS, ids=name_of)
 def test_all_gathers(collective, n):
@@ -98,6 +101,7 @@ def _with_weight(collective, shape):
     return lambda x, axis: collective(x, varying(jnp.ones(shape, jnp.float32), axis), axis)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("n", DEVICES)
 def test_the_others(n):
     axes = axes_of(n)
@@ -124,6 +128,7 @@ def test_items_of_other_sizes(dtype, itemsize):
         assert_priced(f, f, axes_of(5), (7,), 7 * itemsize, itemsize, dtype)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("block_size", [4, 32])
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8), ("bfloat16", 2)])
 def test_quantized_options(block_size, dtype, itemsize):

@@ -109,6 +109,7 @@ def near(result, expected):
     np.testing.assert_array_equal(result[1][1][VOCABULARY:], 0)  # padding learns nothing
 
 
+@pytest.mark.sweep(4)
 @every_layout
 @every_all_reduce
 @settings(max_examples=8)

@@ -60,6 +60,7 @@ def svg_text(path):
     return [text for node in xml.etree.ElementTree.parse(path).iter() if (text := (node.text or "").strip())]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_timeline(tmp_path, name):
     table = SCHEDULES[name]

@@ -96,6 +96,7 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
     options = ["--layout", "small", "--raise-at", 3, "--rank", 1]
@@ -122,14 +123,17 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long):
+def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, pytestconfig):
     """Any rank, during saves too. A step is lost for good only back to the last finished checkpoint.
 
-    The job comes back with two processes or with four, which share the same devices.
+    The job comes back with two processes or with four, which share the same devices. The moments are drawn by --sweep-seed: 6
+    kills, or 20 with --sweep-all.
     """
-    generator, every, took, lost, saving, reached = random.Random(0), 3, [], [], 0, 0
+    option = pytestconfig.option
+    generator, every, took, lost, saving, reached = random.Random(option.sweep_seed), 3, [], [], 0, 0
+    kills = 20 if option.sweep_all else 6
     command = ["--layout", "small", "--steps", LONG, "--every", every]
-    for start in range(20):
+    for start in range(kills):
         processes = 2 if start % 5 else 4
         with Running(tmp_path, *command, "--pause", 0.1, processes=processes, cache=cache) as job:
             restored = goes_on_from(job)
@@ -149,7 +153,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, un
     with Running(tmp_path, *command, processes=4, cache=cache) as job:
         assert job.wait() == 0, job.printed()
     print(
-        f"20 kills, {saving} during a save: the job ended after {min(took):.2f} to {max(took):.2f} s; lost {sorted(lost)} steps"
+        f"{kills} kills, {saving} during a save: the job ended after {min(took):.2f} to {max(took):.2f} s; lost {sorted(lost)} steps"
     )
     assert max(took) < SECONDS
     assert_same_bits(tmp_path, undisturbed_long)
@@ -166,6 +170,7 @@ def goes_on_from(job):
 
 
 @pytest.mark.faults
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("launcher", "processes", "rank"), [(ALL[0], 4, 3), (ALL[0], 2, 0), (ALL[-1], 2, 1)])
 def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed, launcher, processes, rank):
     options = {"processes": processes, "cache": cache, "launcher": launcher}
@@ -185,6 +190,7 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
 
 
 @pytest.mark.faults
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
     options = ["--layout", "small", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flags
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -31,7 +32,7 @@ def printed(tmp_path_factory):
     def run(name: str, *arguments: str) -> str:
         if (name, *arguments) not in done:
             paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-            environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # worth compiling well
+            environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | flags.of_users()
             command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
             ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
             assert ended.returncode == 0, ended.stderr

@@ -111,6 +111,7 @@ def data_parallel(all_reduce, microbatches, **sizes):
     return over(arrow, (P(), P(split)), P(), **sizes)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"a": 4, "b": 2}], ids=str)
 @pytest.mark.parametrize("all_reduce", [ring.all_reduce, lax.psum], ids=["ring", "psum"])
 @settings(max_examples=10)

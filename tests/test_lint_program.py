@@ -429,6 +429,7 @@ def test_our_steps_are_silent(layout):
     assert findings(layout) == []
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("collectives", [{}, LAX], ids=["ring", "lax"])
 @pytest.mark.parametrize("layout", LAYOUTS + MORE_LAYOUTS, ids=str)

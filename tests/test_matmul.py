@@ -100,6 +100,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=reference.EXACT, atol
 UNIT = st.floats(-2, 2, width=32)
 
 
+@pytest.mark.sweep(4)
 @every_layout
 @settings(max_examples=4)
 @given(data=st.data())
@@ -128,6 +129,7 @@ def product(layout, dtype):
     return over(layout, f, (P("X"), P(None, "X"), P(None, "X"), P("X")), (P(None, "X"), P("X")))
 
 
+@pytest.mark.sweep(4)
 @every_n
 @settings(max_examples=8)
 @given(data=st.data())
@@ -159,6 +161,7 @@ TRANSFORMED = {  # (f, x) -> what f becomes, on [B, T, D] of whole numbers
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layout", ["3", "2 x 4", "b x a"])
 def test_transformations(layout):
     """Of the layer without its tanh, in its input and (through `x`) twice over."""

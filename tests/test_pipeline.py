@@ -199,21 +199,24 @@ draws = given(
 )
 
 
-@settings(max_examples=4, phases=no_shrinking)
+@pytest.mark.sweep()
+@settings(max_examples=2, phases=no_shrinking)
 @draws
 def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
     make_table, beside = case
     check(kind, make_table(), beside, layers, seed, remat, all_reduce)
 
 
+@pytest.mark.sweep()
 @pytest.mark.slow
-@settings(max_examples=15, phases=no_shrinking)
+@settings(max_examples=8, phases=no_shrinking)
 @draws
 def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
     make_table, beside = case
     check(kind, make_table(), beside, layers, seed, remat, all_reduce)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("table", "remat"),
     [(one_f_one_b(4, 3), False), (one_f_one_b(4, 3), True), (one_f_one_b(2, 4, chunks=2), False), (gpipe(4, 3), True)],
@@ -228,6 +231,7 @@ def test_a_table_written_by_hand(tmp_path):
     check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), all_reduce=ring.all_reduce)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 2), (3, 7)])
 def test_the_naive_pipeline_computes_the_same(stages, microbatches):
     """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the clever one must equal."""
@@ -244,6 +248,7 @@ def naive(kind, stages, microbatches):
     return eqx.filter_jit(eqx.filter_value_and_grad(loss))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("table", [one_f_one_b(4, 3), one_f_one_b(2, 4, chunks=3), gpipe(3, 2)])
 def test_the_forward_lane_alone_is_the_loss(table):
     """`pipeline.value`: the same loss, and no exchange but one a tick."""
@@ -293,6 +298,7 @@ def train_gpt2(layout, table, seed, remat, all_reduce):
     assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "table", "remat", "all_reduce"),
@@ -307,8 +313,9 @@ def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):
     train_gpt2(layout, table, 0, remat, all_reduce)
 
 
+@pytest.mark.sweep()
 @pytest.mark.slow
-@settings(max_examples=6, phases=no_shrinking)
+@settings(max_examples=2, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), all_reduce=st.sampled_from(REDUCE))
 def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, all_reduce):
     sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]
@@ -349,6 +356,7 @@ def test_the_naive_pipelines_memory_grows_with_them():
     assert sixty_four > 3 * program(64).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("table", "options"),
     [
@@ -369,12 +377,14 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
         assert len(re.findall(r" collective-permute(?:-start)?\(", body)) <= 2
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}])
 def test_no_collective_overtakes_a_loop(options):
     """The loss is there before the last loop, whose exchanges its sum must not meet."""
     assert hlo.unordered(program(4, stages=2, all_reduce=ring.all_reduce, **options)) == []
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"chunks": 2}, {"chunks": 2, "remat": True}, {"make": gpipe}])
 def test_the_program_does_not_grow_with_the_microbatches(options):
     few, many = (len(program(M, **options).as_text()) for M in (8, 64))
@@ -386,6 +396,7 @@ def test_the_program_does_not_grow_with_the_layers():
     assert many <= 1.5 * few
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("all_reduce", [lax.psum, ring.all_reduce], ids=["psum", "ring"])
 def test_gpt2s_collectives_are_those_of_theory(all_reduce):

@@ -44,6 +44,7 @@ def differences(benchmark, name, batch, layout):
     return abs(temporaries.off)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FEW)
 def test_bytes_are_those_of_the_program(benchmark, layout):
@@ -71,6 +72,7 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, name):
@@ -129,6 +131,7 @@ def residuals(layout, dtype):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) / L, config
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "layout",

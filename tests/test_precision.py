@@ -132,6 +132,7 @@ def test_mixed_gradients_are_near_the_wide_ones():
 POWERS = st.integers(0, 20).map(lambda k: 2.0**k)
 
 
+@pytest.mark.bits
 @settings(max_examples=20)
 @given(scale=POWERS, x=st.floats(-4, 4, width=32))
 def test_scaled_then_unscaled_is_the_same_bits(scale, x):
@@ -141,6 +142,7 @@ def test_scaled_then_unscaled_is_the_same_bits(scale, x):
     jax.tree.map(np.testing.assert_array_equal, grad(w, batch), jax.value_and_grad(loss)(w, batch))
 
 
+@pytest.mark.bits
 def test_a_pipeline_takes_a_scaled_head():
     """Its scale is a traced number, as in a step's state; scaled by a power of two, the gradients have the same bits."""
     params, x = Stages(jnp.full((3, 3), 0.5), jnp.linspace(-1.0, 1.0, 18).reshape(1, 2, 3, 3)), jnp.linspace(0.0, 1.0, 12)

@@ -45,6 +45,7 @@ def test_four_processes_tell_of_themselves_once(four_processes):
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "layout", [["--devices=8"], ["--devices=1", "--microbatches=2"]], ids=["one process, eight devices", "one device"]
 )

@@ -131,6 +131,7 @@ def both(n):
     return spmd(n, body)
 
 
+@pytest.mark.sweep(4)
 @every_n
 @settings(max_examples=5)
 @given(data=st.data())
@@ -167,6 +168,7 @@ TRANSFORMED = {  # (f, x) -> what f becomes, on whole numbers
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", OURS)
 def test_transformations(name):
     """The derivative is that of the exact function, and whole numbers pass it unchanged."""
@@ -202,8 +204,10 @@ def reduced_and_gathered(n):
     return spmd(n, body)
 
 
+@pytest.mark.bits
+@pytest.mark.sweep(4)
 @every_n
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_bound(n, data):
     """Off by (sum of the others' peaks + the sum's peak) / 127, beside the rounding of n - 1 float additions."""
@@ -222,6 +226,7 @@ def test_bound(n, data):
         assert {block.tobytes() for block in result} == {result[0].tobytes()}  # the same bits on all devices
 
 
+@pytest.mark.sweep(4)
 @every_n
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_hidden(n, bad):
@@ -263,6 +268,7 @@ def run_with_feedback(n, size):
     return spmd(n, body)
 
 
+@pytest.mark.sweep(4)
 @every_n
 @settings(max_examples=10)
 @given(data=st.data())
@@ -326,6 +332,7 @@ def test_a_block_that_is_not_finite_leaves_no_error_behind(bad):
 # What it costs
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("n", "size"), [(2, 10_001), (5, 5 * 64), (8, 10_001)])
 def test_traffic_of_the_compiled_program(n, size):
     """One message a hop, as the table in the module says; and at most 0.27 of what the exact ring sends."""

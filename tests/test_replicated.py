@@ -30,6 +30,7 @@ def copies():
     return jax.jit(f)
 
 
+@pytest.mark.bits
 @given(x=hnp.arrays(np.float32, (8, 3), elements=st.floats(width=32)))
 def test_a_declared_sum_has_the_same_bits_on_all_devices(x):
     blocks = np.asarray(copies()(x))

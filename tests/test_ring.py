@@ -188,8 +188,9 @@ def values(case):
     return jax.jit(case.spmd(body))
 
 
+@pytest.mark.sweep()
 @every_collective
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_meaning(collective, data):
     case, blocks = data.draw(cases(collective))
@@ -215,8 +216,9 @@ def gradients(case):
     return jax.jit(case.spmd(body))
 
 
+@pytest.mark.sweep()
 @every_collective
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_gradient(collective, data):
     case, blocks = data.draw(cases(collective, dtypes=INEXACT, most=1))
@@ -275,6 +277,7 @@ def transformed(collective, where):
     return jax.jit(lambda x: {name: [place(f, t)(x) for f in (collective, twin)] for name, t in TRANSFORMED.items()})
 
 
+@pytest.mark.sweep(3)
 @every_collective
 @pytest.mark.parametrize("where", ["inside", pytest.param("around", marks=pytest.mark.slow)])
 @settings(max_examples=5)
@@ -284,6 +287,7 @@ def test_transformations(collective, where, x):
         np.testing.assert_array_equal(ours, twin, name, strict=True)
 
 
+@pytest.mark.sweep(2)
 @every_collective
 def test_types(collective):
     """Whichever axes the input varies along, the result varies where the twin's does."""
@@ -318,6 +322,7 @@ def test_an_invariant_input_counts_once_a_device(collective):
     jax.tree.map(np.testing.assert_array_equal, ours, twin)
 
 
+@pytest.mark.sweep(2)
 @every_collective
 def test_a_long_ring_is_a_loop(collective, monkeypatch):
     monkeypatch.setattr(twins, "UNROLLED", 2)
@@ -347,8 +352,9 @@ def reduced(collective, dtype):
     return case, jax.jit(case.spmd(lambda x: collective(x.astype(dtype), case.axis, **options)))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f.__name__ in ("all_reduce", "all_mean", "reduce_scatter")])
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(dtype=st.sampled_from(FLOATS), x=hnp.arrays(np.float64, (8, 16), elements=st.floats(-1e3, 1e3, allow_subnormal=False)))
 def test_rounding(collective, dtype, x):
     """Each of the n - 1 additions is off by at most eps/2 of its result, which no sum of magnitudes exceeds."""
@@ -372,6 +378,7 @@ TRAFFIC = {  # (devices, elements of the array on one device) -> (hops, elements
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("layout", "shape"), [(2, (3, 7)), (4, (8, 5)), (7, (8, 5))])
 @pytest.mark.parametrize("collective", TRAFFIC)
 def test_traffic_of_the_compiled_program(collective, layout, shape):

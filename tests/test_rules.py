@@ -386,6 +386,7 @@ def steps(optimizer, params, state):
     return params, state
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_follows_its_parameter(name, mesh):
     optimizer = OPTIMIZERS[name]

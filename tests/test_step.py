@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -58,19 +58,28 @@ def train(data_tensor, all_reduce, microbatches, config, seed):
     assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
-@example(data_tensor=(4, 2), all_reduce=lax.psum, microbatches=4, config=SHAPES[0], seed=0)
-@example(data_tensor=(2, 4), all_reduce=ring.all_reduce, microbatches=2, config=SHAPES[0], seed=0)
-@settings(max_examples=1, phases=[Phase.explicit])
-@draws
-def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatches, config, seed):
-    train(data_tensor, all_reduce, microbatches, config, seed)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("data_tensor", "all_reduce", "microbatches"), [((4, 2), lax.psum, 4), ((2, 4), ring.all_reduce, 2)], ids=str
+)
+def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatches):
+    train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
 
 
 @pytest.mark.slow
-@example(data_tensor=(8, 1), all_reduce=ring.all_reduce, microbatches=2, config=SHAPES[0], seed=0)
-@example(data_tensor=(1, 8), all_reduce=ring.all_reduce, microbatches=1, config=SHAPES[0], seed=0)
-@example(data_tensor=(1, 1), all_reduce=lax.psum, microbatches=2, config=SHAPES[0], seed=0)
-@settings(max_examples=6, phases=no_shrinking)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("data_tensor", "all_reduce", "microbatches"),
+    [((8, 1), ring.all_reduce, 2), ((1, 8), ring.all_reduce, 1), ((1, 1), lax.psum, 2)],
+    ids=str,
+)
+def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, all_reduce, microbatches):
+    train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
+
+
+@pytest.mark.sweep()
+@pytest.mark.slow
+@settings(max_examples=2, phases=no_shrinking)
 @draws
 def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, all_reduce, microbatches, config, seed):
     train(data_tensor, all_reduce, microbatches, config, seed)
@@ -116,6 +125,7 @@ def test_the_collectives_are_those_of_theory(all_reduce):
     assert found == expected
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("all_reduce", REDUCE, ids=["psum", "ring"])
 @pytest.mark.parametrize(("data", "tensor", "microbatches"), [(4, 2, 4), (2, 4, 1)])
@@ -148,6 +158,7 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     assert int(state.step) == 3
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("sizes", "dtype"), [((1, 8, 1), "float64"), pytest.param((2, 2, 2), "float32", marks=pytest.mark.slow)])
 def test_a_model_is_born_in_its_place(sizes, dtype):
     """Each device holds the blocks that the specs say, of the model that one device would make, bit for bit."""
@@ -180,6 +191,7 @@ def test_no_device_ever_holds_the_whole_model():
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < total / 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_make_clips_as_optax_does(max_norm):
     """On one device, and on eight with a weight split: `optax.chain(clip_by_global_norm(...), ...)` on the whole tree."""
@@ -214,6 +226,7 @@ def test_make_clips_as_optax_does(max_norm):
         assert int(one.step) == int(eight.step) == number + 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("layout", "all_reduce"),
     [(Layout(data=4, tensor=2), ring.all_reduce), (Layout(data=2, stage=2, tensor=2, microbatches=4, chunks=2), lax.psum)],
@@ -264,6 +277,7 @@ def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
         step.train_step(SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of), batch=BATCH, key=jax.random.key(0))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",

@@ -82,6 +82,7 @@ whole = jax.jit(
 )
 
 
+@pytest.mark.sweep(4)
 @every_layout
 @every_all_reduce
 @settings(max_examples=5)
@@ -190,6 +191,7 @@ def dense_entropy(logits, targets, weight):
 EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 709
 
 
+@pytest.mark.sweep(4)
 @every_layout
 @every_all_reduce
 @settings(max_examples=8)

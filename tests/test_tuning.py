@@ -45,6 +45,7 @@ def test_no_term_is_negative_and_the_error_is_told():
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("sizes", "axis"), [({"x": 1}, "x"), ({"x": 2, "y": 2}, "y"), ({"x": 2, "y": 2}, ("x", "y"))])
 def test_fits_on_a_live_mesh(sizes, axis):
     world = mesh.make(devices=jax.devices()[: np.prod(list(sizes.values()))], **sizes)

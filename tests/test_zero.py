@@ -74,6 +74,7 @@ def test_products_that_overlap_with_their_collectives_compute_the_same():
     assert_close(ours, jax.jit(jax.value_and_grad(gpt2.loss))(model, (windows, None)), EXACT)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
@@ -104,8 +105,9 @@ def admitted():
                     continue  # refused, as `test_layout` has it
 
 
+@pytest.mark.sweep()
 @pytest.mark.slow
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(layout=st.sampled_from(list(admitted())), collectives=st.sampled_from(["ring", "lax"]))
 def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, collectives):
     trains_as_one_device(layout, collectives)
@@ -193,6 +195,7 @@ def memory(layout, config, batch=8, **options):
         return prepared, prepared.train.lower(prepared.shapes, windows).compile().memory_analysis()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
 def test_parameters_and_optimizer_state_are_held_once(zero_, held):
@@ -248,6 +251,7 @@ def plain_steps(optimizer, count):
     return params
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arrive", ["scattered", "local", "averaged"])
 @pytest.mark.parametrize(
     "optimizer", [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)], ids=["adam", "momentum", "lion"]
