@@ -1,17 +1,18 @@
 """How tests run: eight virtual devices, float64 available, strict promotion, and one of two sets of compiler flags.
 
 **Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told not to optimise. Collectives
-and memory are those of the programs that users get. The bits are not: a product and a sum that users' programs fuse into one
+and memory are those of the programs that users get. The bits are not: a product and a sum that a user's program fuses into one
 rounding are two roundings here, on every device alike. Tests with a tolerance cover that difference.
 
 **Users' flags**, with `--users-flags`: XLA_FLAGS as the environment has them. What is about bits is tested with these alone:
-replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is marked
-`bits`, and `test_bits.py` runs each file's in a process of its own. Jobs of several processes have users' flags too (`faults.py`).
-And `.ci/run` takes a tenth of all tests, another one each time, with users' flags: `--users-flags --part 10`.
+replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is
+marked `bits`, and `test_bits.py` runs each file's in a process of its own. Jobs of several processes (`faults.py`) and two equal
+runs of the example have users' flags too. And `.ci/run` takes a tenth of all tests, another one each time, with
+`--users-flags --part 10`.
 
-**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, and n
-successive values of `--sweep-seed` take every case once. One marked `sweep()` lets hypothesis draw other examples for each seed.
-`--sweep-all` runs every case. `.ci/run` counts its seeds up, so they are all run over time.
+**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, and
+n successive values of `--sweep-seed` take every case once. One marked `sweep` alone lets hypothesis draw other examples for
+each seed. `--sweep-all` runs every case. `.ci/run` counts its seeds up, so they are all run over time.
 """
 
 import hashlib

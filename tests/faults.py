@@ -21,19 +21,24 @@ LAUNCHER = "mpirun" if MPIRUN else "variables, since mpirun is not installed (ap
 class Running:
     """A job of `processes` ranks that trains in `folder`, and what it prints.
 
-    Its programs are compiled as users do, since its tests compare bits. Its `program` is `process_train.py`, or one that is told all by its options. Compiled programs of one process go to `cache`.
+    Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, since its tests compare
+    bits; compiled programs of one process go to `cache`.
     """
 
     def __init__(self, folder: Path, *options, processes: int, cache: Path, launcher: str = LAUNCHER, program: Path = SCRIPT):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.launcher = folder, launcher
         self.output = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
-        environment = os.environ | flags.of_users() | {
-            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
-            "PYTHONWARNINGS": "ignore",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
+        environment = (
+            os.environ
+            | flags.of_users()
+            | {
+                "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
+                "PYTHONWARNINGS": "ignore",
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            }
+        )
         if processes == 1:
             # In several it is rank 0 alone that reads what it wrote: it would run while the others compile, and gloo gives them
             # 30 s to come to the first collective.

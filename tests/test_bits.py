@@ -19,8 +19,10 @@ def test_bits_as_users_compile(file, speed, pytestconfig):
     option = pytestconfig.option
     sweep = ["--sweep-all"] if option.sweep_all else ["--sweep-seed", str(option.sweep_seed)]
     marks = f"bits and {speed} and not parity and not faults"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--users-flags", *sweep, "-m", marks, FOLDER / file]
-    done = subprocess.run(command, cwd=FOLDER.parent, env=os.environ | flags.of_users(), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", FOLDER / file, "-m", marks, "--users-flags", *sweep]
+    command += ["-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = os.environ | flags.of_users()
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
     nothing = done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and speed == "slow"  # the file has none of them
     assert done.returncode == 0 or nothing, done.stdout + done.stderr
     print(done.stdout)

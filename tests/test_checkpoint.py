@@ -399,7 +399,7 @@ def test_each_layout_restores_what_the_one_before_saved(tmp_path):
     over_layouts(tmp_path, names, filled(start(names[0])[0]))
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(chains)
@@ -407,7 +407,7 @@ def test_any_layout_restores_what_any_other_saved(tmp_path_factory, names):
     over_layouts(tmp_path_factory.mktemp("layouts"), names, filled(start(names[0])[0]))
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=6)
 @given(chains)

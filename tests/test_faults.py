@@ -152,9 +152,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturb
             assert reached - newest <= (2 * every if unfinished else every)  # 2 * every is `lose_at_most`
     with Running(tmp_path, *command, processes=4, cache=cache) as job:
         assert job.wait() == 0, job.printed()
-    print(
-        f"{kills} kills, {saving} during a save: the job ended after {min(took):.2f} to {max(took):.2f} s; lost {sorted(lost)} steps"
-    )
+    print(f"{kills} kills, {saving} during a save: ended after {min(took):.2f} to {max(took):.2f} s; lost {sorted(lost)} steps")
     assert max(took) < SECONDS
     assert_same_bits(tmp_path, undisturbed_long)
 

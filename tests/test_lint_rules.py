@@ -222,14 +222,14 @@ def replaced(parts, where, **fields):
     return [*parts[:where], changed(parts[where], **fields), *parts[where + 1 :]]
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)
 def test_random_rule_sets(drawn):
     take_every_suggestion(drawn)
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)

@@ -199,7 +199,7 @@ draws = given(
 )
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @settings(max_examples=2, phases=no_shrinking)
 @draws
 def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
@@ -207,7 +207,7 @@ def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, rema
     check(kind, make_table(), beside, layers, seed, remat, all_reduce)
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=8, phases=no_shrinking)
 @draws
@@ -313,7 +313,7 @@ def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):
     train_gpt2(layout, table, 0, remat, all_reduce)
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=2, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), all_reduce=st.sampled_from(REDUCE))

@@ -188,7 +188,7 @@ def values(case):
     return jax.jit(case.spmd(body))
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @every_collective
 @settings(max_examples=8)
 @given(data=st.data())
@@ -216,7 +216,7 @@ def gradients(case):
     return jax.jit(case.spmd(body))
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @every_collective
 @settings(max_examples=5)
 @given(data=st.data())

@@ -77,7 +77,7 @@ def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, all_reduc
     train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=2, phases=no_shrinking)
 @draws

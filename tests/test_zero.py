@@ -105,7 +105,7 @@ def admitted():
                     continue  # refused, as `test_layout` has it
 
 
-@pytest.mark.sweep()
+@pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(layout=st.sampled_from(list(admitted())), collectives=st.sampled_from(["ring", "lax"]))
