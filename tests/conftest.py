@@ -6,8 +6,8 @@ rounding are two roundings here, on every device alike. Tests with a tolerance c
 
 **Users' flags**, with `--users-flags`: XLA_FLAGS as the environment has them. What is about bits is tested with these alone:
 replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is
-marked `bits`, and `test_bits.py` runs each file's in a process of its own. Jobs of several processes (`faults.py`) and two equal
-runs of the example have users' flags too. And `.ci/run` takes a tenth of all tests, another one each time, with
+marked `bits`, and `test_bits.py` runs them in processes of their own. Jobs of several processes (`faults.py`) and two equal runs
+of the example have users' flags too. And `.ci/run` takes a tenth of all tests, another one each time, with
 `--users-flags --part 10`.
 
 **Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, and
