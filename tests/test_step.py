@@ -59,9 +59,7 @@ def train(data_tensor, all_reduce, microbatches, config, seed):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    ("data_tensor", "all_reduce", "microbatches"), [((4, 2), lax.psum, 4), ((2, 4), ring.all_reduce, 2)], ids=str
-)
+@pytest.mark.parametrize(("data_tensor", "all_reduce", "microbatches"), [((4, 2), lax.psum, 4), ((2, 4), ring.all_reduce, 2)])
 def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatches):
     train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
 
@@ -71,7 +69,6 @@ def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatc
 @pytest.mark.parametrize(
     ("data_tensor", "all_reduce", "microbatches"),
     [((8, 1), ring.all_reduce, 2), ((1, 8), ring.all_reduce, 1), ((1, 1), lax.psum, 2)],
-    ids=str,
 )
 def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, all_reduce, microbatches):
     train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
