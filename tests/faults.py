@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-import flags
 import process_train
+from flags import of_users
 
+OF_USERS = of_users()
 SCRIPT = Path(process_train.__file__)
 MPIRUN = shutil.which("mpirun")
 # Where there is no mpirun, the ranks get the variables that it sets; nobody ends them then but they themselves.
@@ -21,24 +23,30 @@ LAUNCHER = "mpirun" if MPIRUN else "variables, since mpirun is not installed (ap
 class Running:
     """A job of `processes` ranks that trains in `folder`, and what it prints.
 
-    Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, since its tests compare
-    bits; compiled programs of one process go to `cache`.
+    Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, for tests that compare
+    bits, or with the `flags` given. Compiled programs of one process go to `cache`.
     """
 
-    def __init__(self, folder: Path, *options, processes: int, cache: Path, launcher: str = LAUNCHER, program: Path = SCRIPT):
+    def __init__(
+        self,
+        folder: Path,
+        *options,
+        processes: int,
+        cache: Path,
+        launcher: str = LAUNCHER,
+        program: Path = SCRIPT,
+        flags: Mapping[str, str] = OF_USERS,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.launcher = folder, launcher
         self.output = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
-        environment = (
-            os.environ
-            | flags.of_users()
-            | {
-                "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
-                "PYTHONWARNINGS": "ignore",
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            }
-        )
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
+            "PYTHONWARNINGS": "ignore",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **flags,
+        }
         if processes == 1:
             # In several it is rank 0 alone that reads what it wrote: it would run while the others compile, and gloo gives them
             # 30 s to come to the first collective.

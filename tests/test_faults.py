@@ -10,6 +10,7 @@ import re
 import signal
 import time
 
+import flags
 import numpy as np
 import pytest
 from faults import LAUNCHER, Running, kill
@@ -87,7 +88,7 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
 
 @pytest.mark.slow
 def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
-    options = {"launcher": "one process", "processes": 1, "cache": cache}
+    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:
         job.until(lambda: job.steps() >= 2)
         kill(job.ranks()[0], signal.SIGTERM)
@@ -100,7 +101,7 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
     options = ["--layout", "small", "--raise-at", 3, "--rank", 1]
-    with Running(tmp_path, *options, processes=2, cache=cache, launcher=launcher) as job:
+    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault")
         assert since_fault(job) < SECONDS
@@ -192,7 +193,7 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
     options = ["--layout", "small", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
-    with Running(tmp_path, *options, processes=4, cache=cache, launcher=launcher) as job:
+    with Running(tmp_path, *options, processes=4, cache=cache, flags=flags.quick(), launcher=launcher) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which {WATCHDOG} are the watchdog's")
         assert since_fault(job) < WATCHDOG + SECONDS
@@ -205,12 +206,12 @@ def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher)
 @pytest.mark.faults
 def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
     options = ["--layout", "small", "--nan-at", 3, 5, "--every", 4]
-    with Running(tmp_path / "within", *options, processes=2, cache=cache) as job:
+    with Running(tmp_path / "within", *options, processes=2, cache=cache, flags=flags.quick()) as job:
         assert job.wait() == 0, job.printed()
         assert job.printed().endswith("skipped [4, 6]")
     found = losses(tmp_path / "within")
     assert [line["step"] for line in found if not np.isfinite(line["loss"])] == [4, 6]
-    with Running(tmp_path / "past", *options, "--budget", 1, processes=2, cache=cache) as job:
+    with Running(tmp_path / "past", *options, "--budget", 1, processes=2, cache=cache, flags=flags.quick()) as job:
         assert job.wait() != 0
         assert "stopped: step 6: the loss is nan" in job.printed()
     assert (tmp_path / "past" / "checkpoints" / "00000006" / "manifest.json").exists()
@@ -233,7 +234,7 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
 
 @pytest.mark.slow
 def test_other_settings_are_refused_in_a_folder_that_holds_a_run(tmp_path, cache):
-    options = {"launcher": "one process", "processes": 1, "cache": cache}
+    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     for seed, code in ((0, 0), (1, 1)):
         with Running(tmp_path, "--layout", "one", "--steps", 2, "--every", 2, "--seed", seed, **options) as job:
             assert job.wait() == code, job.printed()
