@@ -6,10 +6,12 @@ test_ring.py (dims, layouts, dtypes) is here a short list for all.
 
 import functools
 import math
+import os
 import re
 import subprocess
 import sys
 
+import flags
 import hlo
 import jax
 import jax.numpy as jnp
@@ -413,25 +415,29 @@ def test_a_hierarchy_has_two_axes(axis):
 
 
 @pytest.mark.slow
-def test_twelve_devices():
-    """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, timeout=500)
+def test_twelve_devices(pytestconfig):
+    """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own, as users compile.
+
+    One mesh a collective; three successive values of --sweep-seed take all.
+    """
+    command, environment = [sys.executable, __file__, str(pytestconfig.option.sweep_seed)], os.environ | flags.of_users()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def on_twelve_devices():
+def on_twelve_devices(seed):
     jax.config.update("jax_num_cpu_devices", 12)
     for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
         jax.config.update(f"jax_{setting}", value)
-    for collective in COLLECTIVES:
-        for sizes, axis in TWELVE:
-            if fits(collective, axis):
-                print(name(collective), sizes, flush=True)
-                test_meaning_type_and_gradient(collective, sizes, axis)
-                test_traffic_of_the_compiled_program(collective, sizes, axis)
-                if kind(collective) == "all_reduce":
-                    test_replicas_have_the_same_bits(collective, sizes, axis)
+    for number, collective in enumerate(COLLECTIVES, start=seed):
+        fitting = [case for case in TWELVE if fits(collective, case[1])]
+        sizes, axis = fitting[number % len(fitting)]
+        print(name(collective), sizes, flush=True)
+        test_meaning_type_and_gradient(collective, sizes, axis)
+        test_traffic_of_the_compiled_program(collective, sizes, axis)
+        if kind(collective) == "all_reduce":
+            test_replicas_have_the_same_bits(collective, sizes, axis)
 
 
 if __name__ == "__main__":
-    on_twelve_devices()
+    on_twelve_devices(int(sys.argv[1]))
