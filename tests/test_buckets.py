@@ -77,7 +77,7 @@ def both(n, all_reduce, nbytes):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", range(1, 9))
 @every_all_reduce
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_equals_leaf_by_leaf(n, all_reduce, data):
     """On whole numbers, which add exactly in any order."""

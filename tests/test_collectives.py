@@ -182,7 +182,7 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.sweep(3))])
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
 def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
     """Products that meet a sum behind the collective: XLA may compute a device's own block once more, fused otherwise."""

@@ -223,7 +223,7 @@ def replaced(parts, where, **fields):
 
 
 @pytest.mark.sweep
-@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)
 def test_random_rule_sets(drawn):
     take_every_suggestion(drawn)

@@ -353,6 +353,7 @@ def reduced(collective, dtype):
 
 
 @pytest.mark.bits
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f.__name__ in ("all_reduce", "all_mean", "reduce_scatter")])
 @settings(max_examples=20)
 @given(dtype=st.sampled_from(FLOATS), x=hnp.arrays(np.float64, (8, 16), elements=st.floats(-1e3, 1e3, allow_subnormal=False)))
