@@ -350,6 +350,14 @@ def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if module(f) == bidirectional.__name__], ids=name)
+def test_two_rings_go_in_opposite_directions(collective):
+    options = OPTIONS.get(kind(collective), {})
+    program = on_blocks(lambda x: collective(x, "x", **options), {"x": 4}).lower(jnp.zeros((4, 4, 6))).as_text()
+    targets = re.findall(r"source_target_pairs = dense<\[\[0, (\d)\]", program)
+    assert targets.count("1") == targets.count("3") == len(targets) / 2
+
+
 PERMUTE = re.compile(r"f32\[(?:1,)?(\d+)\]\S* collective-permute\(.*?source_target_pairs=\{\{(.*?)\}\}")
 
 

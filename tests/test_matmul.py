@@ -145,6 +145,27 @@ def test_rounding(n, data):
         assert np.all(abs(np.longdouble(got) - left @ right) <= terms * (eps * (abs(left) @ abs(right)) + tiny))
 
 
+def test_sums_of_a_weights_gradient_are_wide():
+    """One device adds a term of 256 and seven of 1, to 263: in bfloat16 it would stay at 256."""
+    n = 8
+    terms = np.ones((n, 1)) + 255 * (np.arange(n) == 0)[:, None]
+
+    def f(axis_name):
+        def body(ones, ct, rows, ct_rows):
+            gather = lambda w: all_gather_matmul(rows, w, axis_name, axis=0)
+            scatter = lambda w: matmul_reduce_scatter(ones, w, axis_name, scatter_dimension=0)
+            w = jnp.ones((1, 1), jnp.bfloat16)
+            w = jax.lax.pcast(w, axis_name, to="varying")
+            return jax.vjp(gather, w)[1](ct)[0], jax.vjp(scatter, w)[1](ct_rows)[0]
+
+        return body
+
+    arguments = [np.ones((n, n)), np.repeat(terms, n, axis=1), np.ones((n, 1)), terms]
+    specs = P(None, "X"), P(None, "X"), P("X"), P("X")
+    for gradient in over(str(n), f, specs, (P("X"), P("X")))(*[jnp.asarray(x, jnp.bfloat16) for x in arguments]):
+        np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.float32(jnp.bfloat16(263)))
+
+
 def gradient_of_square(f, x):
     return jax.grad(lambda x: jnp.sum(f(x) ** 2))(x)
 

@@ -124,7 +124,7 @@ def test_the_command_tells_what_is_caught(tmp_path, monkeypatch, capsys):
 
 ENDINGS = {
     "survived": (0, "1 passed"),
-    "caught": (1, "FAILED tests/test_a.py::test_b[c] - AssertionError: d"),
+    "caught": (1, "FAILED tests/test_a.py::test_b[c d]"),
     "hangs": (None, ""),
     "not a mutant": (2, "ERROR tests/test_a.py\n!!! Interrupted: 1 error during collection"),
     "not a mutant, once it is imported": (1, "FAILED tests/test_a.py::test_b - ImportError: no"),

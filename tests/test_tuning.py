@@ -1,5 +1,6 @@
 """The link that is fitted is the one that the times were made from; what is chosen is a twin of `psum`, and told."""
 
+import hlo
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh
 from parallax.collectives import bidirectional, cost, doubling, halving, ring, tuning
 from parallax.collectives.cost import Link
+from parallax.collectives.replicated import varying
 
 PRICES = [
     cost.of(f, nbytes, 8)
@@ -52,6 +54,22 @@ def test_fits_on_a_live_mesh(sizes, axis):
     found = tuning.fit(world, axis, sizes=(64, 4096), rounds=2)
     assert min(found) >= 0
     assert sum(found[:4]) > 0
+
+
+def test_a_fit_prices_the_bytes_that_its_calls_send(monkeypatch):
+    world, priced, sent = mesh.make(x=2, devices=jax.devices()[:2]), [], []
+
+    def measure(world, axis_name, calls, *, rounds):
+        for f, nbytes in calls:
+            over = mesh.spmd(lambda x, f=f: varying(f(x), axis_name), mesh=world, in_specs=(P("x"),), out_specs=P("x"))
+            ops = hlo.collectives(over, jax.ShapeDtypeStruct((2 * nbytes // 4,), jnp.float32))
+            sent.append(sum(op.bytes for op in ops))
+        return [1.0] * len(calls)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(tuning, "solved", lambda costs, _: priced.extend(cost.sent for cost in costs) or Link(1.0, 0.0))
+    tuning.fit(world, "x", sizes=(4096,))
+    assert priced == sent
 
 
 CHOICE = tuning.Choice((2**10, 2**20), {lax.psum: [2.0, 4.0], doubling.all_reduce: [1.0, 16.0], ring.all_reduce: [9.0, 3.9]})
