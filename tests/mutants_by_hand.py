@@ -19,6 +19,13 @@ COLLECTIVES = (
         f"{BITS} -k all_gather",
         bits=True,
     ),
+    Mutant(
+        "in_blocks",
+        "return gather_blocks(block, axis_name).reshape(-1)[: x.size].reshape(x.shape)",
+        "return jnp.sum(jnp.roll(gather_blocks(x, axis_name), index(axis_name), axis=0), axis=0, dtype=x.dtype)",
+        "test_collectives.py::test_replicas_have_the_same_bits",
+    ),
+    Mutant("all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
     Mutant("_total", "x = twins.computed_once(x)", "x = x", f"{BITS} -k doubling", bits=True),
     Mutant("summing", "(me - (1 + h) * direction) % n", "(me - h * direction) % n", "test_ring.py::test_meaning"),
     Mutant(
@@ -124,14 +131,25 @@ LAYERS = (
         "return all_reduce(_wide(gradient), axis_name) if local else gradient",
         "test_zero.py::test_a_sharded_optimizer_is_the_optimizer",
     ),
-    Mutant("_scatter", "reduce_scatter(_wide(x), axis_name", "reduce_scatter(x, axis_name", "test_zero.py"),
+    Mutant(
+        "_scatter",
+        "reduce_scatter(_wide(x), axis_name",
+        "reduce_scatter(x, axis_name",
+        "test_zero.py::test_sums_over_replicas_are_wide",
+    ),
     Mutant(
         "adjusted",
         "jnp.where(grown, 0, good)",
         "good",
         "test_precision.py::test_the_scale_falls_at_an_overflow_and_rises_after_an_interval",
     ),
-    Mutant("gathers", 'params["name"] == GATHERED', 'params["name"] != GATHERED', "test_zero.py", long=True),
+    Mutant(
+        "gathers",
+        'params["name"] == GATHERED',
+        'params["name"] != GATHERED',
+        "test_zero.py::test_tensor_and_sequence_parallelism_move_the_same -k gathers",
+        long=True,
+    ),
 )
 
 PIPELINE = (
@@ -257,6 +275,12 @@ RUN = (
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    _sync_folder(path.parent)",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)",
         "test_checkpoint.py",
+    ),
+    Mutant(
+        "found",
+        "if _is_key(leaf) else arrays[name]",
+        "if _is_key(leaf) else arrays[name].astype(jnp.float32).astype(leaf.dtype)",
+        "test_checkpoint.py::test_every_leaf_comes_back_where_it_was_asked_for",
     ),
     Mutant(
         "described",

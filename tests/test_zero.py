@@ -299,6 +299,18 @@ def test_a_split_inside_a_group_with_copies_across_groups():
         assert_close(state.model, plain_steps(optimizer, 3), EXACT)
 
 
+def test_sums_over_replicas_are_wide():
+    """One replica has a gradient of 256 and seven have 1: in bfloat16 their sum of 263 would be 256 or 264."""
+    params = {"split": jnp.zeros(8, jnp.bfloat16), "whole": jnp.zeros(8, jnp.bfloat16)}
+    specs = {"split": P("data"), "whole": P()}
+    grad = lambda params, batch: (batch[0], jax.tree.map(lambda w: w + batch, params))
+    reduced = zero.scattered(grad, "data", specs=specs)
+    run = mesh.spmd(lambda *given: reduced(*given)[1], mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=specs)
+    means = jax.jit(run)(params, jnp.ones(8, jnp.bfloat16).at[0].set(256))
+    for leaf in means.values():
+        np.testing.assert_array_equal(leaf, np.full(8, 263 / 8, np.float32), strict=True)
+
+
 def test_clipping_sees_the_whole_gradient():
     optimizer, max_norm = optax.sgd(0.1), 0.01
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
