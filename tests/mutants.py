@@ -66,7 +66,7 @@ def verdict(mutant: Mutant, *, limit: float, cache: Path, tests_from: Path = ROO
         seconds = time.monotonic() - begin
     if code is None:
         return Verdict(name, "caught", f"by the limit of {limit:.0f} s: a test hangs", seconds)
-    first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", printed, re.MULTILINE)
+    first = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$", printed, re.MULTILINE)
     if code == 0:
         known = NO_FAULT.get(mutant.key)
         return Verdict(name, "no fault" if known else "survived", known or mutant.tests, seconds)

@@ -24,6 +24,7 @@ COLLECTIVES = (
         "return gather_blocks(block, axis_name).reshape(-1)[: x.size].reshape(x.shape)",
         "return jnp.sum(jnp.roll(gather_blocks(x, axis_name), index(axis_name), axis=0), axis=0, dtype=x.dtype)",
         "test_collectives.py::test_replicas_have_the_same_bits",
+        bits=True,
     ),
     Mutant("all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
     Mutant("_total", "x = twins.computed_once(x)", "x = x", f"{BITS} -k doubling", bits=True),
@@ -207,7 +208,7 @@ PLACEMENT = (
         "make_scaled",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
         "jnp.isfinite(norm)",
-        "test_training.py::test_a_step_that_is_not_finite_changes_its_number_alone",
+        "test_training.py::test_a_loss_that_is_not_finite_skips_its_step",
     ),
     Mutant(
         "sequence_keys", "jax.random.fold_in(key, step)", "key", "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own"
@@ -241,8 +242,8 @@ RUN = (
     Mutant("placed", "rows=slice(*place)", "rows=slice(None)", "test_feed.py"),
     Mutant(
         "Prefetched.__next__",
-        "            self._made.put((None, error))  # and for whoever asks again\n",
-        "",
+        "self._made.put((None, error))",
+        "self._made.put((None, StopIteration()))",
         "test_feed.py::test_an_error_comes_at_its_step_and_stays",
     ),
     Mutant(

@@ -71,6 +71,15 @@ def test_a_step_that_is_not_finite_changes_its_number_alone(bad):
     assert [skipped.count(i, info) for i, info in enumerate(infos)] == [False, False, True, False]
 
 
+def test_a_loss_that_is_not_finite_skips_its_step():
+    """Though its gradients are finite."""
+    params, optimizer = jnp.ones(3), optax.sgd(0.1)
+    one = step.make(lambda params, batch: (jnp.asarray(math.inf), params), optimizer)
+    after, info = one(step.State(params, optimizer.init(params), jnp.zeros((), jnp.int32)), None)
+    assert info.skipped
+    np.testing.assert_array_equal(after.model, params)
+
+
 def test_the_budget_holds_over_restarts():
     info = step.Info(jnp.asarray(jnp.nan), jnp.asarray(1.0), jnp.asarray(True))
     skipped = training.Skipped(3, [4, 9])
