@@ -275,7 +275,7 @@ RUN = (
         "write",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    _sync_folder(path.parent)",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)",
-        "test_checkpoint.py",
+        "test_checkpoint.py::test_a_manifest_is_on_the_disk_before_write_returns",
     ),
     Mutant(
         "found",
@@ -291,9 +291,9 @@ RUN = (
     ),
     Mutant(
         "run",
-        "        end(traceback.format_exc())\n    if",
-        "        traceback.print_exc()\n    if",
-        "test_launch.py::test_an_exception_ends_the_process_and_is_printed_once",
+        'end("", ending.code) if isinstance(ending.code, int)',
+        'end("", 0) if isinstance(ending.code, int)',
+        "test_launch.py::test_an_exit_keeps_its_code_and_message",
     ),
     Mutant(
         "_own_gpus",

@@ -1,9 +1,11 @@
 """What was saved comes back bit for bit, on any layout; what is not as it was saved is refused by name."""
 
 import functools
+import os
 import random
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, windows
 
-from parallax import checkpoint, mesh, step
+from parallax import checkpoint, manifest, mesh, step
 from parallax.checkpoint import Checkpoints
 from parallax.layout import Layout
 from parallax.models import gpt2
@@ -28,9 +30,9 @@ SETTINGS = {"width": 16, "seed": 0}
 
 
 def small_state(number: int = 0, *, on: P | None = None):
-    """One of every kind of leaf."""
+    """One of every kind of leaf, with numbers that need all their digits."""
     axes = mesh.make(data=4, tensor=2)
-    arrays = {"weight": np.arange(32.0, dtype=np.float32).reshape(8, 4) + number, "scale": np.float64(2.0**number)}
+    arrays = {"weight": np.arange(32.0, dtype=np.float32).reshape(8, 4) / 3 + number, "scale": np.float64(2.0**number / 3)}
     placed = mesh.place(arrays, {"weight": P("data") if on is None else on, "scale": P()}, axes)
     key = jax.device_put(jax.random.fold_in(jax.random.key(1), number), mesh.shardings(P(), axes))
     rbg = jax.random.key(number, impl="rbg")
@@ -66,6 +68,18 @@ def saved(folder, steps=(1, 2), **options):
 
 def files_of(folder, number):
     return sorted(path for path in (folder / f"{number:08d}").rglob("*") if path.is_file())
+
+
+# What is written
+
+
+def test_a_manifest_is_on_the_disk_before_write_returns(tmp_path, monkeypatch):
+    """The file, then its name in the folder: both outlive a power cut."""
+    happened, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda of: happened.append("folder" if stat.S_ISDIR(os.fstat(of).st_mode) else "file"))
+    monkeypatch.setattr(os, "replace", lambda *paths: happened.append("named") or replace(*paths))
+    manifest.write(tmp_path / "manifest.json", {"step": 1})
+    assert happened == ["file", "named", "folder"]
 
 
 # What comes back
