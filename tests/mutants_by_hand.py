@@ -358,7 +358,12 @@ TOLD = (
         "sum(shard.nbytes for shard in shards)",
         "test_draw_memory.py::test_live_arrays",
     ),
-    Mutant("Instruction.called", "trips and trips + 1", "trips", "test_certificate.py"),
+    Mutant(
+        "Instruction.called",
+        "trips and trips + 1",
+        "trips",
+        "test_certificate.py::test_a_loops_condition_runs_once_more_than_its_body",
+    ),
     Mutant(
         "_named",
         "ids = np.moveaxis(ids.reshape(dims), members, range(-len(members), 0))",
@@ -396,7 +401,12 @@ GPT2 = (
         "jnp.tril(jnp.ones((T, T), bool), 1)",
         "test_gpt2_weights.py::test_later_tokens_do_not_change_earlier_logits",
     ),
-    Mutant("attention", "wide = scores.astype(precision.wide(scores.dtype))", "wide = scores", "test_precision.py"),
+    Mutant(
+        "attention",
+        "wide = scores.astype(precision.wide(scores.dtype))",
+        "wide = scores",
+        "test_precision.py::test_exponentials_and_roots_are_wide",
+    ),
     Mutant(
         "GPT2.__init__",
         "0.02 / (2 * L) ** 0.5",
@@ -405,7 +415,11 @@ GPT2 = (
     ),
     Mutant("_dropped_heads", "first_head + jnp.arange", "jnp.arange", "test_step.py::test_twenty_steps_are_those_of_one_device"),
     Mutant(
-        "stages", "first_layer=position * layers", "first_layer=position", "test_pipeline.py::test_gpt2_trains_as_on_one_device"
+        "stages",
+        "first_layer=position * layers",
+        "first_layer=position",
+        "test_pipeline.py::test_gpt2_trains_as_on_one_device -k layout0",
+        long=True,
     ),
     Mutant(
         "_check_stored", "and not np.array_equal(head.array()", "and not np.shares_memory(head.array()", "test_gpt2_weights.py"
@@ -416,8 +430,18 @@ GPT2 = (
         "for file in (config, weights):\n            os.replace",
         "test_gpt2_weights.py -k save",
     ),
-    Mutant("read_config", "default=1e-5)", "default=1e-6)", "test_gpt2_weights.py"),
-    Mutant("sample", "jnp.roll(seen, -1)", "jnp.roll(seen, 1)", "test_gpt2_weights.py test_example.py"),
+    Mutant(
+        "read_config",
+        "default=1e-5)",
+        "default=1e-6)",
+        "test_gpt2_weights.py::test_fields_that_are_left_out_are_those_of_transformers",
+    ),
+    Mutant(
+        "sample",
+        "jnp.roll(seen, -1)",
+        "jnp.roll(seen, 1)",
+        "test_gpt2_weights.py::test_a_sample_sees_the_last_window_and_no_more",
+    ),
 )
 
 BY_HAND = (*COLLECTIVES, *LAYERS, *PIPELINE, *PLACEMENT, *RUN, *TOLD, *GPT2)

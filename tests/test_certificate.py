@@ -150,6 +150,13 @@ def test_counts_what_is_wrapped_once():
     assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [Entry("reduce-scatter", ("x",), 1, 16, 1)]
 
 
+def test_a_loops_condition_runs_once_more_than_its_body():
+    attributes = 'condition=%until, body=%trip, backend_config={"known_trip_count":{"n":"3"}}'
+    loop = hlo.Instruction("while", "(s32[])", "while", ["carry"], attributes)
+    assert dict(loop.called) == {"until": 4, "trip": 3}
+    assert dict(loop._replace(attributes="condition=%until, body=%trip").called) == {"until": 0, "trip": 0}
+
+
 def test_waits_without_data_count_as_hops():
     permute = "f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}"
     text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %p = {permute}\n  %q = {permute}, control-predecessors={{%p}}\n}}"

@@ -340,6 +340,15 @@ def test_configurations_that_the_model_cannot_represent_are_refused(fields, mess
         gpt2.load(folder)
 
 
+def test_fields_that_are_left_out_are_those_of_transformers(folder):
+    fields = json.loads((folder / "config.json").read_text())
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon"):
+        fields.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = gpt2.load(folder).config
+    assert (config.dropout, config.attention_dropout, config.epsilon) == (0.1, 0.1, 1e-5)
+
+
 @pytest.mark.parametrize("left", [0, 4, 100, 5000, 56087])
 def test_truncated_weights_are_refused(left, folder):
     file = folder / "model.safetensors"
@@ -467,6 +476,16 @@ def test_later_tokens_do_not_change_earlier_logits():
         after = np.asarray(gpt2.logits(model, jnp.asarray(changed)))
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert (np.abs(after[:, t:] - before[:, t:]).max(axis=-1) > 1e-6).all()
+
+
+def test_a_sample_sees_the_last_window_and_no_more():
+    model, window, seen, key = random_model(), 4, [3, 1, 4], jax.random.key(0)
+    found = gpt2.sample(model, jnp.asarray(seen), tokens=8, window=window, temperature=5.0, key=key)
+    for each in jax.random.split(key, 8):
+        logits = gpt2.logits(model, jnp.asarray([seen[-window:]]))[0, -1]
+        seen.append(int(jax.random.categorical(each, logits / 5)))
+    assert found.tolist() == seen[3:]
+    assert len(set(seen)) > 4
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_an_axis_that_splits_nothing(devices):
     (found,) = lint.rules(TREE, rules.match("**", P()), devices)
     assert (found.kind, found.where) == ("idle-axis", "mesh axis 'tensor'")
     assert "so its 2 devices do the same work" in found.harm
+    assert found.cure.endswith("give its devices to the other axes: data=4, one of them 2 times as large.")
     assert lint.rules(TREE, rules.match("**", P()), devices, batch=(P("data"), P("data", "tensor"))) == []
     assert lint.rules(TREE, rules.match("**", P()), mesh.make(data=8)) == []
 

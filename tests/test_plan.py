@@ -1,6 +1,7 @@
 """Predictions are the compiled program's own numbers; sums and searches answer at any size, with no device at hand."""
 
 import dataclasses
+import itertools
 import math
 import os
 import subprocess
@@ -227,6 +228,9 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
         assert one.fits
         assert one.layout.devices == 4
         plan.check(model, one.layout, 64, 4)
+    for one, other in itertools.permutations([one.layout for one in found], 2):
+        if dataclasses.replace(other, zero=one.zero, remat=one.remat) == one and one.zero < other.zero:
+            assert search.REMAT.index(other.remat) < search.REMAT.index(one.remat)
     assert "layout" in search.table(found, 3)
     assert len(search.table(found, 3).splitlines()) == 4
 

@@ -64,6 +64,15 @@ def test_gpt2_multiplies_narrow_numbers_alone(case):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
+def test_exponentials_and_roots_are_wide(dtype):
+    """Those of softmax, norms and the loss."""
+    forward = jax.jit(lambda model, batch: gpt2.loss(precision.cast(model, jnp.dtype(dtype)), batch))
+    types = re.findall(r"stablehlo\.(?:exponential|rsqrt|log) .*tensor<(?:\d+x)*(\w+)>", forward.lower(*shapes()).as_text())
+    assert len(types) >= 5
+    assert set(types) == {"f32"}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
 def test_its_gradients_do_too(dtype):
     grad = precision.mixed(grads.accumulated(jax.value_and_grad(gpt2.loss), microbatches=2), jnp.dtype(dtype))
     assert_no_wide_product(jax.jit(grad).lower(*shapes()), NARROW[dtype])
