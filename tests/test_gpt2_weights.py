@@ -479,12 +479,13 @@ def test_later_tokens_do_not_change_earlier_logits():
 
 
 def test_a_sample_sees_the_last_window_and_no_more():
-    model, window, seen, key = random_model(), 4, [3, 1, 4], jax.random.key(0)
-    found = gpt2.sample(model, jnp.asarray(seen), tokens=8, window=window, temperature=5.0, key=key)
-    for each in jax.random.split(key, 8):
-        logits = gpt2.logits(model, jnp.asarray([seen[-window:]]))[0, -1]
-        seen.append(int(jax.random.categorical(each, logits / 5)))
-    assert found.tolist() == seen[3:]
+    model, window, seen, key = random_model(), 4, [3, 1, 4, 1], jax.random.key(0)
+    sample = jax.jit(lambda prompt: gpt2.sample(model, prompt, tokens=20, window=window, temperature=2.0, key=key))
+    draw = jax.jit(lambda key, seen: jax.random.categorical(key, gpt2.logits(model, seen[None])[0, -1] / 2))
+    found = sample(jnp.asarray(seen))
+    for each in jax.random.split(key, 20):
+        seen.append(int(draw(each, jnp.asarray(seen[-window:]))))
+    assert found.tolist() == seen[4:]
     assert len(set(seen)) > 4
 
 
