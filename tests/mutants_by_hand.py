@@ -27,6 +27,13 @@ COLLECTIVES = (
         bits=True,
     ),
     Mutant("all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
+    Mutant(
+        "gather_blocks",
+        "ring.apart(jnp.roll(blocks, twins.index(axis_name), axis=0))",
+        "jnp.roll(blocks, twins.index(axis_name), axis=0)",
+        "test_collectives.py::test_replicas_have_the_same_bits_of_what_is_computed_next -k halving",
+        bits=True,
+    ),
     Mutant("_total", "x = twins.computed_once(x)", "x = x", f"{BITS} -k doubling", bits=True),
     Mutant("summing", "(me - (1 + h) * direction) % n", "(me - h * direction) % n", "test_ring.py::test_meaning"),
     Mutant(

@@ -201,6 +201,26 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
     assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1, 1]
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
+def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
+    """XLA may join the blocks inside the operation that uses them, and round there by where each block comes from."""
+    axis, sizes = (("y", "x"), {"y": 2, "x": 4}) if on_torus(collective) else ("x", {"x": 8})
+    options = {"axis": 0, "tiled": True} if kind(collective) == "all_gather" else {}
+    total = lambda x: replicated(collective(x, axis, **options), axis)
+
+    def updated(gradients, weights):
+        (w, v), (one, two) = weights, gradients
+        return [w * 1.1 + total(one), (v * 0.9 + 0.1 * total(two)) / (jnp.sqrt(total(two * two)) + 1e-8) * v + 0.3 * v]
+
+    draw = lambda seed, rows, width: np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+    shapes = (64, 2), (3, 5)
+    gradients = [draw(0, 8 * rows, width) for rows, width in shapes]
+    weights = [draw(1, 8 * rows if options else rows, width) for rows, width in shapes]
+    new = jax.jit(mesh.spmd(updated, mesh=mesh.make(**sizes), in_specs=(P(axis), P()), out_specs=P()))(gradients, weights)
+    assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1]
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "collective",
@@ -346,7 +366,7 @@ def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     monkeypatch.setattr(twins, "UNROLLED", 1)
     for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (bidirectional.all_reduce, {"x": 2, "y": 2}, 2)):
         program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
-        assert program.count("stablehlo.while") == loops + 1  # and the one of `twins.computed_once`
+        assert program.count("stablehlo.while") == loops + 2  # and those of `twins.computed_once` and `ring.apart`
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 

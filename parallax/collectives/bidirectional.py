@@ -67,7 +67,7 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped
     """All devices' blocks, in their order."""
     halves = ring.gathered([(half, axis_name, way) for half, way in _halves(block.reshape(-1))])
     n = twins.size(axis_name)
-    return jnp.concatenate([half.reshape(n, half.size // n) for half in halves], axis=-1).reshape(n, *block.shape)
+    return ring.apart(jnp.concatenate([half.reshape(n, half.size // n) for half in halves], axis=-1)).reshape(n, *block.shape)
 
 
 def _halves(x):

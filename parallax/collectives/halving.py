@@ -75,7 +75,7 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped
     for far, near in reversed(_distances(twins.size(axis_name))):
         received = ring.send_next(blocks[: far - near], axis_name, distance=-near)
         blocks = jnp.concatenate([blocks, received])
-    return jnp.roll(blocks, twins.index(axis_name), axis=0)
+    return ring.apart(jnp.roll(blocks, twins.index(axis_name), axis=0))
 
 
 def _distances(n: int) -> list[tuple[int, int]]:

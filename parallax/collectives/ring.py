@@ -136,7 +136,7 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName, *, stay: 
     copy the whole for. So the blocks are one flat array, and at the end a loop stands in the way, which writes one number again.
     """
     (whole,) = gathered([(block, axis_name, 1)])
-    return (_in_place(whole) if stay else whole).reshape(size(axis_name), *block.shape)
+    return (apart(whole) if stay else whole).reshape(size(axis_name), *block.shape)
 
 
 def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> list[Shaped[Array, "..."]]:
@@ -144,8 +144,12 @@ def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> li
     return [whole for _, whole in together([filling(*each) for each in blocks], unrolled=twins.UNROLLED)]
 
 
-def _in_place(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """`x`, with a loop between its last write and what follows."""
+def apart(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x`, with a loop between its last write and what follows. The loop writes one number again.
+
+    Without it XLA may join the blocks inside the operation that uses them, and there fuse a product and a sum for some of the
+    blocks only: for which ones depends on the device, so replicas would drift apart.
+    """
     if not x.size:
         return x
     start = (0,) * x.ndim

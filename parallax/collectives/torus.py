@@ -110,7 +110,7 @@ def gather_blocks(block: Shaped[Array, "*block"], axis_name: AxisName) -> Shaped
         for k, part in enumerate(brought):
             gone = _order(names, k)[turn:]
             parts.append(jnp.moveaxis(part.reshape(twins.size(names[gone[0]]), *block_shapes[k]), 0, sorted(gone).index(gone[0])))
-    return jnp.concatenate(parts, axis=-1).reshape(twins.size(axis_name), *block.shape)
+    return ring.apart(jnp.concatenate(parts, axis=-1)).reshape(twins.size(axis_name), *block.shape)
 
 
 def _parts(x, count: int) -> list:
