@@ -165,16 +165,20 @@ def _joins(node: ast.AST) -> bool:
 
 
 def covering(root: Path, path: Path) -> list[str]:
-    """The test files that import the module of the file `path`, by way of as few others as may be, those of its name first."""
+    """The test files that import the module of the file `path`, by way of as few others as may be.
+
+    Those of its name come first, then those that import the least beside it.
+    """
     imports, name = _imports(root), path.with_suffix("").as_posix()
     reached, tests = {name}, []
     while not tests:
         users = {user for user, used in imports.items() if used & reached}
-        tests = sorted(user for user in users if user.startswith("tests/test_"))  # `sort` below keeps this order
+        tests = [user for user in users if user.startswith("tests/test_")]
         if users <= reached:
             break
         reached |= users
-    tests.sort(key=lambda test: [not test.startswith(f"tests/test_{part}") for part in (path.stem, path.parent.name)])
+    other = lambda test: [not test.startswith(f"tests/test_{part}") for part in (path.stem, path.parent.name)]
+    tests.sort(key=lambda test: (other(test), len(imports[test]), test))
     return [f"{test.removeprefix('tests/')}.py" for test in tests]
 
 
