@@ -107,7 +107,7 @@ def selected(mutant: Mutant, tests_from: Path) -> list[str]:
 
 
 def run(folder: Path, arguments: Sequence[str], limit: float, cache: Path) -> tuple[int | None, str]:
-    """pytest's exit code, and what it printed. A test may take `limit` seconds; all of them 50 times that; then the code is None."""
+    """pytest's exit code, and what it printed. A test may take `limit` seconds; the code is None where all take 50 times that."""
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),  # most programs of a mutant are those of the repository
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

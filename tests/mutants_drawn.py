@@ -118,6 +118,8 @@ def _in(source: bytes, node: ast.AST, around: list[tuple[int, int]]) -> Iterator
         body = getattr(node, "body", None)
         around = [(begin, span(source, body[0])[0] if body else end)]  # of a loop or a condition, its first line
     yield from _of(source, node, around)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+        return  # a number below 0
     skipped = {id(node.annotation)} if isinstance(node, ast.AnnAssign) else set()
     for child in ast.iter_child_nodes(node):
         if id(child) not in skipped:
@@ -133,6 +135,8 @@ def _of(source: bytes, node: ast.AST, around: list[tuple[int, int]]) -> Iterator
             yield _between(source, left, op, right, around)
         case ast.BoolOp(op, [left, right, *_]):
             yield _between(source, left, op, right, around)
+        case ast.UnaryOp(ast.USub(), ast.Constant(int(value))):
+            yield Change("+ 1", *span(source, node), str(1 - value).encode(), around)
         case ast.Constant(value) if type(value) is int:
             yield Change("+ 1", *span(source, node), str(value + 1).encode(), around)
         case ast.Constant(str(value)) if value in AXES:

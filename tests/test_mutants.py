@@ -74,6 +74,7 @@ def test_every_operator_is_drawn_and_messages_and_annotations_are_left_alone(tmp
         "max(x, x)": "min(x, x)",
         ":x": ":x + 1",
         "7": "8",
+        "-1": "0",
         '"tensor"': '"stage"',
     }
     text = "".join(f"def f{k}(x):\n    return {old if old != ':x' else 'x[:x]'}\n" for k, old in enumerate(changes))
