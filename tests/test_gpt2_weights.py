@@ -340,6 +340,13 @@ def test_configurations_that_the_model_cannot_represent_are_refused(fields, mess
         gpt2.load(folder)
 
 
+@pytest.mark.parametrize(("vocabulary", "end"), [(50256, None), (50257, 50256)])
+def test_a_model_that_has_the_token_ends_texts_with_it(vocabulary, end, tmp_path):
+    config = gpt2.Config(layers=1, heads=1, width=2, context=2, vocabulary=vocabulary, vocabulary_multiple=1)
+    gpt2.save(random_model(config), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == end
+
+
 def test_fields_that_are_left_out_are_those_of_transformers(folder):
     fields = json.loads((folder / "config.json").read_text())
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon"):

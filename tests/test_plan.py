@@ -247,7 +247,10 @@ def test_what_cannot_be_found_is_told():
 def test_the_largest_batch_fits_and_one_more_does_not():
     layout = Layout(data=8, precision="float16", remat="products")
     batch = search.largest_batch(sums.GPT_300M, layout, hardware.V100)
-    assert plan.plan(sums.GPT_300M, layout, hardware.V100, batch=batch).fits
+    planned = plan.plan(sums.GPT_300M, layout, hardware.V100, batch=batch)
+    assert planned.fits
+    no_larger = dataclasses.replace(hardware.V100, memory=planned.memory.peak)
+    assert search.largest_batch(sums.GPT_300M, layout, no_larger) == batch
     assert not plan.plan(sums.GPT_300M, layout, hardware.V100, batch=batch + 8).fits
     assert search.largest_batch(sums.GPT3, layout, hardware.V100) == 0
 
