@@ -197,7 +197,7 @@ def test_computes_the_same_run(otherwise, finished, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_two_hundred_steps_in_short_numbers_end_as_in_float32(precision, full_precision, tmp_path):
     assert held_out_after_200(tmp_path, f"--precision={precision}") == pytest.approx(full_precision, rel=0.02)

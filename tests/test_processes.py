@@ -4,6 +4,7 @@ import json
 
 import pytest
 from faults import SCRIPT, Running
+from flags import quick
 
 EXAMPLE = SCRIPT.parent.parent / "examples" / "gpt2.py"
 SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=3", "--evaluate-tokens=512"]
@@ -22,7 +23,9 @@ def train(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("JAX_ENABLE_X64", "1")
             patch.setenv("JAX_PLATFORMS", "cpu")
-            job = Running(folder, *options, processes=processes, cache=folder / "cache", program=EXAMPLE, **launcher)
+            job = Running(
+                folder, *options, processes=processes, cache=folder / "cache", program=EXAMPLE, flags=quick(), **launcher
+            )
         with job:
             code, printed = job.wait(), job.printed()
         path = folder / "out" / "metrics.jsonl"
