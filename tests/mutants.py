@@ -87,10 +87,9 @@ def copy(folder: Path, tests_from: Path) -> None:
 
 
 def options(mutant: Mutant) -> list[str]:
-    """How pytest is to select: the default tests, the long ones, or those of last bits."""
-    whole = ["--sweep-all"] if mutant.long else []
+    """How pytest is to select: the default tests, the long ones, or those of last bits; with every case of their sweeps."""
     marks = [mark for mark, asked in (("slow", mutant.long), ("bits", mutant.bits)) if asked]
-    return (["--users-flags"] if mutant.bits else []) + (["-m", " and ".join(marks)] if marks else []) + whole
+    return ["--sweep-all", *(["--users-flags"] if mutant.bits else []), *(["-m", " and ".join(marks)] if marks else [])]
 
 
 def selected(mutant: Mutant, tests_from: Path) -> list[str]:
