@@ -63,7 +63,7 @@ def verdict(mutant: Mutant, *, limit: float, cache: Path, tests_from: Path = ROO
         copy(Path(folder), tests_from)
         Path(folder, place.path).write_bytes(content)
         begin = time.monotonic()
-        code, printed = run(Path(folder), [*options(mutant), *selected(mutant, tests_from)], limit, cache)
+        code, printed = run(Path(folder), [*options(mutant, tests_from), *selected(mutant, tests_from)], limit, cache)
         seconds = time.monotonic() - begin
     if code is None or HANGS in printed:
         return Verdict(name, "caught", f"by the limit of {limit:.0f} s: a test takes longer, or hangs", seconds)
@@ -86,10 +86,13 @@ def copy(folder: Path, tests_from: Path) -> None:
             shutil.copy2(source, folder / name)
 
 
-def options(mutant: Mutant) -> list[str]:
-    """How pytest is to select: the default tests, the long ones, or those of last bits; with every case of their sweeps."""
-    marks = [mark for mark, asked in (("slow", mutant.long), ("bits", mutant.bits)) if asked]
-    return ["--sweep-all", *(["--users-flags"] if mutant.bits else []), *(["-m", " and ".join(marks)] if marks else [])]
+def options(mutant: Mutant, tests_from: Path) -> list[str]:
+    """How pytest is to select: the default tests, the long ones, or those of last bits, all cases. Older tests know less."""
+    known = (tests_from / "tests" / "conftest.py").read_text(encoding="utf-8")
+    bits = mutant.bits and "--users-flags" in known
+    marks = [mark for mark, asked in (("slow", mutant.long), ("bits", bits)) if asked]
+    flags = ["--users-flags"] * bits + ["--sweep-all"] * ("--sweep-all" in known)
+    return flags + (["-m", " and ".join(marks)] if marks else [])
 
 
 def selected(mutant: Mutant, tests_from: Path) -> list[str]:

@@ -202,6 +202,7 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
 
 
 @pytest.mark.bits
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
 def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     """XLA may join the blocks inside the operation that uses them, and round there by where each block comes from."""

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, lint, mesh, precision, rules, step, zero
+from parallax import grads, lint, mesh, precision, rules, step, tensor, zero
 from parallax.collectives import bidirectional, buckets, doubling, halving, ring, torus
 from parallax.collectives.replicated import varying
 from parallax.layout import Layout
@@ -313,6 +313,17 @@ def test_every_all_reduce(all_reduce, wrap):
     assert kinds(lambda x: once(once(x))) == [TWICE]
     assert kinds(lambda x: lax.scan(trip, jnp.zeros_like(once(x)), jnp.stack([x, 2 * x]))[0]) == [EACH]
     assert kinds(lambda x: lax.cond(x[0, 0] > 0, lambda x: varying(once(x), axes), lambda x: x, x)) == [UNDER]
+
+
+def test_a_function_of_ours_that_sends_nothing_is_read_through():
+    """What was widened before `tensor.enter` is still narrow behind it."""
+
+    def wrong(x, w):
+        entered = tensor.enter(lax.psum(x, "x").astype(jnp.float32), "x", all_reduce=ring.all_reduce)
+        return lax.pmax(entered @ w, "x")
+
+    rows = jax.ShapeDtypeStruct(ROWS.shape, jnp.bfloat16)
+    assert [found.kind for found in lint.program(mapped(wrong, (P("x"), P()), P()), rows, WEIGHTS)] == [WIDE]
 
 
 def test_unchecked_programs_are_read_too():

@@ -160,6 +160,13 @@ def test_what_waits_is_what_the_pipeline_holds():
     assert footprint.slots(4, 8, 1, "gpipe") == 9
 
 
+@pytest.mark.parametrize("layers", [1, 2, 8])
+def test_zero_3_has_two_gathered_layers_at_a_time(layers):
+    config, layout = gpt2.Config(layers=layers, heads=2, width=32, context=8), Layout(data=2, zero=3)
+    blocks = 4 * sum(leaf.elements for leaf in holdings.leaves(config, layout) if leaf.block)
+    assert footprint.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
+
+
 @pytest.mark.parametrize(("P", "M", "v"), [(2, 2, 1), (2, 5, 1), (3, 12, 2), (4, 8, 1), (4, 8, 3), (5, 10, 1), (3, 6, 4)])
 def test_closed_forms_are_those_of_the_tables(P, M, v):
     table = Layout(stage=P, microbatches=M, chunks=v).table()
