@@ -145,10 +145,10 @@ def gathered(blocks: Sequence[tuple[Shaped[Array, "..."], AxisName, int]]) -> li
 
 
 def apart(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """`x`, with a loop between its last write and what follows. The loop writes one number again.
+    """`x`, with a no-op loop between its last write and what follows: the loop writes one number again.
 
-    Without it XLA may join the blocks inside the operation that uses them, and there fuse a product and a sum for some of the
-    blocks only: for which ones depends on the device, so replicas would drift apart.
+    Without it XLA may join the blocks inside the operation that uses them, and fuse a product and a sum there for some of the
+    blocks only. Which blocks depends on the device, so replicas would drift apart.
     """
     if not x.size:
         return x
