@@ -127,12 +127,12 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, pytestconfig):
     """Any rank, during saves too. A step is lost for good only back to the last finished checkpoint.
 
-    The job comes back with two processes or with four, which share the same devices. The moments are drawn by --sweep-seed: 6
+    The job comes back with two processes or with four, which share the same devices. The moments are drawn by --sweep-seed: 4
     kills, or 20 with --sweep-all.
     """
     option = pytestconfig.option
     generator, every, took, lost, saving, reached = random.Random(option.sweep_seed), 3, [], [], 0, 0
-    kills = 20 if option.sweep_all else 6
+    kills = 20 if option.sweep_all else 4
     command = ["--layout", "small", "--steps", LONG, "--every", every]
     for start in range(kills):
         processes = 2 if start % 5 else 4
@@ -222,9 +222,8 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
     """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device, then back."""
     for layout, processes, steps in [("pipeline", 4, 3), ("plain", 2, 6), ("one", 1, 9), ("pipeline", 4, 12)]:
         launcher = "one process" if processes == 1 else LAUNCHER
-        with Running(
-            tmp_path, "--layout", layout, "--steps", steps, "--every", 3, processes=processes, cache=cache, launcher=launcher
-        ) as job:
+        options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
+        with Running(tmp_path, "--layout", layout, "--steps", steps, "--every", 3, **options) as job:
             assert job.wait() == 0, job.printed()
     expected = undisturbed("pipeline")[1]
     np.testing.assert_allclose(
