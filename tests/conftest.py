@@ -11,8 +11,9 @@ of the example have users' flags too. And `.ci/run` takes a tenth of all tests, 
 `--users-flags --part 10`.
 
 **Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, and
-n successive values of `--sweep-seed` take every case once. One marked `sweep` alone lets hypothesis draw other examples for
-each seed. `--sweep-all` runs every case. `.ci/run` counts its seeds up, so they are all run over time.
+n successive values of `--sweep-seed` take every case once. The tests of a file that are marked `sweep(n, "together")` are cases
+of one sweep. A test marked `sweep` alone lets hypothesis draw other examples for each seed. `--sweep-all` runs every case.
+`.ci/run` counts its seeds up, so all cases are run over time.
 """
 
 import hashlib
@@ -52,9 +53,9 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    flags = "users' flags" if config.option.users_flags else "quick flags (what is about bits: test_bits.py)"
+    compiled = "users' flags" if config.option.users_flags else "quick flags (what is about bits: test_bits.py)"
     drawn = "sweeps whole" if config.option.sweep_all else f"--sweep-seed {config.option.sweep_seed}"
-    return f"parallax: {flags}, {drawn}" + f", --part {config.option.part}" * (config.option.part > 1)
+    return f"parallax: {compiled}, {drawn}" + f", --part {config.option.part}" * (config.option.part > 1)
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have chosen
@@ -64,11 +65,12 @@ def pytest_collection_modifyitems(config, items):
     sweeps = defaultdict(list)
     for item in chosen:
         if mark := item.get_closest_marker("sweep"):
-            sweeps[item.nodeid.partition("[")[0], *mark.args].append(item)
+            parts, *together = mark.args or [1]
+            sweeps[item.path if together else item.nodeid.partition("[")[0], parts].append(item)
     left_out = set()
     if not option.sweep_all:
-        for (_, *parts), cases in sweeps.items():
-            left_out.update(set(cases) - set(part(cases, option.sweep_seed, *parts)))
+        for (_, parts), cases in sweeps.items():
+            left_out.update(set(cases) - set(part(cases, option.sweep_seed, parts)))
         for item in set().union(*sweeps.values()) - left_out:
             if option.sweep_seed and hypothesis.is_hypothesis_test(item.obj):
                 hypothesis.seed(option.sweep_seed)(item.obj)

@@ -78,6 +78,7 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     assert numbers(text, "agree to the last bit on # of # points") == [8192, 8192]
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
     text = printed("three_ways_to_split")
@@ -90,6 +91,7 @@ def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
         assert formula == program
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_each_mistake_has_a_number_and_a_message(printed):
     text = printed("wrong_on_purpose")
@@ -109,6 +111,7 @@ def test_each_mistake_has_a_number_and_a_message(printed):
     assert text.count("  caught  ") == text.count("  why     ") == 4
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     text = printed("lenet")
@@ -117,6 +120,7 @@ def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     assert min(last) >= 95
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
     text = printed("tensor_parallel_vae")
@@ -124,6 +128,7 @@ def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
     assert numbers(text, r"step   1 +# +#")[0] > numbers(text, r"step 500 +# +#")[0]
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(printed):
     text = printed("gpt2_ddp_profile")
@@ -136,6 +141,7 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
     assert numbers(text, r"MB sent a step +# +#") == [0, pytest.approx(2 * 3 / 4 * weights, rel=0.01)]
 
 
+@pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     text = printed("custom_training")

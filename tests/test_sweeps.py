@@ -1,0 +1,27 @@
+"""What a run leaves out of a sweep, the next ones take."""
+
+from typing import NamedTuple
+
+import pytest
+from conftest import part
+
+
+class Case(NamedTuple):
+    """A test as `part` sees it."""
+
+    nodeid: str
+
+
+CASES = [Case(f"tests/test_a.py::test_b[{number}]") for number in range(10)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 10, 12])
+@pytest.mark.parametrize("first", [0, 1, 500])
+def test_successive_seeds_take_every_case_once(parts, first):
+    taken = [case for seed in range(first, first + parts) for case in part(CASES, seed, parts)]
+    assert sorted(taken) == sorted(CASES)
+    assert max(len(part(CASES, seed, parts)) for seed in range(parts)) <= -(-len(CASES) // parts)
+
+
+def test_a_seed_takes_the_same_cases_in_whatever_order_they_come():
+    assert part(CASES, 3, 4) == part(CASES[::-1], 3, 4)
