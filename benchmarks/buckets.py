@@ -9,7 +9,7 @@ hold them. See benchmarks/README.md.
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import measure
@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import buckets, ring
+from parallax.collectives import Axis, Mover, bucketed, buckets, ring, xla
 from parallax.models import gpt2
 
-ALGORITHMS: dict[str, Callable] = {"psum": jax.lax.psum, "ring": ring.all_reduce}
+ALGORITHMS: dict[str, Mover] = {"psum": xla, "ring": ring}
 
 
 def main():
@@ -49,11 +49,9 @@ def report(arguments: argparse.Namespace):
     config = gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64) if arguments.quick else gpt2.SMALL
     world, shapes = mesh.make(data=arguments.processes), leaves_of(config)
     gradients = [placed(world, shape, i) for i, shape in enumerate(shapes)]
-    rivals = {f"{name}, leaf by leaf": all_reduce for name, all_reduce in ALGORITHMS.items()}
-    rivals |= {
-        f"{name}, buckets": buckets.bucketed(all_reduce, nbytes=arguments.nbytes) for name, all_reduce in ALGORITHMS.items()
-    }
-    programs = {name: compiled(world, all_reduce, gradients) for name, all_reduce in rivals.items()}
+    rivals = {f"{name}, leaf by leaf": mover("data") for name, mover in ALGORITHMS.items()}
+    rivals |= {f"{name}, buckets": bucketed(mover("data"), nbytes=arguments.nbytes) for name, mover in ALGORITHMS.items()}
+    programs = {name: compiled(world, axis, gradients) for name, axis in rivals.items()}
     runs = {name: functools.partial(program, gradients) for name, program in programs.items()}
     expected = arguments.processes * (arguments.processes + 1) / 2
     for name, run in runs.items():
@@ -91,9 +89,9 @@ def placed(world: jax.sharding.Mesh, shape: tuple[int, ...], number: int) -> jax
     return jax.make_array_from_callback((world.size, *shape), NamedSharding(world, P("data")), block)
 
 
-def compiled(world: jax.sharding.Mesh, all_reduce: Callable, gradients: list[jax.Array]) -> jax.stages.Compiled:
+def compiled(world: jax.sharding.Mesh, axis: Axis, gradients: list[jax.Array]) -> jax.stages.Compiled:
     """The program that sums every array over the processes."""
-    local = lambda leaves: all_reduce([leaf[0] for leaf in leaves], "data")
+    local = lambda leaves: axis.all_reduce([leaf[0] for leaf in leaves])
     return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P("data"),), out_specs=P())).lower(gradients).compile()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.checkpoint import Checkpoints
+from parallax.run.checkpoint import Checkpoints
 
 DEVICES = 8
 

@@ -22,19 +22,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax import hlo, mesh
-from parallax.collectives import bidirectional, cost, doubling, halving, quantized, ring, torus, tuning
+from parallax import mesh
+from parallax.collectives import cost, doubling, halving, hierarchical, quantized, ring, torus, tuning, two_rings
 from parallax.collectives.cost import Link
+from parallax.compiled import hlo
 
 AXES = ("slow", "fast")  # of 1 x 2, 2 x 2 and 2 x 4 devices, so that those of two axes can run
 RIVALS = {
     "psum": lax.psum,
     "ring": ring.all_reduce,
-    "two rings": bidirectional.all_reduce,
+    "two rings": two_rings.all_reduce,
     "halving": halving.all_reduce,
     "doubling": doubling.all_reduce,
     "torus": torus.all_reduce,
-    "hierarchical": torus.hierarchical_all_reduce,
+    "hierarchical": hierarchical.all_reduce,
     "int8": quantized.all_reduce,
 }
 INEXACT = ("int8",)  # not counted among the best
@@ -134,7 +135,8 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
     rivals, told = {name: RIVALS[name] for name in arguments.rivals if name != "auto"}, ""
     link = tuning.fit(world, AXES)
     if "auto" in arguments.rivals:
-        rivals["auto"], told = tuning.auto(world, AXES, link=link)
+        auto, told = tuning.auto(world, AXES, link=link)
+        rivals["auto"] = auto.all_reduce
     rows = []
     for S in arguments.sizes:
         runs, sent, programs = {}, {}, {}

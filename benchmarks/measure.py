@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from parallax import hlo
+from parallax.compiled import hlo
 
 MB = 1e6
 NUMBER = re.compile(r"[\d.e+-]+%?|nan|[\d.]+ (B|kB|MB|GB|\([\d.]+\))")

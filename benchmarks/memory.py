@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import data, mesh, step
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "data"
 FLOAT = 4  # bytes
@@ -73,7 +73,7 @@ def main():
 def compiled(config: gpt2.Config, layout: Layout, batch: int, tokens: int) -> tuple[step.State, jax.stages.Compiled]:
     """The state's shapes and the compiled train step of `batch` sequences of `tokens`."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = step.prepare(config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.prepare(config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     return prepared.shapes, prepared.train.lower(prepared.shapes, windows).compile(QUICKLY)
 
@@ -175,7 +175,7 @@ def train(steps: int, batch: int, remat: str):
     layout = Layout(data=2, stage=2, tensor=2, zero=1, microbatches=batch // 2, remat=remat)
     mesh_ = mesh.make(**layout.axes)
     tokens = data.encode_file(SHIPPED / "state_of_the_union.txt", data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"))
-    prepared = step.prepare(gpt2.SMALL, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.prepare(gpt2.SMALL, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
     shape = (batch, gpt2.SMALL.context + 1)
     placed = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     program = prepared.train.lower(prepared.shapes, placed).compile()

@@ -6,6 +6,7 @@ All of them train the same transformer blocks on the same batch, P stages on P v
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, mesh, pipeline
-from parallax.collectives import ring
+from parallax import grads, mesh, pipeline, tensor
+from parallax.collectives import ring, send_next
 from parallax.models import gpt2
 from parallax.schedule import Schedule, gpipe, one_f_one_b
 
@@ -59,7 +60,8 @@ class Task(NamedTuple):
 
     def apply(self, blocks: gpt2.Block, x: jax.Array) -> jax.Array:
         """Some layers."""
-        return gpt2.run_blocks(blocks, x, None, self.config)
+        block = functools.partial(gpt2.block, config=self.config, joins=tensor.joins(()), attend=gpt2.attention)
+        return gpt2.run_blocks(blocks, x, None, block)
 
 
 def main():
@@ -99,10 +101,9 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
         lambda blocks, x, part, position: task.apply(blocks, x),
         lambda blocks, x, part: jnp.mean((x - part[1]) ** 2),
         schedule,
-        "stage",
+        ring("stage"),
         where=lambda blocks: blocks,
         remat=remat,
-        all_reduce=ring.all_reduce,
     )
     time = schedule.makespan(1, 3 if remat else 2)
     held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))
@@ -121,7 +122,7 @@ def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
             y = task.apply(blocks, jnp.where(stage == 0, entering, received))
             target = lax.dynamic_index_in_dim(targets, jnp.maximum(t - last, 0), keepdims=False)
             counts = (stage == last) & (t >= last)
-            return ring.send_next(y, "stage"), jnp.where(counts, jnp.mean((y - target) ** 2), jnp.zeros(()))
+            return send_next(y, "stage"), jnp.where(counts, jnp.mean((y - target) ** 2), jnp.zeros(()))
 
         start = lax.pcast(jnp.zeros_like(x[0]), "stage", to="varying")
         return jnp.sum(lax.scan(tick, start, jnp.arange(M + last))[1]) / M

@@ -15,9 +15,10 @@ import measure
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from parallax import hardware, mesh, plan, step
+from parallax import mesh, plan
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
+from parallax.plan import hardware
 
 MINI = gpt2.Config(layers=8, heads=8, width=256, context=256, vocabulary=8000)
 MODELS = {"mini": MINI, "small": gpt2.SMALL}
@@ -110,7 +111,7 @@ def read(layouts: str) -> list[tuple[int, Layout]]:
 def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | None = None):
     """The prepared step and its program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = step.prepare(config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.prepare(config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     return prepared, prepared.train.lower(prepared.shapes, windows).compile(options)
 

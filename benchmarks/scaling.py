@@ -93,26 +93,26 @@ def ours(sizes: Sizes, job: argparse.Namespace) -> list[float]:
     import optax
     from jax.sharding import PartitionSpec as P
 
-    from parallax import feed, launch, mesh, step
-    from parallax.collectives import buckets, ring
+    from parallax import mesh
+    from parallax.collectives import bucketed, ring
+    from parallax.data import prefetch
     from parallax.layout import Layout
-    from parallax.models import gpt2
+    from parallax.models import decoder, gpt2
+    from parallax.run import processes
 
-    launch.initialize(job.address, job.processes, job.rank, cpu_devices=job.processes, say=lambda line: None)
+    processes.initialize(job.address, job.processes, job.rank, cpu_devices=job.processes, say=lambda line: None)
     config = gpt2.Config(
         layers=sizes.layers, heads=sizes.heads, width=sizes.width, context=sizes.length, vocabulary=sizes.vocabulary
     )
     layout, size = Layout(data=job.processes), job.batch * job.processes
-    axes = mesh.make(**layout.axes)
-    all_reduce = buckets.bucketed(ring.all_reduce)
-    state, train = step.train_step(
-        config, optax.adamw(3e-4), layout, axes, batch=size, all_reduce=all_reduce, key=jax.random.key(0)
-    )
+    mesh_ = mesh.make(**layout.axes)
+    axes = {"data": bucketed(ring("data"))}
+    state, train = decoder.train_step(config, optax.adamw(3e-4), layout, mesh_, batch=size, key=jax.random.key(0), axes=axes)
     tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=size * (sizes.length + 1) * 4)
-    sharding = mesh.shardings(P("data"), axes)
+    sharding = mesh.shardings(P("data"), mesh_)
     seconds = []
     for i in range(sizes.steps + WARM_UP):
-        windows = feed.placed(tokens, sharding, seed=0, step=i, size=size, length=sizes.length)
+        windows = prefetch.placed(tokens, sharding, seed=0, step=i, size=size, length=sizes.length)
         start = time.perf_counter()
         state, info = jax.block_until_ready(train(state, windows))
         seconds.append(time.perf_counter() - start)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import measure
 
-from parallax.collectives import bidirectional, cost, doubling, halving, ring, torus
+from parallax.collectives import cost, doubling, halving, hierarchical, ring, several_axes, torus, two_rings
 from parallax.collectives.cost import Link, Message, Round
 
 SIDES = (2, 4, 8, 16, 32, 64, 128, 256, 316)  # of a square torus: 4 to 99,856 devices
@@ -23,12 +23,12 @@ CABLE = Link(alpha=1e-5, beta=1 / 50e9)  # a device's own adapter to the other m
 MACHINE = 8  # devices of a machine
 RIVALS = {
     "ring": ring.all_reduce,
-    "two rings": bidirectional.all_reduce,
+    "two rings": two_rings.all_reduce,
     "halving and doubling": halving.all_reduce,
     "doubling": doubling.all_reduce,
     "torus": torus.all_reduce,
-    "hierarchical, ring": torus.hierarchical_all_reduce,
-    "hierarchical, halving": functools.partial(torus.hierarchical_all_reduce, all_reduce=halving.all_reduce),
+    "hierarchical, ring": hierarchical.all_reduce,
+    "hierarchical, halving": functools.partial(several_axes.hierarchical_all_reduce, all_reduce=halving.all_reduce),
 }
 BY_AXES = ("torus", "hierarchical, ring", "hierarchical, halving")  # they are given an axis for each dim of the network
 

@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, rules, step
-from parallax.collectives import ring
+from parallax.collectives import Mover, ring, xla
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
 REMAT: dict[str, Callable] = {  # the rest is computed again
     "everything": lambda block: block,
@@ -68,10 +68,10 @@ def main():
     over = f"data {many.data} x tensor {many.tensor}"
     rivals = {
         "a plain, 1 device": plain(task, windows),
-        "b ours, 1 device": ours(task, windows, one, lax.psum),
+        "b ours, 1 device": ours(task, windows, one, xla),
         f"c GSPMD, {over}": gspmd(task, windows, mesh.make(data=many.data, tensor=many.tensor)),
-        f"d ours, psum, {over}": ours(task, windows, many, lax.psum),
-        f"e ours, ring, {over}": ours(task, windows, many, ring.all_reduce),
+        f"d ours, psum, {over}": ours(task, windows, many, xla),
+        f"e ours, ring, {over}": ours(task, windows, many, ring),
     }
     product, operations = measure.matrix_product()
     times = measure.interleaved(
@@ -118,24 +118,24 @@ def gspmd(task: Task, windows: np.ndarray, mesh_: Mesh) -> Rival:
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))
 
 
-def ours(task: Task, windows: np.ndarray, layout: Layout, all_reduce: Callable) -> Rival:
-    """`step.train_step` over data x tensor."""
+def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival:
+    """`decoder.train_step` over data x tensor."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    state, program = step.train_step(
+    state, program = decoder.train_step(
         task.config,
         task.optimizer,
         layout,
         mesh_,
         batch=task.batch,
-        all_reduce=all_reduce,
-        checkpoint=task.checkpoint,
         key=task.key,
+        axes={name: mover(name) for name in layout.axes},
+        compute=decoder.Compute(checkpoint=task.checkpoint),
     )
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))
 
 
 def plain_state(task: Task):
-    """The model that `step.train_step` makes from the same key, and the optimizer's state."""
+    """The model that `decoder.train_step` makes from the same key, and the optimizer's state."""
     model = gpt2.GPT2(task.config, key=jax.random.split(task.key)[0])
     return model, task.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 

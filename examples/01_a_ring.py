@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import ring
+from parallax.collectives import ring, send_next
 
 n, letters = 8, "ABCDEFGH"
 
@@ -28,14 +28,14 @@ def shown(when: str, blocks: np.ndarray) -> None:
 def scatter_hop(h, blocks):
     """Device i sends the partial sum of block i - h on, and adds what comes to its own."""
     me = lax.axis_index("x")
-    message = ring.send_next(blocks[0, (me - h) % n], "x")
+    message = send_next(blocks[0, (me - h) % n], "x")
     return blocks.at[0, (me - h - 1) % n].add(message)
 
 
 def gather_hop(h, blocks):
     """Device i sends the finished block i + 1 - h on, and keeps what comes."""
     me = lax.axis_index("x")
-    message = ring.send_next(blocks[0, (me + 1 - h) % n], "x")
+    message = send_next(blocks[0, (me + 1 - h) % n], "x")
     return blocks.at[0, (me - h) % n].set(message)
 
 

@@ -15,9 +15,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import digits
-from parallax import checkpoint, lint, mesh, pipeline, precision, rules, schedule, step, tensor, zero
-from parallax.collectives import ring
+from parallax import lint, mesh, pipeline, precision, rules, run, schedule, step, tensor, zero
+from parallax.collectives import AxisLike, ring
 
+DATA, STAGE, TENSOR = ring("data"), ring("stage"), ring("tensor")  # each axis, with who moves data along it
 LAYERS, PATCHES, WIDTH, STEPS, BATCH, M = 4, 16, 64, 120, 128, 4  # M microbatches in a replica's part of the batch
 
 
@@ -40,10 +41,10 @@ def enter(model, part):  # an image of 8 x 8 pixels: 16 patches of 4
     return part[0].reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, PATCHES, 4).astype(model.embed.dtype) @ model.embed
 
 
-def stage(blocks, x, part, position, *, axis_name: str | tuple = "tensor"):  # one stage's layers
+def stage(blocks, x, part, position, *, axis: AxisLike = TENSOR):  # one stage's layers
     def mixed(x, w):  # columns, then rows: one sum over the tensor axis forward, one backward
-        hidden = jax.nn.gelu(tensor.column(x, w["up"], None, axis_name, all_reduce=ring.all_reduce))
-        return tensor.row(hidden, w["down"], None, axis_name, all_reduce=ring.all_reduce)
+        hidden = jax.nn.gelu(tensor.column(x, w["up"], None, axis))
+        return tensor.row(hidden, w["down"], None, axis)
 
     def layer(x, w):
         x = x + mixed(jax.nn.standardize(x).swapaxes(1, 2), w["patches"]).swapaxes(1, 2)
@@ -61,13 +62,13 @@ def head(model, x, part):  # the loss, on the last stage
 
 @jax.jit
 def right(model, images, labels):  # the share of digits told right: the same functions on one device
-    x = stage(jax.tree.map(lambda w: w[0], model.blocks), enter(model, (images,)), None, 0, axis_name=())
+    x = stage(jax.tree.map(lambda w: w[0], model.blocks), enter(model, (images,)), None, 0, axis=())
     return jnp.mean(jnp.argmax(logits(model, x), axis=1) == labels)
 
 
 def session(folder, fresh, train, learn, held_out):
     """From the newest checkpoint, if there is one, to the last step; half-way, a checkpoint is saved."""
-    with checkpoint.Checkpoints(folder, settings={"layers": LAYERS, "batch": BATCH, "seed": 0}) as checkpoints:
+    with run.checkpoint.Checkpoints(folder, settings={"layers": LAYERS, "batch": BATCH, "seed": 0}) as checkpoints:
         start, state = (checkpoints.restore(fresh) or (0, fresh))[:2]
         for i in range(start + 1, STEPS + 1):
             state, info = jax.block_until_ready(train(state, learn.batch(0, i, BATCH)))  # virtual devices share threads
@@ -85,12 +86,11 @@ if __name__ == "__main__":
     split = {"**.up": P(None, "stage", None, "tensor"), "**.down": P(None, "stage", "tensor"), "**": P()}
     rule = rules.first(*(rules.match(pattern, spec) for pattern, spec in split.items()))
     shared = rules.fsdp("data", size=2, keep={"blocks.**": (0, 1)}, inside=rule)  # what ZeRO-1 splits over the replicas
-    over_data = {"specs": rules.specs(eqx.filter_eval_shape(make_model), shared, devices)}
-    over_data |= {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter}
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(2, M), "stage", all_reduce=ring.all_reduce)
-    grad = zero.scattered(precision.mixed(grad, jnp.bfloat16), "data", **over_data)
+    shares = rules.specs(eqx.filter_eval_shape(make_model), shared, devices)
+    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(2, M), STAGE)
+    grad = zero.scattered(precision.mixed(grad, jnp.bfloat16), DATA, specs=shares)
     fresh, specs = step.init(make_model, optimizer, rule, devices, optimizer_rule=shared)
-    train = step.make(grad, zero.sharded(optimizer, "data", **over_data, all_gather=ring.all_gather), max_norm=1.0)
+    train = step.make(grad, zero.sharded(optimizer, DATA, specs=shares), max_norm=1.0)
     train = jax.jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     print(f"{STEPS} steps on data 2 x stage 2 x tensor 2; then once more, as if the run had died on its last step:")
     with tempfile.TemporaryDirectory() as folder:  # a run of yours has a folder that stays

@@ -32,33 +32,37 @@ from jax.experimental import multihost_utils
 from gpt2_run import report
 from gpt2_run.plan import DTYPE, Plan, check, chosen, claim_folder, describe, optimizer, prepare
 from gpt2_run.settings import Settings
-from parallax import certificate, draw, feed, launch, step, training
-from parallax.checkpoint import Checkpoints
-from parallax.models import gpt2
-from parallax.watchdog import Watchdog
+from parallax import draw, step
+from parallax.collectives import Axis
+from parallax.compiled import certificate
+from parallax.data import prefetch
+from parallax.models import decoder, gpt2
+from parallax.run import metrics, processes
+from parallax.run.checkpoint import Checkpoints
+from parallax.run.watchdog import Watchdog
 
 SAMPLED = 300  # tokens of text at the end
 
 
-def held_out_loss(plan: Plan, collectives: dict[str, Any]):
+def held_out_loss(plan: Plan, axes: dict[str, Axis], compute: decoder.Compute):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    one: Any = step.loss_step(plan.config, plan.layout, plan.mesh, schedule=plan.schedule, **collectives)
+    one: Any = decoder.loss_step(plan.config, plan.layout, plan.mesh, axes=axes, compute=compute)
     placed = lambda windows: jax.make_array_from_callback(windows.shape, plan.windows.sharding, lambda rows: windows[rows])
     return lambda model: float(np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out]))
 
 
-def sinks(plan: Plan, first: int) -> training.Sink:
+def sinks(plan: Plan, first: int) -> metrics.Sink:
     """Where the numbers of each step go: rank 0 alone writes. What was measured after `first`, and lost, is dropped."""
     s = plan.settings
     if plan.job.rank > 0:
-        return training.to_all()
-    found = [training.jsonl(s.out / "metrics.jsonl", after=first)]
+        return metrics.to_all()
+    found = [metrics.jsonl(s.out / "metrics.jsonl", after=first)]
     if s.tensorboard:
-        found.append(training.tensorboard(s.out / "tensorboard", after=first))
+        found.append(metrics.tensorboard(s.out / "tensorboard", after=first))
     if s.wandb is not None:
         run = hashlib.sha256(str(s.out.absolute()).encode()).hexdigest()[:12]
-        found.append(training.wandb(s.wandb, run=run, settings=plan.numbers))
-    return training.to_all(*found)
+        found.append(metrics.wandb(s.wandb, run=run, settings=plan.numbers))
+    return metrics.to_all(*found)
 
 
 @dataclasses.dataclass
@@ -69,9 +73,9 @@ class Session:
     train: Any  # the compiled step
     held_out: Any
     checkpoints: Checkpoints
-    skipped: training.Skipped
-    clock: training.Clock
-    sink: training.Sink
+    skipped: metrics.Skipped
+    clock: metrics.Clock
+    sink: metrics.Sink
     progress: report.Progress
     rate: float  # flops per second
     memory: report.Memory | None
@@ -91,7 +95,7 @@ class Session:
         s = self.plan.settings
         try:
             skip = self.skipped.count(i, info)
-        except training.OverBudget as error:
+        except metrics.OverBudget as error:
             self.save(i, state)
             self.checkpoints.wait()
             self.end(
@@ -119,18 +123,16 @@ def run(plan: Plan) -> None:
     s, job, seconds = plan.settings, plan.job, {"start": time.perf_counter() - STARTED}
     say = report.printer(job)
     rate, measured = report.matrix_rate(job)
-    collectives = chosen(plan)
-    prepared = step.prepare(
+    axes, compute = chosen(plan), decoder.Compute(schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
+    prepared = decoder.prepare(
         plan.config,
         optimizer(s),
         plan.layout,
         plan.mesh,
         batch=s.batch,
-        schedule=plan.schedule,
-        max_norm=1.0,
-        dtype=DTYPE(),
         key=jax.random.key(s.seed),
-        **collectives,
+        axes=axes,
+        compute=compute,
     )
     checkpoints = Checkpoints(
         s.out / "checkpoints",
@@ -157,10 +159,10 @@ def run(plan: Plan) -> None:
     session = Session(
         plan,
         train,
-        held_out_loss(plan, collectives),
+        held_out_loss(plan, axes, compute),
         checkpoints,
-        training.Skipped(s.skip_budget, note.get("skipped", [])),
-        training.Clock(note.get("clock")),
+        metrics.Skipped(s.skip_budget, note.get("skipped", [])),
+        metrics.Clock(note.get("clock")),
         sinks(plan, first),
         report.Progress(s.steps, first, say, live=sys.stdout.isatty() and job.processes == 1),
         rate,
@@ -181,14 +183,14 @@ def run(plan: Plan) -> None:
 def loop(session: Session, state: step.State, first: int) -> step.State:
     """The state after the last step, or after the one at which all processes were told to end."""
     plan, s, job = session.plan, session.plan.settings, session.plan.job
-    batch = lambda i: feed.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i, size=s.batch, length=plan.length)
+    batch = lambda i: prefetch.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i, size=s.batch, length=plan.length)
     traced = plan.profiled if job.rank == 0 else range(0)
     with (
         Watchdog(job, seconds=s.watchdog) as watch,
-        launch.preemption() as preempted,
-        training.profiler(s.out / "profile", traced) as trace,
+        processes.preemption() as preempted,
+        metrics.profiler(s.out / "profile", traced) as trace,
         session.checkpoints,
-        feed.Prefetched(batch, first, s.steps) as batches,
+        prefetch.Prefetched(batch, first, s.steps) as batches,
     ):
         for i in range(first + 1, s.steps + 1):
             watch.step(i)
@@ -219,7 +221,7 @@ def loop(session: Session, state: step.State, first: int) -> step.State:
     return state
 
 
-def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: training.Clock) -> None:
+def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metrics.Clock) -> None:
     """The sample, the picture, and the last lines: rank 0's work, for which the others bring their shards."""
     s, start, device = plan.settings, time.perf_counter(), jax.local_devices()[0]
     if plan.job.processes > 1:
@@ -255,11 +257,11 @@ def main() -> None:
     settings = tyro.cli(Settings, prog=Path(__file__).name, description=__doc__)
     try:
         check(settings)
-        job = launch.initialize(cpu_devices=settings.devices, say=lambda line: None)
+        job = processes.initialize(cpu_devices=settings.devices, say=lambda line: None)
     except ValueError as error:
-        launch.end(f"error: {error}\n", 2)
-    plan = launch.together(lambda: prepare(settings, job), job)
-    launch.run(lambda: run(plan), job)
+        processes.end(f"error: {error}\n", 2)
+    plan = processes.together(lambda: prepare(settings, job), job)
+    processes.run(lambda: run(plan), job)
 
 
 if __name__ == "__main__":

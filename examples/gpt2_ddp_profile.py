@@ -18,8 +18,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import pictures
-from parallax import certificate, data, layout, mesh, step
-from parallax.models import gpt2
+from parallax import data, layout, mesh
+from parallax.compiled import certificate
+from parallax.models import decoder, gpt2
 
 TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 CONFIG = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
@@ -51,7 +52,7 @@ class Run(NamedTuple):
 def run(n: int, tokens: np.ndarray) -> Run:
     plan = layout.Layout(data=n)
     devices = mesh.make(**plan.axes, devices=jax.devices()[:n])
-    prepared = step.prepare(CONFIG, optax.adamw(3e-3), plan, devices, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.prepare(CONFIG, optax.adamw(3e-3), plan, devices, batch=BATCH, key=jax.random.key(0))
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import digits
 import pictures
 from parallax import grads, mesh, rules, step
-from parallax.collectives import buckets, ring
+from parallax.collectives import bucketed, ring
 
 EPOCHS, BATCH = 24, 48
 optimizer = optax.adam(4e-3)
@@ -70,7 +70,7 @@ def run(n: int, learn: digits.Digits, held_out: digits.Digits) -> tuple[list[flo
     if n == 1:  # nothing of ours but the step
         train = jax.jit(step.make(grad, optimizer))
     else:
-        grad = grads.averaged(grad, "data", all_reduce=buckets.bucketed(ring.all_reduce))
+        grad = grads.averaged(grad, bucketed(ring("data")))
         train = jax.jit(mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     curve, seconds, steps = [], [], len(learn.labels) // BATCH
     for epoch in range(EPOCHS):

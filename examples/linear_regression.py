@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh, rules, step
-from parallax.collectives import buckets, ring
+from parallax.collectives import bucketed, ring
 
 SLOPE, INTERCEPT, POINTS, NOISE = 2.5, -1.25, 8192, 0.5
 
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     print(f"batch and devices agree to the last bit on {int((many == spread).sum())} of {POINTS} points\n")
 
     # Data parallelism: a device has its points' mean gradient; the mean of the eight is that of the whole batch.
-    grad = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=buckets.bucketed(ring.all_reduce))
+    grad = grads.averaged(jax.value_and_grad(loss), bucketed(ring("data")))
     state, specs = step.init(lambda: line, optax.sgd(0.05), rules.match("**", P()), devices)
     train = jax.jit(
         mesh.spmd(step.make(grad, optax.sgd(0.05)), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))

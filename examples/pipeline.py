@@ -46,8 +46,8 @@ if __name__ == "__main__":
     inputs = normal(3, 256, 16)
     targets = jnp.sin(10 * inputs[:, :1])
 
-    grad = pipeline.value_and_grad(enter, stage, head, plan, "stage", all_reduce=ring.all_reduce)
-    grad = grads.averaged(grad, "data", all_reduce=ring.all_reduce)
+    grad = pipeline.value_and_grad(enter, stage, head, plan, ring("stage"))
+    grad = grads.averaged(grad, ring("data"))
     optimizer = optax.adam(1e-2)
     rule = rules.first(rules.match("blocks", P(None, "stage")), rules.match("**", P()))
     state, specs = step.init(lambda: net, optimizer, rule, devices)

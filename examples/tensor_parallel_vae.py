@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import digits
 import pictures
 from parallax import grads, mesh, rules, step, tensor
-from parallax.collectives import buckets, ring
+from parallax.collectives import bucketed, ring
 
 PIXELS, HIDDEN, LATENT, BATCH, STEPS = 64, 256, 8, 120, 500
 
@@ -36,10 +36,10 @@ class Pair(eqx.Module):
         self.up, self.up_bias = jax.random.normal(up, (inputs, HIDDEN)) / inputs**0.5, jnp.zeros(HIDDEN)
         self.down, self.down_bias = jax.random.normal(down, (HIDDEN, outputs)) / HIDDEN**0.5, jnp.zeros(outputs)
 
-    def __call__(self, x, axis_name):
-        """One sum over `axis_name` forward and one backward; `()` is one device."""
-        hidden = jax.nn.gelu(tensor.column(x, self.up, self.up_bias, axis_name, all_reduce=ring.all_reduce))
-        return tensor.row(hidden, self.down, self.down_bias, axis_name, all_reduce=ring.all_reduce)
+    def __call__(self, x, axis):
+        """One sum over `axis` forward and one backward; `()` is one device."""
+        hidden = jax.nn.gelu(tensor.column(x, self.up, self.up_bias, axis))
+        return tensor.row(hidden, self.down, self.down_bias, axis)
 
 
 class VAE(eqx.Module):
@@ -53,11 +53,11 @@ class VAE(eqx.Module):
         self.encoder, self.decoder = Pair(PIXELS, 2 * LATENT, first), Pair(LATENT, PIXELS, second)
 
 
-def loss(model, batch, axis_name=()):
+def loss(model, batch, axis=()):
     """Minus the evidence lower bound, in nats a digit (Kingma and Welling, arXiv 1312.6114)."""
     images, noise = batch
-    mean, log_variance = jnp.split(model.encoder(images, axis_name), 2, axis=1)
-    logits = model.decoder(mean + jnp.exp(log_variance / 2) * noise, axis_name)
+    mean, log_variance = jnp.split(model.encoder(images, axis), 2, axis=1)
+    logits = model.decoder(mean + jnp.exp(log_variance / 2) * noise, axis)
     pixels = jnp.sum(optax.sigmoid_binary_cross_entropy(logits, images), axis=1)
     divergence = jnp.sum(jnp.exp(log_variance) + mean**2 - 1 - log_variance, axis=1) / 2
     return jnp.mean(pixels + divergence)
@@ -72,8 +72,8 @@ if __name__ == "__main__":
     make_model = functools.partial(VAE, jax.random.key(0))
     split = {"*.up": P(None, "tensor"), "*.up_bias": P("tensor"), "*.down": P("tensor"), "*.down_bias": P()}
     rule = rules.first(*(rules.match(pattern, spec) for pattern, spec in split.items()))
-    grad = jax.value_and_grad(functools.partial(loss, axis_name="tensor"))
-    grad = grads.averaged(grad, "data", all_reduce=buckets.bucketed(ring.all_reduce))
+    grad = jax.value_and_grad(functools.partial(loss, axis=ring("tensor")))
+    grad = grads.averaged(grad, bucketed(ring("data")))
     state, specs = step.init(make_model, optimizer, rule, devices)
     train = mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
     train, train_alone = jax.jit(train), jax.jit(step.make(jax.value_and_grad(loss), optimizer))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from parallax import certificate, grads, mesh, pipeline, rules, schedule, tensor
+from parallax import compiled, grads, mesh, pipeline, rules, schedule, tensor
 from parallax.collectives import cost, ring
 
 N, LAYERS, WIDTH, HIDDEN, ROWS, M = 8, 8, 64, 256, 128, 16  # N devices, M microbatches for the pipeline
@@ -33,10 +33,10 @@ def enter(net, part):
     return part[0] @ net.embed
 
 
-def stage(blocks, x, part, position, axis_name=()):  # `axis_name`: the devices that share each layer; (): nobody does
+def stage(blocks, x, part, position, axis=()):  # `axis`: the devices that share each layer; (): nobody does
     def layer(x, w):
-        hidden = jnp.tanh(tensor.column(x, w["up"], None, axis_name, all_reduce=ring.all_reduce))
-        return x + tensor.row(hidden, w["down"], None, axis_name, all_reduce=ring.all_reduce), None
+        hidden = jnp.tanh(tensor.column(x, w["up"], None, axis))
+        return x + tensor.row(hidden, w["down"], None, axis), None
 
     return jax.lax.scan(layer, x, blocks)[0]
 
@@ -45,14 +45,14 @@ def head(net, x, part):
     return jnp.mean((x @ net.out - part[1]) ** 2)
 
 
-def loss(net, batch, axis_name=()):
-    return head(net, stage(jax.tree.map(lambda w: w[0], net.blocks), enter(net, batch), batch, 0, axis_name), batch)
+def loss(net, batch, axis=()):
+    return head(net, stage(jax.tree.map(lambda w: w[0], net.blocks), enter(net, batch), batch, 0, axis), batch)
 
 
 GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times
-    "data": grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce),
-    "tensor": jax.value_and_grad(functools.partial(loss, axis_name="tensor")),
-    "stage": pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(N, M), "stage", all_reduce=ring.all_reduce),
+    "data": grads.averaged(jax.value_and_grad(loss), ring("data")),
+    "tensor": jax.value_and_grad(functools.partial(loss, axis=ring("tensor"))),
+    "stage": pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(N, M), ring("stage")),
 }
 UP, DOWN, WHOLE = P(None, None, None, "tensor"), P(None, None, "tensor"), rules.match("**", P())
 HELD = {  # by each device, in words and as a rule for the weights
@@ -89,7 +89,7 @@ if __name__ == "__main__":
         program = program.lower(*held).compile()
         value, gradients = jax.block_until_ready(program(*held))
         apart = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), gradients, alone[1])
-        moved, worked = certificate.read(program, devices), program.memory_analysis().temp_size_in_bytes
+        moved, worked = compiled.certificate.read(program, devices), program.memory_analysis().temp_size_in_bytes
         print(f"\nsplit over {N} devices along {axis!r}: loss {value:.15f}")
         print(f"  each holds   {words}: {size(held[0]) / 1e6:.2f} MB of weights; it works in {worked / 1e6:.2f} MB")
         print(

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, lint, mesh, rules, tensor
-from parallax.collectives import ring
+from parallax.collectives import ring, send_next
 
 STEPS, RATE, PATIENCE = 200, 0.1, 5.0  # of training, and seconds to wait for what will not come
 BY_HAND = {"up": P(None, "data"), "down": P("data")}  # specs that are written by hand are looked at by nobody
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     net = {"up": 0.3 * jax.random.normal(up, (16, 64)), "down": 0.3 * jax.random.normal(down, (64, 1))}
     x = jax.random.normal(key, (256, 16))
     batch = x, jnp.sin(x[:, :1])
-    averaged = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce)
+    averaged = grads.averaged(jax.value_and_grad(loss), ring("data"))
 
     reported, made = trained(averaged, BY_HAND, net, batch)
     rule = rules.first(*(rules.match(name, spec) for name, spec in BY_HAND.items()))
@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
     split = lambda f: jax.jit(mesh.spmd(f, mesh=devices, in_specs=(BY_HAND, P("data")), out_specs=P()))
     wrong, right = split(lambda net, x: ring.all_reduce(forward(net, x), "data"))(net, x), forward(net, x)[:32]
-    column = lambda net, x: tensor.column(x, net["up"], None, "data", all_reduce=ring.all_reduce)
+    column = lambda net, x: tensor.column(x, net["up"], None, ring("data"))
     off = jnp.linalg.norm(wrong - right) / jnp.linalg.norm(right)
     harm = f"256 rows go in and {len(wrong)} come out, which are {off:.0%} off the right ones."
     why = "Parts of 8 different rows were added up. Rows on an axis of their own, weights on another: data x tensor."
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     why += "grads.averaged keeps gradients local until it takes their mean."
     tell("3. A sum where a mean belongs", harm=harm, caught=lint.program(once, net, batch)[0].harm, why=why)
 
-    some = lambda x: lax.cond(lax.axis_index("data") < 4, lambda x: ring.send_next(x, "data"), lambda x: x, x)
+    some = lambda x: lax.cond(lax.axis_index("data") < 4, lambda x: send_next(x, "data"), lambda x: x, x)
     some = mesh.spmd(some, mesh=devices, in_specs=(P("data"),), out_specs=P("data"))
     compiled = jax.jit(some).lower(x).compile()
     waiting = threading.Thread(target=lambda: jax.block_until_ready(compiled(x)), daemon=True)

@@ -4,86 +4,70 @@
     grad : (params, batch) -> (loss, gradients)
     step : (state, batch)  -> (state, info)
 
-Read `collectives.ring` first, then `tensor`, `grads` and `schedule`, then `pipeline`, `zero` and `sequence`, and `step` last,
-where they meet. `launch`, `checkpoint`, `training` and their neighbours are for runs that outlive what goes wrong.
+Read `collectives.rings` first, then `tensor`, `grads` and `schedule`, then `pipeline`, `zero` and `sequence`, and `step` and
+`models.decoder` last, where they meet. `run` is for jobs that outlive what goes wrong.
+
+Each module is imported when it is first asked for: `import parallax` costs nothing.
 """
 
-from parallax import (
-    certificate,
-    checkpoint,
-    collectives,
-    cross_entropy,
-    data,
-    draw,
-    feed,
-    footprint,
-    grads,
-    hardware,
-    hlo,
-    holdings,
-    launch,
-    layout,
-    lint,
-    live_ranges,
-    memory_profile,
-    mesh,
-    models,
-    nearest,
-    pipeline,
-    placement,
-    plan,
-    precision,
-    remat,
-    rules,
-    schedule,
-    search,
-    sequence,
-    shards,
-    step,
-    sums,
-    tensor,
-    traffic,
-    training,
-    watchdog,
-    zero,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallax import (
+        collectives,
+        compiled,
+        cross_entropy,
+        data,
+        draw,
+        grads,
+        layout,
+        lint,
+        mesh,
+        models,
+        pipeline,
+        plan,
+        precision,
+        remat,
+        rules,
+        run,
+        schedule,
+        sequence,
+        step,
+        tensor,
+        zero,
+    )
 
 __all__ = [
-    "certificate",
-    "checkpoint",
     "collectives",
+    "compiled",
     "cross_entropy",
     "data",
     "draw",
-    "feed",
-    "footprint",
     "grads",
-    "hardware",
-    "hlo",
-    "holdings",
-    "launch",
     "layout",
     "lint",
-    "live_ranges",
-    "memory_profile",
     "mesh",
     "models",
-    "nearest",
     "pipeline",
-    "placement",
     "plan",
     "precision",
     "remat",
     "rules",
+    "run",
     "schedule",
-    "search",
     "sequence",
-    "shards",
     "step",
-    "sums",
     "tensor",
-    "traffic",
-    "training",
-    "watchdog",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f"parallax.{name}")
+    raise AttributeError(f"module 'parallax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,7 +2,7 @@
 
 plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one
 compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
-sums      two sums from the literature, done again
+estimates two published estimates, recomputed
 """
 
 import argparse
@@ -10,10 +10,10 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from parallax import hardware, search, sums
 from parallax import plan as plans
 from parallax.layout import Layout
 from parallax.models import gpt2
+from parallax.plan import estimates, hardware, layouts
 
 MODELS = {
     "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -21,7 +21,7 @@ MODELS = {
     "medium": gpt2.MEDIUM,
     "large": gpt2.LARGE,
     "xl": gpt2.XL,
-    "gpt3": sums.GPT3,
+    "gpt3": estimates.GPT3,
 }
 
 
@@ -49,8 +49,8 @@ def plan(options: argparse.Namespace) -> str:
         return str(plans.plan(config, layout, chip, batch=options.batch))
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
-    found = search.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
-    return f"{search.table(found, options.top)}\n\n{found[0]}"
+    found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
+    return f"{layouts.table(found, options.top)}\n\n{found[0]}"
 
 
 def compare(options: argparse.Namespace) -> str:
@@ -58,22 +58,23 @@ def compare(options: argparse.Namespace) -> str:
     import jax
     import jax.numpy as jnp
 
-    from parallax import mesh, step
+    from parallax import mesh
+    from parallax.models import decoder
 
     config, layout = model(options), Layout.parse(options.layout or "")
     plans.check(config, layout, options.batch, options.devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
-    prepared = step.prepare(config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    prepared = decoder.prepare(config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
     compiled = prepared.train.lower(prepared.shapes, windows).compile()
     return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
 
 
-def both_sums(_: argparse.Namespace) -> str:
-    """The two sums."""
-    return f"{sums.gpt3_on_64()}\n\n\n{sums.gpt_300m_on_8()}"
+def both_estimates(_: argparse.Namespace) -> str:
+    """The two estimates."""
+    return f"{estimates.gpt3_on_64()}\n\n\n{estimates.gpt_300m_on_8()}"
 
 
 def model(options: argparse.Namespace) -> gpt2.Config:
@@ -101,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}")
             command.add_argument("--precision", default="bfloat16", help="of the search: full, bfloat16 or float16")
             command.add_argument("--top", type=int, default=8, help="layouts that the search prints")
-    commands.add_parser("sums", help="two sums from the literature, done again").set_defaults(run=both_sums)
+    commands.add_parser("estimates", help="two published estimates, recomputed").set_defaults(run=both_estimates)
     return top
 
 

@@ -7,24 +7,22 @@ the block's logits are there, so the backward pass has nothing left to do but to
 Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989), section 3.2.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from parallax import precision, tensor
-from parallax.collectives.replicated import AxisName, axes, like, varying, varying_axes
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import axes, like, varying, varying_axes
 
 
 def mean(
     x: Float[Array, "*batch width"],
     table: Float[Array, "rows width"],
     targets: Int[Array, "*batch"],
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    all_reduce: Callable,
     vocabulary: int | None = None,
     block_tokens: int = 512,
 ) -> Float[Array, ""]:
@@ -35,27 +33,27 @@ def mean(
     float32 or wider.
 
     It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes these, so that blocks
-    of some hundred tokens cost no time. What moves over `axis_name` is that of `tensor.cross_entropy`, block by block.
+    of some hundred tokens cost no time. What moves over `axis` is that of `tensor.cross_entropy`, block by block.
 
     Backwards, as after `tensor.enter`, the cotangent of `x` is this device's share. There is no forward-mode derivative.
 
     Args:
         x: what the head multiplies, after `tensor.enter`.
-        table: the rows of the vocabulary, or this device's, split over `axis_name`.
+        table: the rows of the vocabulary, or this device's, split over `axis`.
         targets: they count over the whole vocabulary.
-        axis_name: the axis or axes that the rows are split over; `()` where the table is whole.
-        all_reduce: the collective that joins them.
+        axis: the axis or axes that the rows are split over; `()` where the table is whole.
         vocabulary: rows from here on are padding: their logits are minus infinity, their gradients zero.
         block_tokens: at most so many tokens' logits are there at once.
 
     Raises:
-        ValueError: `x` is the same along an axis of `axis_name`; or `block_tokens` is below 1.
+        ValueError: `x` is the same along one of the axes; or `block_tokens` is below 1.
     """
-    same = set(axes(axis_name)) - set(varying_axes(x))
+    axis = Axis.of(axis)
+    same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis_name!r}, since its gradient does; this one, of shape "
-            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.enter(x, {axis_name!r}, all_reduce=...)."
+            f"cross_entropy.mean needs an x that differs along {axis.names!r}, since its gradient does; this one, of shape "
+            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.enter(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
@@ -76,7 +74,7 @@ def mean(
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
     def losses_of(logits, targets):
-        return tensor.cross_entropy(logits, targets, axis_name, all_reduce=all_reduce, vocabulary=vocabulary)
+        return tensor.cross_entropy(logits, targets, axis, vocabulary=vocabulary)
 
     @jax.custom_vjp
     def loss(x, table, targets):

@@ -4,17 +4,20 @@ A grad arrow is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` 
 The order of wrapping is the cost: `averaged` outside `accumulated` reduces once a step, inside it once a microbatch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from parallax import precision
-from parallax.collectives.replicated import AxisName, axes, ordered, size, varying, varying_axes
+from parallax.collectives import Axis, AxisLike, joined, types, xla
+from parallax.collectives.cpu import ordered
+from parallax.collectives.types import varying, varying_axes
+from parallax.typed import PyTree
 
 Grad = Callable[[PyTree, PyTree], tuple[Float[Array, ""], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
@@ -48,69 +51,75 @@ def accumulated(grad: Grad, *, microbatches: int) -> Grad:
     return wrapped
 
 
-def averaged(grad: Grad, axis_name: AxisName, *, all_reduce: Callable) -> Grad:
-    """The mean of `grad` over the devices of `axis_name`, among which the batch is split: data parallelism.
+def averaged(grad: Grad, axis: AxisLike) -> Grad:
+    """The mean of `grad` over the devices of `axis`, among which the batch is split: data parallelism.
 
-    The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then
-    reduced once, by the `all_reduce` that was passed in: `A {U_X} -> A`. A parameter that is split over `axis_name` already
-    (ZeRO-3) has a gradient that its gather's transpose has summed: it is divided only.
+    The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then reduced
+    once, by the mover of `axis`: `A {U_X} -> A`. A parameter that is split over `axis` already (ZeRO-3) has a gradient that its
+    gather's transpose has summed: it is divided only.
     """
-    sums = summed(grad, axis_name, all_reduce=all_reduce, loss=True)
+    axis = Axis.of(axis)
+    sums = summed(grad, axis, loss=True)
 
     def wrapped(params, batch):
-        n = size(axis_name)
+        n = axis.size()
         return jax.tree.map(lambda leaf: leaf / n, sums(params, batch))
 
     return wrapped
 
 
-def summed(grad: Grad, axis_name: AxisName, *, all_reduce: Callable, loss: bool = False) -> Grad:
-    """`grad`, its gradients summed over `axis_name` where all devices have the parameter: `A {U_X} -> A`.
+def summed(grad: Grad, axis: AxisLike, *, loss: bool = False) -> Grad:
+    """`grad`, its gradients summed over `axis` where all devices have the parameter: `A {U_X} -> A`.
 
     For devices that each compute a part of one loss, as in sequence parallelism, where a norm sees some of the tokens. The
-    parameters are declared varying first, so that their gradients stay local until this one `all_reduce`. With `loss`, the
+    parameters are declared varying first, so that their gradients stay local until this one all-reduce. With `loss`, the
     losses are parts as well, and are summed too.
     """
 
+    axis = Axis.of(axis)
+
     def wrapped(params, batch):
-        same = jax.tree.map(lambda w: not varies(w, axis_name), eqx.filter(params, eqx.is_inexact_array))
-        local = grad(varying(params, axis_name), batch)
+        same = jax.tree.map(lambda w: not varies(w, axis), eqx.filter(params, eqx.is_inexact_array))
+        local = grad(varying(params, axis.names), batch)
         parts, done = eqx.partition(local, (loss, same))
-        return eqx.combine(all_reduce(ordered(parts, local), axis_name), done)
+        return eqx.combine(axis.all_reduce(ordered(parts, local)), done)
 
     return wrapped
 
 
-def varies(x: Array, axis_name: AxisName) -> bool:
-    """Whether `x` may differ between devices along every axis of `axis_name`."""
-    return set(axes(axis_name)) <= set(varying_axes(x))
+def varies(x: Array, axis: AxisLike) -> bool:
+    """Whether `x` may differ between devices along every one of the axes."""
+    return set(types.axes(Axis.of(axis).names)) <= set(varying_axes(x))
 
 
-def clipped(grad: Grad, max_norm: float, *, all_reduce: Callable = lax.psum) -> Grad:
+def clipped(grad: Grad, max_norm: float, *, axes: Sequence[AxisLike] = ()) -> Grad:
     """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all their shards.
 
-    Wrap it round `averaged`, since it takes gradients that vary along an axis to be shards of larger ones.
+    Wrap it round `averaged`, since it takes gradients that vary along an axis to be shards of larger ones. `axes` as in `norm`.
     """
 
     def wrapped(params, batch):
         loss, gradients = grad(params, batch)
-        return loss, scaled(gradients, norm(gradients, all_reduce=all_reduce), max_norm)
+        return loss, scaled(gradients, norm(gradients, axes=axes), max_norm)
 
     return wrapped
 
 
-def norm(gradients: PyTree, *, all_reduce: Callable = lax.psum) -> Float[Array, ""]:
+def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
     """The Euclidean norm of a whole tree whose leaves may be shards, the same on all devices.
 
     A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced over exactly those: one
-    scalar for each set of axes in use. Squares are summed in float32 or wider.
+    scalar for each set of axes in use. Squares are summed in float32 or wider. `axes` say who moves data along them; along any
+    other axis `jax.lax` does.
     """
+    movers = {name: over.mover for over in map(Axis.of, axes) for name in types.axes(over.names)}
     squares = {}
     for leaf in jax.tree.leaves(gradients):
         wide = leaf.astype(precision.wide(leaf.dtype))
         split = varying_axes(leaf)
         squares[split] = squares.get(split, 0.0) + jnp.sum(jnp.real(wide * jnp.conj(wide)))
-    sums = [all_reduce(square, split) if split else square for split, square in squares.items()]
+    over = lambda split: joined(*(movers.get(name, xla)(name) for name in split))
+    sums = [over(split).all_reduce(square) if split else square for split, square in squares.items()]
     return jnp.sqrt(sum(sums[1:], start=sums[0]))
 
 

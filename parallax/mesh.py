@@ -12,7 +12,8 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+
+from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -45,7 +46,7 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     return f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. Either {', or '.join(cures)}."
 
 
-def spmd(f: Callable, *, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable:
+def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
 
     Leaves that are not arrays (activation functions, flags) reach `f` and leave it as they are. Wrap the result in

@@ -15,20 +15,18 @@ Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
+
+from parallax.collectives.types import wide
+from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
-
-
-def wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The type to add up values of `dtype` in: itself where it has 32 bits or more, else float32."""
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
@@ -36,7 +34,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf, tree)
 
 
-def mixed(grad: Callable, dtype: DTypeLike) -> Callable:
+def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """`grad` computed in `dtype`, with gradients in the types of the parameters: mixed precision.
 
     The parameters are cast once a call: stand outside `grads.accumulated` and `pipeline.value_and_grad`, whose sums are
@@ -61,7 +59,7 @@ def scaled(loss: Callable[..., Float[Array, ""]], scale: Float[Array, ""]) -> Ca
     return wrapped
 
 
-def unscaled(grad: Callable, scale: Float[Array, ""]) -> Callable:
+def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
     """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in `wide` types.
 
     Stand inside whatever looks at the size of gradients, such as `grads.clipped`.

@@ -14,31 +14,32 @@ recomputation in large transformer models (arXiv 2205.05198), section 5, for att
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from parallax.collectives.replicated import linear_p
+from parallax.collectives.types import linear_p
 
 GATHERED = "gathered"  # the name that `sequence.enter` and `zero.gathered` give to what they gather
 
 
-def none(block: Callable) -> Callable:
+def none(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block` as it is: all that its backward pass needs is kept."""
     return block
 
 
-def gathers(block: Callable) -> Callable:
+def gathers(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens (sequence parallelism)."""
     return jax.checkpoint(
         block, policy=lambda primitive, *_, **params: not (primitive is linear_p and params["name"] == GATHERED)
     )
 
 
-def products(block: Callable) -> Callable:
+def products(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block`, of which the products with weights are kept, and the rest is computed again."""
     return jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
-def block(block: Callable) -> Callable:
+def block(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block`, of which its input alone is kept."""
     return jax.checkpoint(block)

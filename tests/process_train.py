@@ -17,12 +17,13 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from parallax import feed, launch, mesh, step, training
-from parallax.checkpoint import Checkpoints
-from parallax.collectives import ring
+from parallax import mesh
+from parallax.data import prefetch
 from parallax.layout import Layout
-from parallax.models import gpt2
-from parallax.watchdog import Watchdog
+from parallax.models import decoder, gpt2
+from parallax.run import metrics, processes
+from parallax.run.checkpoint import Checkpoints
+from parallax.run.watchdog import Watchdog
 
 CONFIG = gpt2.Config(
     layers=2, heads=2, width=16, context=12, vocabulary=61, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
@@ -76,18 +77,17 @@ def poisoned(train, steps):
     return poison
 
 
-def train(job: launch.Job, options) -> None:
+def train(job: processes.Job, options) -> None:
     layout = LAYOUTS[options.layout]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    state, one_step = step.train_step(
+    state, one_step = decoder.train_step(
         CONFIG,
         optax.adamw(1e-2),
         layout,
         axes,
         batch=BATCH,
-        all_reduce=ring.all_reduce,
-        dtype=jnp.dtype("float64"),
         key=jax.random.key(options.seed),
+        compute=decoder.Compute(dtype=jnp.dtype("float64")),
     )
     one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)
     checkpoints = Checkpoints(
@@ -96,17 +96,17 @@ def train(job: launch.Job, options) -> None:
     restored = checkpoints.restore(state)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
     state = state if restored is None else restored.state
-    skipped = training.Skipped(options.budget, note.get("skipped", []))
-    clock = training.Clock(note.get("clock"))
-    sink = training.jsonl(options.folder / "metrics.jsonl", after=first) if job.rank == 0 else training.to_all()
+    skipped = metrics.Skipped(options.budget, note.get("skipped", []))
+    clock = metrics.Clock(note.get("clock"))
+    sink = metrics.jsonl(options.folder / "metrics.jsonl", after=first) if job.rank == 0 else metrics.to_all()
     sharding = mesh.shardings(P("data"), axes)
-    batches = feed.Prefetched(
-        lambda i: feed.placed(TOKENS, sharding, seed=options.seed, step=i, size=BATCH, length=CONFIG.context),
+    batches = prefetch.Prefetched(
+        lambda i: prefetch.placed(TOKENS, sharding, seed=options.seed, step=i, size=BATCH, length=CONFIG.context),
         first,
         options.steps,
     )
     save = lambda number: checkpoints.save(number, state, {"skipped": skipped.steps, "clock": clock.note()})
-    with Watchdog(job, seconds=options.seconds, first=1200.0) as watch, launch.preemption() as preempted, checkpoints, batches:
+    with Watchdog(job, seconds=options.seconds, first=1200.0) as watch, processes.preemption() as preempted, checkpoints, batches:
         for i in range(first, options.steps):
             watch.step(i, "fault")
             time.sleep(options.pause)
@@ -123,7 +123,7 @@ def train(job: launch.Job, options) -> None:
             number = i + 1
             try:
                 skipped.count(number, info)
-            except training.OverBudget as error:
+            except metrics.OverBudget as error:
                 save(number)
                 checkpoints.wait()
                 raise SystemExit(f"stopped: {error}") from error
@@ -157,8 +157,10 @@ def main() -> None:
     options = arguments()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
-    job = launch.initialize(options.coordinator, options.processes, options.process, cpu_devices=LAYOUTS[options.layout].devices)
-    launch.run(lambda: train(job, options), job)
+    job = processes.initialize(
+        options.coordinator, options.processes, options.process, cpu_devices=LAYOUTS[options.layout].devices
+    )
+    processes.run(lambda: train(job, options), job)
 
 
 if __name__ == "__main__":

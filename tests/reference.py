@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from parallax import step
+from parallax.collectives import ring
 from parallax.grads import in_parts
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
 FLOAT64 = jnp.dtype("float64")
 EXACT = 1e-11  # in float64: a few thousand roundings of 1e-16, with room
@@ -102,12 +102,12 @@ def windows(config: gpt2.Config, seed: int, number: int, batch: int) -> np.ndarr
 
 @functools.cache
 def gpt2_on_one_device(config: gpt2.Config, seed: int, steps: int, batch: int) -> Run:
-    """`step.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
+    """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
 
     @jax.jit
     def train(model, optimizer, number, tokens):
-        keys = step.sequence_keys(dropout_key, number, batch) if config.dropout or config.attention_dropout else None
+        keys = decoder.sequence_keys(dropout_key, number, batch) if config.dropout or config.attention_dropout else None
         loss, gradients = jax.value_and_grad(gpt2.loss)(model, (tokens, keys))
         with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
             updates, optimizer = OPTIMIZER.update(gradients, optimizer, model)
@@ -122,12 +122,21 @@ def gpt2_on_one_device(config: gpt2.Config, seed: int, steps: int, batch: int) -
     return Run(start, first, losses, model)
 
 
-def gpt2_on(layout, mesh, config: gpt2.Config, seed: int, steps: int, batch: int, **options) -> Run:
-    """The same run by `step.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
+def moved_by(mover):
+    """Every axis of a layout, moved by `mover`."""
+    return {name: mover(name) for name in ("data", "stage", "tensor")}
+
+
+def gpt2_on(layout, mesh, config: gpt2.Config, seed: int, steps: int, batch: int, *, mover=ring, **compute) -> Run:
+    """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
     host = lambda model: jax.tree.map(np.asarray, gpt2.unchunked(model) if layout.stage > 1 else model)
     with jax.numpy_dtype_promotion("standard"):
-        state, train = step.train_step(
-            config, OPTIMIZER, layout, mesh, batch=batch, dtype=FLOAT64, key=jax.random.key(seed), **options
+        state, train = decoder.train_step(
+            *(config, OPTIMIZER, layout, mesh),
+            batch=batch,
+            key=jax.random.key(seed),
+            axes=moved_by(mover),
+            compute=decoder.Compute(dtype=FLOAT64, **compute),
         )
         start, losses, first = host(state.model), [], None
         for number in range(steps):

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh
-from parallax.collectives import buckets, ring
-from parallax.collectives.replicated import varying
+from parallax.collectives import bucketed, buckets, ring, xla
+from parallax.collectives.types import varying
 from parallax.models import gpt2
 
-ALL_REDUCES = {"ring": ring.all_reduce, "psum": lax.psum}
-every_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES.values(), ids=ALL_REDUCES)
+MOVERS = {"ring": ring, "psum": xla}
+every_mover = pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
 LEAVES = {  # shape, dtype, and the axes along which the block differs
     "a": ((3, 2), "float32", "xy"),
     "b": ((), "float32", "xy"),
@@ -56,15 +55,15 @@ def energy(tree):
 
 
 @functools.cache
-def both(n, all_reduce, nbytes):
+def both(n, mover, nbytes):
     """The values and the gradients of the floats, in buckets and leaf by leaf: their types are compared as they are traced."""
-    rivals = buckets.bucketed(all_reduce, nbytes=nbytes), all_reduce
+    axes = bucketed(mover("x"), nbytes=nbytes), mover("x")
 
     def body(tree):
         whole = {name: leaf for name, leaf in tree.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
         real = {name: leaf for name, leaf in tree.items() if name not in whole}
-        values = [f(tree, "x") for f in rivals]
-        gradients = [jax.grad(lambda real: energy(f({**real, **whole}, "x")))(real) for f in rivals]  # noqa: B023
+        values = [axis.all_reduce(tree) for axis in axes]
+        gradients = [jax.grad(lambda real: energy(axis.all_reduce({**real, **whole})))(real) for axis in axes]  # noqa: B023
         for ours, plain in (values, gradients):
             for name, leaf in ours.items():
                 assert jax.typeof(leaf) == jax.typeof(plain[name])
@@ -76,13 +75,13 @@ def both(n, all_reduce, nbytes):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", range(1, 9))
-@every_all_reduce
+@every_mover
 @settings(max_examples=3)
 @given(data=st.data())
-def test_equals_leaf_by_leaf(n, all_reduce, data):
+def test_equals_leaf_by_leaf(n, mover, data):
     """On whole numbers, which add exactly in any order."""
     nbytes = NBYTES[n % len(NBYTES)]
-    world, f = both(n, all_reduce, nbytes)
+    world, f = both(n, mover, nbytes)
     tree = {}
     for name, (shape, dtype, axes) in LEAVES.items():
         blocks = [world.shape[axis] for axis in axes]
@@ -111,17 +110,17 @@ def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbyte
             assert sum(arrays[i].nbytes for i in bucket) + arrays[after[0]].nbytes > nbytes
 
 
-@every_all_reduce
-def test_it_averages_gradients(all_reduce):
+@every_mover
+def test_it_averages_gradients(mover):
     """As `grads.averaged` takes it; losses and gradients come in one tree."""
     params, batch = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, jnp.arange(16.0).reshape(8, 2)
     grad = jax.value_and_grad(lambda params, batch: jnp.sum((batch @ params["w"] + params["b"][None]) ** 2))
 
-    def run(all_reduce):
-        f = grads.averaged(grad, "x", all_reduce=all_reduce)
+    def run(axis):
+        f = grads.averaged(grad, axis)
         return jax.jit(mesh.spmd(f, mesh=mesh.make(x=8), in_specs=(P(), P("x")), out_specs=P()))(params, batch)
 
-    jax.tree.map(np.testing.assert_array_equal, run(buckets.bucketed(all_reduce)), run(all_reduce))
+    jax.tree.map(np.testing.assert_array_equal, run(bucketed(mover("x"))), run(mover("x")))
 
 
 def unstacked(config):
@@ -131,10 +130,10 @@ def unstacked(config):
     return [leaf.shape for leaf in (model.wte, model.wpe)] + blocks + [leaf.shape for leaf in jax.tree.leaves(model.norm)]
 
 
-def compiled(shapes, all_reduce, n=2):
+def compiled(shapes, axis, n=2):
     """The all-reduce of one float32 array of each shape on each device, compiled."""
     f = mesh.spmd(
-        lambda tree: all_reduce(jax.tree.map(lambda leaf: leaf[0], tree), "x"),
+        lambda tree: axis.all_reduce(jax.tree.map(lambda leaf: leaf[0], tree)),
         mesh=mesh.make(x=n, devices=jax.devices()[:n]),
         in_specs=(P("x"),),
         out_specs=P(),
@@ -147,7 +146,7 @@ def test_gpt2s_gradients_take_a_fifth_of_the_messages():
     """The small GPT-2's 148 leaves, and not one byte more than its padding."""
     shapes = unstacked(gpt2.SMALL)
     assert len(shapes) == 148
-    plain, packed = (hlo.parse(compiled(shapes, f).as_text()) for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce)))
+    plain, packed = (hlo.parse(compiled(shapes, f).as_text()) for f in (ring("x"), bucketed(ring("x"))))
     assert len(plain) == 2 * 148
     assert len(packed) <= len(plain) / 5
     assert sum(op.bytes for op in packed) == sum(op.bytes for op in plain)
@@ -157,21 +156,17 @@ def test_one_bucket_is_packed_at_a_time():
     """In memory, beside what leaf by leaf needs: one bucket, since each waits for the one before."""
     shapes, nbytes = [(1000 + i, 7) for i in range(12)], 2**17
     plain, packed = (
-        compiled(shapes, f, n=4).memory_analysis().temp_size_in_bytes
-        for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce, nbytes=nbytes))
+        compiled(shapes, f, n=4).memory_analysis().temp_size_in_bytes for f in (ring("x"), bucketed(ring("x"), nbytes=nbytes))
     )
     assert packed <= plain + nbytes
 
 
 def test_a_leaf_alone_is_not_copied():
     """A large leaf's program has no more temporary memory than without buckets."""
-    plain, packed = (
-        compiled([(2**16,)], f, n=4).memory_analysis().temp_size_in_bytes
-        for f in (ring.all_reduce, buckets.bucketed(ring.all_reduce))
-    )
+    plain, packed = (compiled([(2**16,)], f, n=4).memory_analysis().temp_size_in_bytes for f in (ring("x"), bucketed(ring("x"))))
     assert packed == plain
 
 
 def test_errors():
     with pytest.raises(ValueError, match=re.escape("bucketed needs nbytes of 1 or more; got 0. The usual size is 26214400.")):
-        buckets.bucketed(ring.all_reduce, nbytes=0)
+        bucketed("x", nbytes=0)

@@ -10,10 +10,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax import certificate, grads, hlo, mesh
-from parallax.certificate import Entry
+from parallax import grads, mesh
 from parallax.collectives import cost, ring
-from parallax.collectives.replicated import varying
+from parallax.collectives.types import varying
+from parallax.compiled import certificate, hlo
+from parallax.compiled.certificate import Entry
 
 SIZES = {"a": 2, "b": 4}
 TEXT = jax.ShapeDtypeStruct((8 * 16,), jnp.float32)
@@ -238,7 +239,7 @@ def test_finds_a_reduction_in_the_loop_over_microbatches():
     """The mistake that the order of wrapping makes: averaging inside the accumulation reduces once a microbatch."""
     world = mesh.make(data=8)
     grad = jax.value_and_grad(lambda w, batch: jnp.mean((batch @ w) ** 2))
-    averaged = lambda grad: grads.averaged(grad, "data", all_reduce=ring.all_reduce)
+    averaged = lambda grad: grads.averaged(grad, ring("data"))
     accumulated = lambda grad: grads.accumulated(grad, microbatches=4)
     w, batch = np.ones((16, 3), np.float32), np.ones((64, 16), np.float32)
     loss, weights = cost.of(ring.all_reduce, 4, 8), cost.of(ring.all_reduce, w.nbytes, 8)

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, windows
 
-from parallax import checkpoint, manifest, mesh, step
-from parallax.checkpoint import Checkpoints
+from parallax import mesh
+from parallax.data import manifest
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
+from parallax.run import checkpoint
+from parallax.run.checkpoint import Checkpoints
 
 SETTINGS = {"width": 16, "seed": 0}
 
@@ -358,7 +360,9 @@ def start(name):
     layout = LAYOUTS[name]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        state, train = step.train_step(CONFIG, optax.adamw(1e-3), layout, axes, batch=BATCH, dtype=FLOAT64, key=jax.random.key(0))
+        state, train = decoder.train_step(
+            CONFIG, optax.adamw(1e-3), layout, axes, batch=BATCH, key=jax.random.key(0), compute=decoder.Compute(dtype=FLOAT64)
+        )
     return state, train
 
 

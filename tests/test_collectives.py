@@ -21,15 +21,17 @@ from jax.sharding import PartitionSpec as P
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 
 from parallax import mesh
-from parallax.collectives import bidirectional, doubling, halving, ring, torus, twins
-from parallax.collectives.replicated import ordered, replicated, varying
+from parallax.collectives import doubling, drop_in, halving, hierarchical, ring, several_axes, torus, two_rings
+from parallax.collectives.cost import spelt
+from parallax.collectives.cpu import ordered
+from parallax.collectives.types import replicated, varying
 
 COLLECTIVES = (
-    *(module.all_reduce for module in (ring, bidirectional, halving, doubling, torus)),
-    *(module.reduce_scatter for module in (ring, bidirectional, halving, torus)),
-    *(module.all_gather for module in (ring, bidirectional, halving, torus)),
-    torus.hierarchical_all_reduce,
-    functools.partial(torus.hierarchical_all_reduce, all_reduce=doubling.all_reduce),
+    *(mover.all_reduce for mover in (ring, two_rings, halving, doubling, torus)),
+    *(mover.reduce_scatter for mover in (ring, two_rings, halving, torus)),
+    *(mover.all_gather for mover in (ring, two_rings, halving, torus)),
+    hierarchical.all_reduce,
+    functools.partial(several_axes.hierarchical_all_reduce, all_reduce=doubling.all_reduce),
 )
 ON_TWO_AXES = COLLECTIVES[-2:]  # and on nothing else
 
@@ -39,17 +41,18 @@ def kind(collective):
     return name.removeprefix("hierarchical_")
 
 
-def module(collective):
-    return getattr(collective, "func", collective).__module__
+def mover(collective):
+    """The name of whose function it is."""
+    return spelt(getattr(collective, "func", collective)).split(".")[0]
 
 
 def on_torus(collective):
-    return module(collective) == torus.__name__
+    return mover(collective) in ("torus", "hierarchical")
 
 
 def name(collective):
     function = getattr(collective, "func", collective)
-    return f"{module(collective).split('.')[-1]}.{function.__name__}" + " with doubling" * (function is not collective)
+    return spelt(function) + " with doubling" * (function is not collective)
 
 
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
@@ -225,10 +228,7 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "collective",
-    [
-        pytest.param(f, marks=pytest.mark.slow if sys.modules[module(f)] in (ring, bidirectional) else (), id=name(f))
-        for f in COLLECTIVES
-    ],
+    [pytest.param(f, marks=pytest.mark.slow if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],
 )
 def test_transformations(collective):
     """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over three devices, or two axes of two."""
@@ -283,18 +283,18 @@ def sent(collective, sizes, size):
     block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[kind(collective)]
     phases = 2 if kind(collective) == "all_reduce" else 1
     once = {
-        ring: n - 1,
-        bidirectional: 2 * (n - 1),
-        halving: math.ceil(math.log2(n)),
-        torus: len(sizes) * sum(k - 1 for k in sizes),
+        "ring": n - 1,
+        "two_rings": 2 * (n - 1),
+        "halving": math.ceil(math.log2(n)),
+        "torus": len(sizes) * sum(k - 1 for k in sizes),
     }
     if collective is doubling.all_reduce:
         return hops_of_doubling(n), hops_of_doubling(n) * size
     if collective not in ON_TWO_AXES:
-        return phases * once[sys.modules[module(collective)]], phases * (n - 1) * block
+        return phases * once[mover(collective)], phases * (n - 1) * block
     slow, fast = sizes
     block = math.ceil(size / fast)
-    if collective is torus.hierarchical_all_reduce:
+    if collective is hierarchical.all_reduce:
         over_slow = 2 * (slow - 1), 2 * (slow - 1) * math.ceil(block / slow)
     else:
         over_slow = hops_of_doubling(slow), hops_of_doubling(slow) * block
@@ -332,10 +332,10 @@ def test_backward(collective):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if sys.modules[module(f)] not in (halving, doubling)], ids=name)
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if mover(f) not in ("halving", "doubling")], ids=name)
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
-    monkeypatch.setattr(twins, "UNROLLED", 1)
+    monkeypatch.setattr(drop_in, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
     f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
@@ -349,10 +349,10 @@ def test_long_walks_are_loops(collective, monkeypatch):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("unrolled", [1, 8])
-@pytest.mark.parametrize("algorithm", [ring, bidirectional, torus], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("algorithm", [ring, two_rings, torus], ids=str)
 def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
     """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps them in order by itself."""
-    monkeypatch.setattr(twins, "UNROLLED", unrolled)
+    monkeypatch.setattr(drop_in, "UNROLLED", unrolled)
 
     def body(x):
         total = algorithm.all_reduce({"a": x, "b": x[:2]}, ("x", "y"))
@@ -364,14 +364,14 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
 
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
-    monkeypatch.setattr(twins, "UNROLLED", 1)
-    for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (bidirectional.all_reduce, {"x": 2, "y": 2}, 2)):
+    monkeypatch.setattr(drop_in, "UNROLLED", 1)
+    for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (two_rings.all_reduce, {"x": 2, "y": 2}, 2)):
         program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
-        assert program.count("stablehlo.while") == loops + 2  # and those of `twins.computed_once` and `ring.apart`
+        assert program.count("stablehlo.while") == loops + 2  # and those of `drop_in.computed_once` and `drop_in.apart`
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if module(f) == bidirectional.__name__], ids=name)
+@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if mover(f) == "two_rings"], ids=name)
 def test_two_rings_go_in_opposite_directions(collective):
     options = OPTIONS.get(kind(collective), {})
     program = on_blocks(lambda x: collective(x, "x", **options), {"x": 4}).lower(jnp.zeros((4, 4, 6))).as_text()
@@ -385,7 +385,7 @@ PERMUTE = re.compile(r"f32\[(?:1,)?(\d+)\]\S* collective-permute\(.*?source_targ
 def test_the_slow_axis_carries_a_part():
     """Over (slow, fast) = (2, 4) a device sends 2 (s - 1)/s S/4 over the slow axis: read from the pairs of each permute."""
     sizes = {"slow": 2, "fast": 4}
-    f = on_blocks(lambda x: torus.hierarchical_all_reduce(x, ("slow", "fast")), sizes)
+    f = on_blocks(lambda x: hierarchical.all_reduce(x, ("slow", "fast")), sizes)
     text = f.lower(jax.ShapeDtypeStruct((2, 4, 64), jnp.float32)).compile().as_text()
     slow = [f"{i},{(i + 4) % 8}" for i in range(8)]  # device i is (i // 4, i % 4)
     elements = [int(size) for size, pairs in PERMUTE.findall(text) if sorted(pairs.split("},{")) == slow]
@@ -436,7 +436,7 @@ def test_errors(collective, message):
 @pytest.mark.parametrize("axis", ["x", ("x",), ("x", "y", "z"), ()])
 def test_a_hierarchy_has_two_axes(axis):
     spmd = mesh.spmd(
-        lambda x: torus.hierarchical_all_reduce(x, axis), mesh=mesh.make(x=2, y=2, z=2), in_specs=(P("x"),), out_specs=P("x")
+        lambda x: hierarchical.all_reduce(x, axis), mesh=mesh.make(x=2, y=2, z=2), in_specs=(P("x"),), out_specs=P("x")
     )
     message = f"hierarchical_all_reduce needs two mesh axes, (slow, fast); got {axis!r}. Use ring.all_reduce for one axis."
     with pytest.raises(ValueError, match=re.escape(message)):

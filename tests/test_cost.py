@@ -11,17 +11,30 @@ import pytest
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
-from parallax import certificate, mesh
-from parallax.collectives import bidirectional, buckets, cost, doubling, halving, matmul, quantized, ring, torus
-from parallax.collectives.cost import Cost, Link, Message, Round
-from parallax.collectives.replicated import varying
+from parallax import mesh
+from parallax.collectives import (
+    buckets,
+    cost,
+    doubling,
+    halving,
+    hierarchical,
+    matmul,
+    quantized,
+    ring,
+    send_next,
+    several_axes,
+    torus,
+    two_rings,
+)
+from parallax.collectives.cost import Cost, Link, Message, Round, spelt
+from parallax.collectives.types import varying
+from parallax.compiled import certificate
 
 SIZES = (1, 97)  # numbers on a device: fewer than devices, and a size that does not divide
 REDUCTIONS = [f for f in cost.FORMULAS if f.__name__ in ("all_reduce", "all_mean")]
 SCATTERS = [f for f in cost.FORMULAS if f.__name__ == "reduce_scatter"]
 GATHERS = [f for f in cost.FORMULAS if f.__name__ == "all_gather"]
-LEFT = [ring.send_next, ring.all_to_all, torus.hierarchical_all_reduce, matmul.all_gather_matmul, matmul.matmul_reduce_scatter]
-name_of = lambda f: f"{f.__module__.split('.')[-1]}.{f.__name__}"
+LEFT = [send_next, ring.all_to_all, hierarchical.all_reduce, matmul.all_gather_matmul, matmul.matmul_reduce_scatter]
 
 
 @functools.cache
@@ -60,7 +73,7 @@ MESHES = [*DEVICES, (2, 4), (3, 2), (1, 4), (2, 2, 2)]
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", REDUCTIONS, ids=name_of)
+@pytest.mark.parametrize("collective", REDUCTIONS, ids=spelt)
 def test_all_reduces(collective, n):
     for size in SIZES:
         assert_priced(collective, collective, axes_of(n), (size,), 4 * size)
@@ -68,17 +81,17 @@ def test_all_reduces(collective, n):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", [(2, 4), (3, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("inner", [halving.all_reduce, doubling.all_reduce], ids=name_of)
+@pytest.mark.parametrize("inner", [halving.all_reduce, doubling.all_reduce], ids=spelt)
 def test_hierarchical(n, inner):
-    of = functools.partial(torus.hierarchical_all_reduce, all_reduce=inner)
-    call = lambda x, axes: torus.hierarchical_all_reduce(x, axes, all_reduce=inner)
+    of = functools.partial(several_axes.hierarchical_all_reduce, all_reduce=inner)
+    call = lambda x, axes: several_axes.hierarchical_all_reduce(x, axes, all_reduce=inner)
     price = cost.of(of, 4 * 97, n)
     assert compiled(call, axes_of(n), (97,)) == exactly(price)
 
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", SCATTERS, ids=name_of)
+@pytest.mark.parametrize("collective", SCATTERS, ids=spelt)
 def test_reduce_scatters(collective, n):
     devices = math.prod(n) if isinstance(n, tuple) else n
     assert_priced(collective, _scattered(collective), axes_of(n), (devices * 37,), 4 * devices * 37)
@@ -91,7 +104,7 @@ def _scattered(collective):
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", GATHERS, ids=name_of)
+@pytest.mark.parametrize("collective", GATHERS, ids=spelt)
 def test_all_gathers(collective, n):
     assert_priced(collective, collective, axes_of(n), (37,), 4 * 37)
 
@@ -105,7 +118,7 @@ def _with_weight(collective, shape):
 @pytest.mark.parametrize("n", DEVICES)
 def test_the_others(n):
     axes = axes_of(n)
-    assert_priced(ring.send_next, ring.send_next, axes, (7,), 28) if n > 1 else None
+    assert_priced(send_next, send_next, axes, (7,), 28) if n > 1 else None
     assert_priced(ring.all_to_all, _dealt, axes, (n, 3), 12 * n)
     rows, inner, outer = n, 5, 3
     assert_priced(matmul.all_gather_matmul, _with_weight(matmul.all_gather_matmul, (inner, outer)), axes, (2, inner), 8 * inner)
@@ -124,7 +137,7 @@ def test_every_formula_is_tested():
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("int8", 1)])
 def test_items_of_other_sizes(dtype, itemsize):
     assert_priced(ring.all_reduce, ring.all_reduce, axes_of(3), (0,), 0, itemsize, dtype)
-    for f in (ring.all_reduce, halving.all_reduce, doubling.all_reduce, bidirectional.all_reduce):
+    for f in (ring.all_reduce, halving.all_reduce, doubling.all_reduce, two_rings.all_reduce):
         assert_priced(f, f, axes_of(5), (7,), 7 * itemsize, itemsize, dtype)
 
 
@@ -144,7 +157,7 @@ def test_buckets():
     packed = [sum(leaves[i].nbytes for i in bucket) for bucket in buckets.assigned(leaves, 128)]
     padded = [nbytes + -nbytes % (4 * 8) for nbytes in packed]
     call = lambda x, axis: sum(
-        map(jnp.sum, buckets.bucketed(ring.all_reduce, nbytes=128)([x[0] * leaf for leaf in leaves], axis))
+        map(jnp.sum, buckets.bucketed(ring(axis), nbytes=128).all_reduce([x[0] * leaf for leaf in leaves]))
     )
     price = cost.of_leaves(ring.all_reduce, padded, 8)
     side_by_side = cost.of(ring.all_reduce, max(padded), 8).chain  # a bucket waits for the one before only where it packs
@@ -158,10 +171,10 @@ def test_numbers_of_the_literature():
     assert cost.of(ring.all_reduce, m, p)[:2] == (2 * (p - 1), 2 * (p - 1) * m // p)
     assert cost.of(halving.all_reduce, m, p)[:2] == (2 * 10, 2 * (p - 1) * m // p)
     assert cost.of(doubling.all_reduce, m, p) == Cost(10, 10 * m, 10 * m, 10, 10 * m, 10)
-    assert cost.of(bidirectional.all_reduce, m, p)[:2] == (2 * (p - 1), (p - 1) * m // p)
+    assert cost.of(two_rings.all_reduce, m, p)[:2] == (2 * (p - 1), (p - 1) * m // p)
     assert cost.of(torus.all_reduce, m, (32, 32))[:2] == (4 * 31, (p - 1) * m // p)
     assert cost.of(ring.all_reduce, m, p).reduced == cost.of(halving.all_reduce, m, p).reduced == (p - 1) * m // p
-    between = [r for r in cost.rounds(torus.hierarchical_all_reduce, m, (128, 8)) if r.messages[0].axis == 0]
+    between = [r for r in cost.rounds(hierarchical.all_reduce, m, (128, 8)) if r.messages[0].axis == 0]
     assert cost.total(between).bytes == 2 * 127 * m // 8 // 128  # the slow link carries 1/8
 
 
@@ -181,7 +194,7 @@ def test_rounds_name_distances_and_axes():
         Round(1, (Message(4, axis=1), Message(4, axis=0)), 8, waits=1),
         Round(1, (Message(4, axis=1),), 4, waits=0),  # the first part has come as far as the second
     ]
-    assert cost.rounds(bidirectional.all_gather, 12, 3) == [Round(2, (Message(8), Message(4, distance=-1)))]
+    assert cost.rounds(two_rings.all_gather, 12, 3) == [Round(2, (Message(8), Message(4, distance=-1)))]
 
 
 @given(st.integers(1, 10**5), st.integers(0, 10**6))
@@ -205,14 +218,14 @@ def test_seconds_and_the_fastest():
     assert cost.seconds(two_ways, link._replace(one_port=True)) == pytest.approx(1e-6 + 8e-5 + 2e-3)
     assert cost.fastest(2**30, 8, link._replace(one_port=True)) is halving.all_reduce
     assert cost.fastest(64, 8, link) is doubling.all_reduce
-    assert cost.fastest(2**20, 8, link) in (halving.all_reduce, bidirectional.all_reduce)
-    assert cost.fastest(2**30, 8, link) is bidirectional.all_reduce
+    assert cost.fastest(2**20, 8, link) in (halving.all_reduce, two_rings.all_reduce)
+    assert cost.fastest(2**30, 8, link) is two_rings.all_reduce
     assert cost.fastest(2**30, 8, link, among=[ring.all_reduce, doubling.all_reduce]) is ring.all_reduce
-    assert cost.fastest(2**30, (4, 2), link) in (torus.all_reduce, bidirectional.all_reduce)
+    assert cost.fastest(2**30, (4, 2), link) in (torus.all_reduce, two_rings.all_reduce)
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"needs a function that it has a formula for; got .*sin.* Take one of: ring.send_next,"):
+    with pytest.raises(ValueError, match=r"needs a function that it has a formula for; got .*sin.* Take one of: send_next,"):
         cost.of(jnp.sin, 4, 2)
     with pytest.raises(ValueError, match="7 bytes are no whole number of items of 4 bytes"):
         cost.of(ring.all_reduce, 7, 2)

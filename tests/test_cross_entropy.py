@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, assert_close
 
 from parallax import cross_entropy, mesh, pipeline, schedule, tensor
-from parallax.collectives import ring
+from parallax.collectives import ring, xla
 
-ALL_REDUCES = {"ring": ring.all_reduce, "psum": lax.psum}
+MOVERS = {"ring": ring, "psum": xla}
 LAYOUTS = {  # the mesh's sizes, the axes over which the table's rows are split, and the block; the batch is split over "data"
     "one": ({"data": 1}, (), 512),
     "tokens one by one": ({"data": 1}, (), 1),
@@ -31,7 +31,7 @@ LAYOUTS = {  # the mesh's sizes, the axes over which the table's rows are split,
 B, T, D, V, VOCABULARY = 4, 5, 3, 16, 13  # three rows of padding
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+every_mover = pytest.mark.parametrize("mover", MOVERS)
 UNIT = st.floats(-2, 2, width=32)
 SIZE = 6.0  # of the gradients: 3 times a loss of tables and x of at most 2
 DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\)")
@@ -62,10 +62,10 @@ def over(layout, f, in_specs, out_specs):
 
 
 @functools.cache
-def blocked(layout, all_reduce, wrap=lambda f: f):
+def blocked(layout, mover, wrap=lambda f: f):
     """The loss and its gradients of `x` and of the table, as a head takes them, and the loss alone."""
     _, axis, block_tokens = LAYOUTS[layout]
-    parallel = {"axis_name": axis, "all_reduce": ALL_REDUCES[all_reduce]}
+    parallel = {"axis": MOVERS[mover](axis)}
 
     @wrap
     def loss(x, table, targets):
@@ -111,12 +111,12 @@ def near(result, expected):
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_all_reduce
+@every_mover
 @settings(max_examples=8)
 @given(data=st.data())
-def test_equals_the_plain_loss(layout, all_reduce, data):
+def test_equals_the_plain_loss(layout, mover, data):
     arguments = drawn(data)
-    near(blocked(layout, all_reduce)(*arguments), plain(*arguments))
+    near(blocked(layout, mover)(*arguments), plain(*arguments))
 
 
 @pytest.mark.parametrize("layout", ["one", "stage x tensor"])
@@ -127,36 +127,35 @@ def test_equals_it_under_checkpoint(layout, data):
     near(blocked(layout, "ring", jax.checkpoint)(*arguments), plain(*arguments))
 
 
-@every_all_reduce
-def test_of_logits_beyond_the_reach_of_exp(all_reduce):
+@every_mover
+def test_of_logits_beyond_the_reach_of_exp(mover):
     """Logits of 1e4 and more, where float64's exp ends at 709: the softmax is one-hot, and the gradients are whole."""
     x, table = np.ones((B, T, D)), np.zeros((V, D))
     table[2], targets = 1e4, np.full((B, T), 2, np.int32)
     targets[0, 0] = 3
-    value, (dx, dtable), _ = blocked("tensor", all_reduce)(np.arctanh(0.5) * x, table, targets)
+    value, (dx, dtable), _ = blocked("tensor", mover)(np.arctanh(0.5) * x, table, targets)
     np.testing.assert_allclose(value, 3 * 1.5e4 / (B * T), rtol=EXACT)
     np.testing.assert_allclose(dtable[2:4], [[1.5 / (B * T)] * D, [-1.5 / (B * T)] * D], rtol=EXACT)
     np.testing.assert_allclose(dx[0, 0], 3 * 1e4 * 0.75 / (B * T), rtol=EXACT)  # tanh' = 1 - 0.5^2
     np.testing.assert_array_equal(dx.reshape(-1, D)[1:], 0)
 
 
-@pytest.mark.parametrize("all_reduce", ALL_REDUCES)
-def test_as_the_head_of_a_pipeline(all_reduce):
+@pytest.mark.parametrize("mover", MOVERS)
+def test_as_the_head_of_a_pipeline(mover):
     """Its rows split over the stages; the gradients of one device."""
     P_, M = 2, 4
-    reduce = ALL_REDUCES[all_reduce]
+    axis = MOVERS[mover]("stage")
     draw = np.random.default_rng(0).normal
     params = Stages(draw(size=(V, D)), draw(size=(1, P_, D, D)))
     x, targets = draw(size=(8, T, D)), np.random.default_rng(1).integers(0, VOCABULARY, (8, T)).astype(np.int32)
 
     def head(params, x, part):
-        x = tensor.enter(pipeline.from_last(x, "stage", all_reduce=reduce), "stage", all_reduce=reduce)
-        options = {"all_reduce": reduce, "vocabulary": VOCABULARY, "block_tokens": 4}
-        return cross_entropy.mean(x, params.table, part[1], "stage", **options)
+        x = tensor.enter(pipeline.from_last(x, axis), axis)
+        return cross_entropy.mean(x, params.table, part[1], axis, vocabulary=VOCABULARY, block_tokens=4)
 
     enter = lambda params, part: part[0]
     stage = lambda blocks, x, part, position: jnp.tanh(x @ blocks[0])
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(P_, M), "stage", all_reduce=reduce)
+    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(P_, M), axis)
     specs = Stages(P("stage"), P(None, "stage"))
     run = mesh.spmd(grad, mesh=mesh.make(stage=P_, devices=jax.devices()[:P_]), in_specs=(specs, P()), out_specs=(P(), specs))
 
@@ -175,7 +174,7 @@ def test_narrow_inputs_have_wide_sums(dtype):
     rng = np.random.default_rng(0)
     x, table = jnp.asarray(rng.normal(size=(2, 64, 32)), dtype), jnp.asarray(rng.normal(size=(V, 32)) / 4, dtype)
     targets = rng.integers(0, V, (2, 64)).astype(np.int32)
-    loss = functools.partial(cross_entropy.mean, axis_name=(), all_reduce=lax.psum, block_tokens=16)
+    loss = functools.partial(cross_entropy.mean, axis=(), block_tokens=16)
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     value, gradients = run(x, table, targets)
     wide = [leaf.astype(jnp.float32) for leaf in (x, table)]
@@ -198,7 +197,7 @@ def shapes(dtype=jnp.float32):
 
 @pytest.mark.parametrize("block_tokens", [32, 128])
 def test_holds_a_block_of_logits_and_two_tables(block_tokens):
-    loss = functools.partial(cross_entropy.mean, axis_name=(), all_reduce=lax.psum, block_tokens=block_tokens)
+    loss = functools.partial(cross_entropy.mean, axis=(), block_tokens=block_tokens)
     held = lambda f: jax.jit(f).lower(*shapes()).compile().memory_analysis().temp_size_in_bytes
     sums, logits = 4 * (WORDS * WIDTH + TOKENS * WIDTH), 4 * block_tokens * WORDS
     assert held(jax.value_and_grad(loss, argnums=(0, 1))) < 1.1 * (2 * sums + 2 * logits)
@@ -207,7 +206,7 @@ def test_holds_a_block_of_logits_and_two_tables(block_tokens):
 
 
 def test_makes_what_is_asked_for_alone():
-    loss = functools.partial(cross_entropy.mean, axis_name=(), all_reduce=lax.psum, block_tokens=128)
+    loss = functools.partial(cross_entropy.mean, axis=(), block_tokens=128)
     products = lambda f: len(operands(jax.jit(f).lower(*shapes()).as_text())) // 2
     assert products(loss) == 1
     assert products(jax.checkpoint(loss)) == 1
@@ -219,7 +218,7 @@ def test_sends_what_cross_entropy_sends_and_the_gradient_nothing():
     """On a ring of 4: one maximum and two sums a token, each block padded to a multiple of 4."""
     tokens, block, n = B * T // 2, 4, 4
     body = lambda x, table, targets: jax.grad(
-        lambda x: cross_entropy.mean(x, table, targets, "tensor", all_reduce=ring.all_reduce, block_tokens=block)
+        lambda x: cross_entropy.mean(x, table, targets, ring("tensor"), block_tokens=block)
     )(lax.pcast(x, "tensor", to="varying"))
     run = over("tensor", body, (P("data"), P("V"), P("data")), P(("data", "tensor")))
     sizes = [((B, T, D), jnp.float64), ((V, D), jnp.float64), ((B, T), jnp.int32)]
@@ -233,11 +232,11 @@ def test_sends_what_cross_entropy_sends_and_the_gradient_nothing():
 def test_refusals():
     x, table, targets = jnp.ones((4, 2, D)), jnp.ones((V, D)), jnp.zeros((4, 2), jnp.int32)
     with pytest.raises(ValueError, match=re.escape("cross_entropy.mean needs block_tokens of 1 or more; got 0.")):
-        cross_entropy.mean(x, table, targets, (), all_reduce=lax.psum, block_tokens=0)
-    loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor", all_reduce=lax.psum)
+        cross_entropy.mean(x, table, targets, (), block_tokens=0)
+    loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor")
     said = (
         "cross_entropy.mean needs an x that differs along 'tensor', since its gradient does; this one, of shape (2, 2, 3), is "
-        "the same along ['tensor']. Pass tensor.enter(x, 'tensor', all_reduce=...)."
+        "the same along ['tensor']. Pass tensor.enter(x, 'tensor')."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)

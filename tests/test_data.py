@@ -15,6 +15,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from parallax import data
+from parallax.data import batches
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 TEXT, RANKS = EXAMPLES / "state_of_the_union.txt", EXAMPLES / "gpt2.tiktoken"
@@ -151,7 +152,7 @@ def test_a_batch_forgets_which_batches_came_before(steps, seed):
     in_order = {step: at(step) for step in range(61)}
     for step in steps:
         np.testing.assert_array_equal(at(step), in_order[step])
-    data._deal.cache_clear()
+    batches._deal.cache_clear()
     for step in reversed(steps):
         np.testing.assert_array_equal(at(step), in_order[step])
 

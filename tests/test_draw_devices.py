@@ -8,9 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_draw import svg_text
 
-from parallax import certificate, draw, hardware, mesh, plan
+from parallax import draw, mesh, plan
+from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import gpt2
+from parallax.plan import hardware
 
 
 def shaped(shape, spec, **axes):
@@ -131,7 +133,7 @@ def test_bytes_by_kind(tmp_path):
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=8, zero=3), Layout(stage=4, tensor=2, microbatches=8)])
 def test_kinds_of_a_plan_add_up_to_its_peak(layout):
     planned = plan.plan(gpt2.SMALL, layout, hardware.A100, batch=64)
-    kinds = draw.at_peak(planned.memory)
+    kinds = planned.memory.at_peak
     assert sum(kinds.values()) == pytest.approx(planned.memory.peak)
     assert {"parameters", "optimizer state", "batch", "activations"} <= set(kinds)
 

@@ -11,10 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_draw import svg_text
 
-from parallax import draw, live_ranges, memory_profile, mesh, step
+from parallax import draw, mesh
 from parallax.collectives import ring
+from parallax.compiled import buffers, memory
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
 # Each value has 1 kB. `reverse` needs its operand while it writes; `add` may write where a dying operand was.
 STRAIGHT = """HloModule straight, is_scheduled=true
@@ -72,9 +73,9 @@ ENTRY %main (n: s32[], y: f32[1,256]) -> f32[1,256] {
 
 
 def test_by_hand():
-    life = live_ranges.read(STRAIGHT)
+    life = buffers.read(STRAIGHT)
     assert life.live.tolist() == [1024, 2048, 2048, 1024]
-    assert life.phase.tolist() == [live_ranges.UNKNOWN, live_ranges.FORWARD, live_ranges.BACKWARD, live_ranges.UNKNOWN]
+    assert life.phase.tolist() == [buffers.UNKNOWN, buffers.FORWARD, buffers.BACKWARD, buffers.UNKNOWN]
     assert sorted(life.peak) == [(1024, "f32[256] jit(f)/jvp()/rev"), (1024, "f32[256] reverse")]
 
 
@@ -83,16 +84,16 @@ def test_an_update_in_place():
         "add(%a, %b)", "reverse(%b)"
     )
     written = written.replace("  %a =", "  %row = f32[8]{0} constant({...})\n  %at = s32[] constant(3)\n  %a =")
-    assert live_ranges.read(written).live.tolist() == [1024, 1024, 2048, 1024]  # a, b in its place, c beside it
+    assert buffers.read(written).live.tolist() == [1024, 1024, 2048, 1024]  # a, b in its place, c beside it
 
 
 def test_a_result_makes_room_until_it_is_written():
     whole = STRAIGHT.replace("f32[1]{0} slice(%e), slice={[0:1]}", "f32[256]{0} reverse(%e), dimensions={0}")
-    assert live_ranges.read(whole).live.tolist() == [1024] * 4  # b lives where the result will be; a and c may not
+    assert buffers.read(whole).live.tolist() == [1024] * 4  # b lives where the result will be; a and c may not
 
 
 def test_a_stack_fills_and_empties():
-    life = live_ranges.read(STACK)
+    life = buffers.read(STACK)
     # Zeros are set aside; in each trip of a loop a row is made (1 kB) and written, and of the next one read.
     assert life.live.tolist() == [4096, *[5120, 5120] * 4, *[4096] * 4]
     assert life.filled.tolist() == [0, *(512 * k + 1024 for k in range(8)), 4096, 3072, 2048, 1024]
@@ -103,7 +104,7 @@ def test_what_is_donated_makes_room():
         return jnp.tanh(x @ w) @ w, jnp.zeros(())
 
     x, w = jnp.ones((512, 64)), jnp.ones((64, 64))
-    kept, given = (memory_profile.of(jax.jit(f, donate_argnums=n).lower(x, w).compile()) for n in ((), (0,)))
+    kept, given = (memory.of(jax.jit(f, donate_argnums=n).lower(x, w).compile()) for n in ((), (0,)))
     assert kept.outputs - given.outputs == x.nbytes
     assert kept.arguments == given.arguments == x.nbytes + w.nbytes
 
@@ -139,7 +140,7 @@ def near(profile):
 
 
 def test_peak_is_near_what_the_compiler_sets_aside():
-    profile = memory_profile.of(compiled())
+    profile = memory.of(compiled())
     assert profile.assigned == compiled().memory_analysis().temp_size_in_bytes
     near(profile)
     assert profile.peak >= 8 * 512 * 128 * 4
@@ -162,15 +163,15 @@ def test_peak_of_gpt2(name):
     config = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=256)
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        prepared = step.prepare(config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0))
+        prepared = decoder.prepare(config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0))
         windows = mesh.place(np.zeros((16, 65), np.int32), P("data"), devices)
-        profile = memory_profile.of(prepared.train.lower(prepared.shapes, windows).compile())
+        profile = memory.of(prepared.train.lower(prepared.shapes, windows).compile())
     near(profile)
     assert profile.live[-1] < 0.2 * profile.peak
 
 
 def test_forward_ramp_backward_descent_update():
-    profile = memory_profile.of(compiled())
+    profile = memory.of(compiled())
     assert (np.diff(profile.phase) >= 0).all()
     assert set(profile.phase.tolist()) == {0, 1, 2}
     forward, backward, update = (profile.filled[profile.phase == k] for k in range(3))
@@ -182,7 +183,7 @@ def test_forward_ramp_backward_descent_update():
 
 
 def test_memory_in_words_and_as_a_picture(tmp_path):
-    profile = memory_profile.of(compiled())
+    profile = memory.of(compiled())
     lines = draw.memory(profile, tmp_path / "a.svg", between=[3_000_000] * 16).splitlines()
     assert lines[0].startswith("arguments and results ")
     assert [line.split()[0] for line in lines[2:5]] == ["forward", "backward", "update"]
@@ -198,14 +199,14 @@ def test_memory_in_words_and_as_a_picture(tmp_path):
 def test_live_arrays():
     devices = mesh.make(data=4, tensor=2)
     first, last = jax.devices()[0], jax.devices()[-1]
-    before = memory_profile.live(), memory_profile.live(last)
+    before = memory.live(), memory.live(last)
     split = jax.block_until_ready(mesh.place(np.ones((1000, 2), np.float32), P("data"), devices))
     alone = jax.block_until_ready(jax.device_put(np.ones(300, np.float32), last))
-    assert memory_profile.live(first) - before[0] == 2000
-    assert memory_profile.live(last) - before[1] == 2000 + 1200
-    assert memory_profile.live(last) - before[1] == 2000 + 1200  # looking makes nothing
+    assert memory.live(first) - before[0] == 2000
+    assert memory.live(last) - before[1] == 2000 + 1200
+    assert memory.live(last) - before[1] == 2000 + 1200  # looking makes nothing
     del split, alone
-    assert (memory_profile.live(), memory_profile.live(last)) == before
+    assert (memory.live(), memory.live(last)) == before
 
 
 class Reporting:
@@ -224,7 +225,7 @@ class Reporting:
 
 def test_samples(tmp_path):
     device = Reporting()
-    with memory_profile.Sampled(device, every=0.001) as sampled:
+    with memory.Sampled(device, every=0.001) as sampled:
         for _ in range(2):
             while len(sampled.samples) < 3:
                 pass
@@ -238,5 +239,5 @@ def test_samples(tmp_path):
 
 
 def test_a_device_that_does_not_report():
-    with pytest.raises(ValueError, match=r"needs a device that reports its memory, and .* does not. Take memory_profile.of"):
-        memory_profile.Sampled(jax.devices()[0])
+    with pytest.raises(ValueError, match=r"needs a device that reports its memory, and .* does not. Take memory.of"):
+        memory.Sampled(jax.devices()[0])

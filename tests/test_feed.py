@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import data, feed, mesh
+from parallax import data, mesh
+from parallax.data import prefetch
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
 
@@ -16,10 +17,10 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
 @pytest.mark.parametrize(("spec", "readings"), [(P("data"), 4), (P(("data", "tensor")), 8), (P(), 1), (P("tensor"), 2)], ids=str)
 def test_each_row_is_read_once_and_where_it_belongs(monkeypatch, spec, readings):
     read = []
-    real = data.batch
-    monkeypatch.setattr(data, "batch", lambda *given, **options: read.append(options["rows"]) or real(*given, **options))
+    real = prefetch.batch
+    monkeypatch.setattr(prefetch, "batch", lambda *given, **options: read.append(options["rows"]) or real(*given, **options))
     sharding = mesh.shardings(spec, mesh.make(data=4, tensor=2))
-    found = feed.placed(TOKENS, sharding, seed=3, step=5, size=8, length=12)
+    found = prefetch.placed(TOKENS, sharding, seed=3, step=5, size=8, length=12)
     np.testing.assert_array_equal(found, real(TOKENS, seed=3, step=5, size=8, length=12))
     assert found.sharding == sharding
     assert len(read) == readings
@@ -27,14 +28,14 @@ def test_each_row_is_read_once_and_where_it_belongs(monkeypatch, spec, readings)
 
 
 def test_all_come_in_order():
-    with feed.Prefetched(lambda step: step * step, 3, 9) as batches:
+    with prefetch.Prefetched(lambda step: step * step, 3, 9) as batches:
         assert list(batches) == [9, 16, 25, 36, 49, 64]
         assert list(batches) == []
 
 
 def test_as_many_are_made_ahead_as_was_said():
     made = []
-    with feed.Prefetched(lambda step: made.append(step) or step, 0, 100, ahead=3) as batches:
+    with prefetch.Prefetched(lambda step: made.append(step) or step, 0, 100, ahead=3) as batches:
         assert next(batches) == 0
         time.sleep(0.5)
         assert len(made) <= 5  # one taken, three in the queue, one in hand
@@ -46,7 +47,7 @@ def test_an_error_comes_at_its_step_and_stays():
             raise OSError("a bad disk")
         return step
 
-    with feed.Prefetched(make, 0, 5) as batches:
+    with prefetch.Prefetched(make, 0, 5) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         for _ in range(2):
             with pytest.raises(OSError, match="a bad disk"):
@@ -54,20 +55,20 @@ def test_an_error_comes_at_its_step_and_stays():
 
 
 def test_leaving_ends_the_thread():
-    with feed.Prefetched(lambda step: step, 0, 1000):
+    with prefetch.Prefetched(lambda step: step, 0, 1000):
         assert [thread.name for thread in threading.enumerate()].count("prefetch") == 1
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_ahead_is_checked():
     with pytest.raises(ValueError, match="ahead of 1 or more; got 0"):
-        feed.Prefetched(lambda step: step, 0, 1, ahead=0)
+        prefetch.Prefetched(lambda step: step, 0, 1, ahead=0)
 
 
 def test_batches_of_the_devices():
     sharding = mesh.shardings(P("data"), mesh.make(data=8))
-    make = lambda step: feed.placed(TOKENS, sharding, seed=0, step=step, size=8, length=5)
-    with feed.Prefetched(make, 0, 4) as batches:
+    make = lambda step: prefetch.placed(TOKENS, sharding, seed=0, step=step, size=8, length=5)
+    with prefetch.Prefetched(make, 0, 4) as batches:
         for step, found in enumerate(batches):
             assert isinstance(found, jax.Array)
             np.testing.assert_array_equal(found, data.batch(TOKENS, seed=0, step=step, size=8, length=5))

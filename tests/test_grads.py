@@ -14,11 +14,10 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh
-from parallax.collectives import ring
+from parallax.collectives import ring, xla
 
 UNIT = st.floats(-2, 2, width=32)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
@@ -105,21 +104,21 @@ def over(f, in_specs, out_specs, **sizes):
 
 
 @functools.cache
-def data_parallel(all_reduce, microbatches, **sizes):
+def data_parallel(mover, microbatches, **sizes):
     split = tuple(sizes) if len(sizes) > 1 else next(iter(sizes))
-    arrow = grads.averaged(grads.accumulated(grad, microbatches=microbatches), split, all_reduce=all_reduce)
+    arrow = grads.averaged(grads.accumulated(grad, microbatches=microbatches), mover(split))
     return over(arrow, (P(), P(split)), P(), **sizes)
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"a": 4, "b": 2}], ids=str)
-@pytest.mark.parametrize("all_reduce", [ring.all_reduce, lax.psum], ids=["ring", "psum"])
+@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "psum"])
 @settings(max_examples=10)
 @given(data=st.data())
-def test_averaged_equals_one_device(all_reduce, sizes, data):
+def test_averaged_equals_one_device(mover, sizes, data):
     params, batch = draw_problem(data)
     for microbatches in (1, 2):
-        jax.tree.map(close, data_parallel(all_reduce, microbatches, **sizes)(params, batch), plain(params, batch))
+        jax.tree.map(close, data_parallel(mover, microbatches, **sizes)(params, batch), plain(params, batch))
 
 
 PROBLEM = (
@@ -130,7 +129,7 @@ PROBLEM = (
 
 def test_the_order_of_wrapping_is_the_cost():
     """Outside accumulation the loss and each gradient are reduced once a step; inside it, once a microbatch."""
-    averaged = functools.partial(grads.averaged, axis_name="data", all_reduce=lax.psum)
+    averaged = functools.partial(grads.averaged, axis="data")
     accumulated = functools.partial(grads.accumulated, microbatches=4)
     for arrow, times in ((averaged(accumulated(grad)), 1), (accumulated(averaged(grad)), 4)):
         f = mesh.spmd(arrow, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=P())
@@ -140,12 +139,14 @@ def test_the_order_of_wrapping_is_the_cost():
 
 
 @functools.cache
-def clip_over_shards(all_reduce):
+def clip_over_shards(mover):
     """A tree of shards over several sets of axes: the clipped gradients, and the norm."""
 
+    axes = [mover("a"), mover("b")]
+
     def body(tree, batch):
-        arrow = grads.clipped(lambda params, batch: (jnp.sum(batch), params), 1.5, all_reduce=all_reduce)
-        return arrow(tree, batch)[1], grads.norm(tree, all_reduce=all_reduce)
+        arrow = grads.clipped(lambda params, batch: (jnp.sum(batch), params), 1.5, axes=axes)
+        return arrow(tree, batch)[1], grads.norm(tree, axes=axes)
 
     return over(body, (TREE, P()), (TREE, P()), a=2, b=4)
 
@@ -153,14 +154,14 @@ def clip_over_shards(all_reduce):
 TREE = {"whole": P(), "a": P("a"), "b": P(None, "b"), "both": P(("a", "b")), "complex": P("b")}
 
 
-@pytest.mark.parametrize("all_reduce", [ring.all_reduce, lax.psum], ids=["ring", "psum"])
+@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "psum"])
 @settings(max_examples=20)
 @given(data=st.data(), scale=st.sampled_from([0.0, 1e-3, 1.0]))
-def test_the_norm_over_shards_is_the_whole_norm(all_reduce, data, scale):
+def test_the_norm_over_shards_is_the_whole_norm(mover, data, scale):
     shapes = {"whole": (), "a": (4, 3), "b": (3, 4), "both": (8,), "complex": (4, 2)}
     tree = {name: scale * data.draw(hnp.arrays(np.float64, shape, elements=UNIT)) for name, shape in shapes.items()}
     tree["complex"] = tree["complex"] * (1 - 2j)
-    clipped, norm = clip_over_shards(all_reduce)(tree, np.ones(3))
+    clipped, norm = clip_over_shards(mover)(tree, np.ones(3))
     close(norm, optax.tree.norm(tree))
     factor = 1.0 if norm <= 1.5 else 1.5 / float(norm)
     jax.tree.map(lambda got, g: close(got, g * factor), clipped, tree)
@@ -203,7 +204,7 @@ def test_equinox_models():
     draw = np.random.default_rng(0).normal
     batch = draw(size=(32, 3)), draw(size=(32, 2))
     arrow = grads.accumulated(eqx.filter_value_and_grad(model_loss), microbatches=2)
-    arrow = grads.clipped(grads.averaged(arrow, "data", all_reduce=ring.all_reduce), 0.1, all_reduce=ring.all_reduce)
+    arrow = grads.clipped(grads.averaged(arrow, ring("data")), 0.1, axes=[ring("data")])
     value, gradients = over(arrow, (P(), P("data")), P(), data=8)(model, batch)
     expected_value, expected = eqx.filter_value_and_grad(model_loss)(model, batch)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)

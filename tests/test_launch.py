@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from parallax import launch
-from parallax.launch import Job
-from parallax.watchdog import Watchdog
+from parallax.run import processes
+from parallax.run.processes import Job
+from parallax.run.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[1]
 OPEN_MPI = {
@@ -47,7 +47,7 @@ JOBSET = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "launcher", "rank", "processes", "host", "local"),
+    ("environment", "launcher", "rank", "count", "host", "local"),
     [
         (OPEN_MPI_4, "mpirun of Open MPI 4", 5, 8, "10.96.0.1", (1, 4)),
         (OPEN_MPI_5, "mpirun of Open MPI 5", 5, 8, "login-node-2", (1, 4)),
@@ -61,24 +61,24 @@ JOBSET = {
         (JOBSET, "a Kubernetes JobSet", 2, 4, "run-workers-0-0.run", (None, None)),
     ],
 )
-def test_launchers_are_known_by_their_variables(environment, launcher, rank, processes, host, local):
-    job = launch.found(environment)
-    assert (job.launcher, job.rank, job.processes) == (launcher, rank, processes)
+def test_launchers_are_known_by_their_variables(environment, launcher, rank, count, host, local):
+    job = processes.found(environment)
+    assert (job.launcher, job.rank, job.processes) == (launcher, rank, count)
     assert (job.local_rank, job.local_processes) == local
     found, port = job.coordinator.rsplit(":", 1)
     assert found == host
     assert 49152 <= int(port) < 65536
-    assert str(job) == f"{processes} processes, started by {launcher}, coordinator {host}:{port}"
+    assert str(job) == f"{count} processes, started by {launcher}, coordinator {host}:{port}"
 
 
 @pytest.mark.parametrize("environment", [OPEN_MPI_4, OPEN_MPI_5, SLURM], ids=["Open MPI 4", "Open MPI 5", "Slurm"])
 def test_ranks_agree_on_the_coordinator_and_jobs_do_not(environment):
-    job = launch.found(environment)
+    job = processes.found(environment)
     rank = next(name for name in ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in environment)
-    assert launch.found(environment | {rank: "0"}).coordinator == job.coordinator
+    assert processes.found(environment | {rank: "0"}).coordinator == job.coordinator
     name = next(name for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_STEP_ID") if name in environment)
     other = {"PMIX_NAMESPACE": "prterun-login-node-2-12346@1"}.get(name, "77")
-    assert launch.found(environment | {name: other}).coordinator != job.coordinator
+    assert processes.found(environment | {name: other}).coordinator != job.coordinator
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_ranks_agree_on_the_coordinator_and_jobs_do_not(environment):
 )
 def test_without_a_launcher_a_process_is_alone(environment):
     said = []
-    assert launch.initialize(environment=environment, say=said.append) == Job("hand")
+    assert processes.initialize(environment=environment, say=said.append) == Job("hand")
     assert said == ["1 process, started by hand"]
     assert not jax.distributed.is_initialized()
 
 
 def test_one_process_of_a_launcher_is_not_connected():
     environment = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    job = launch.initialize(environment=environment, say=lambda line: None)
+    job = processes.initialize(environment=environment, say=lambda line: None)
     assert (job.launcher, job.processes, job.coordinator) == ("srun", 1, None)
     assert not jax.distributed.is_initialized()
 
@@ -102,8 +102,8 @@ def test_what_was_found_is_handed_to_jax(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
     environment = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    launch.initialize(environment=environment, heartbeat_timeout=7, say=lambda line: None)
-    job = launch.found(environment)
+    processes.initialize(environment=environment, heartbeat_timeout=7, say=lambda line: None)
+    job = processes.found(environment)
     timeouts = {"initialization_timeout": 900, "heartbeat_timeout_seconds": 7, "shutdown_timeout_seconds": 120}
     assert calls == [((job.coordinator, 4, 3, [2, 3]), timeouts)]
 
@@ -115,32 +115,32 @@ def test_what_was_found_is_handed_to_jax(monkeypatch):
 )
 def test_processes_of_one_machine_share_its_gpus(visible, gpus):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert launch._own_gpus(Job("srun", 3, 4, "host:1", 1, 2), environment) == gpus
-    assert launch._own_gpus(Job("srun", 3, 4, "host:1", 0, 1), environment) is None
+    assert processes._own_gpus(Job("srun", 3, 4, "host:1", 1, 2), environment) == gpus
+    assert processes._own_gpus(Job("srun", 3, 4, "host:1", 0, 1), environment) is None
 
 
 def test_a_coordinator_may_be_told():
-    assert launch.found(OPEN_MPI_4, "other:1234").coordinator == "other:1234"
-    assert launch.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other:99"}).coordinator == "other:99"
-    assert launch.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other"}).coordinator.startswith("other:")
+    assert processes.found(OPEN_MPI_4, "other:1234").coordinator == "other:1234"
+    assert processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other:99"}).coordinator == "other:99"
+    assert processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other"}).coordinator.startswith("other:")
 
 
 @pytest.mark.parametrize("environment", [OPEN_MPI, MPICH | {"MPI_LOCALNRANKS": "2"}], ids=["Open MPI", "MPICH"])
 def test_a_coordinator_that_nobody_knows_is_asked_for(environment):
     with pytest.raises(ValueError, match=r'does not say where rank 0 is\. Pass initialize\(coordinator="host:port"\)'):
-        launch.found(environment)
+        processes.found(environment)
 
 
 @pytest.mark.parametrize("told", [("a:1", 2, None), ("a:1", None, 0), (None, 2, 0), ("a:1", 2, 2), ("a:1", 2, -1)])
 def test_half_of_what_to_do_is_refused(told):
     with pytest.raises(ValueError, match="needs coordinator, processes and rank together, with 0 <= rank < processes"):
-        launch.initialize(*told, environment={})
+        processes.initialize(*told, environment={})
 
 
 def test_virtual_devices_must_divide(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: None)
     with pytest.raises(ValueError, match=r"cpu_devices=6 must divide by the 4 processes\. Take 4 devices"):
-        launch.initialize("a:1", 4, 0, cpu_devices=6, environment={})
+        processes.initialize("a:1", 4, 0, cpu_devices=6, environment={})
 
 
 # How a process ends
@@ -148,7 +148,7 @@ def test_virtual_devices_must_divide(monkeypatch):
 
 def ended(program, *, signals=None, seconds=60):
     """What a Python program printed, its exit code, and the seconds from `ready` (or a signal) to its end."""
-    command = [sys.executable, "-c", f"import jax, sys, time, threading; from parallax import launch, watchdog\n{program}"]
+    command = [sys.executable, "-c", f"import jax, sys, time, threading; from parallax.run import processes, watchdog\n{program}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n", process.communicate(timeout=seconds)
@@ -159,12 +159,14 @@ def ended(program, *, signals=None, seconds=60):
     return out, err, process.returncode, time.monotonic() - start
 
 
-ALONE = "job = launch.Job('hand')\n"
+ALONE = "job = processes.Job('hand')\n"
 STUCK = "threading.Thread(target=time.sleep, args=(100,)).start()\n"  # an exit handler would wait for it
 
 
 def test_an_exception_ends_the_process_and_is_printed_once():
-    program = ALONE + STUCK + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nlaunch.run(main, job)"
+    program = (
+        ALONE + STUCK + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nprocesses.run(main, job)"
+    )
     _, err, code, seconds = ended(program)
     assert code == 1
     assert err.count("Traceback") == 1
@@ -175,26 +177,26 @@ def test_an_exception_ends_the_process_and_is_printed_once():
 def test_what_is_refused_before_the_work_is_told_in_a_line():
     program = (
         ALONE
-        + "print('ready', flush=True)\ndef prepare(): raise FileNotFoundError('no such text')\nlaunch.together(prepare, job)"
+        + "print('ready', flush=True)\ndef prepare(): raise FileNotFoundError('no such text')\nprocesses.together(prepare, job)"
     )
     out, err, code, _ = ended(program)
     assert (out, err, code) == ("", "error: no such text\n", 2)
-    assert launch.together(lambda: "a plan", Job("hand")) == "a plan"
+    assert processes.together(lambda: "a plan", Job("hand")) == "a plan"
     with pytest.raises(ArithmeticError):
-        launch.together(lambda: 1 / 0, Job("hand"))
+        processes.together(lambda: 1 / 0, Job("hand"))
 
 
 @pytest.mark.parametrize(
     ("how", "code", "said"), [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")]
 )
 def test_an_exit_keeps_its_code_and_message(how, code, said):
-    _, err, found, _ = ended(ALONE + f"def main(): print('ready', flush=True); sys.exit({how})\nlaunch.run(main, job)")
+    _, err, found, _ = ended(ALONE + f"def main(): print('ready', flush=True); sys.exit({how})\nprocesses.run(main, job)")
     assert (found, err) == (code, said)
 
 
 def test_sigterm_is_noticed_and_left_behind():
     before = signal.getsignal(signal.SIGTERM)
-    with launch.preemption() as preempted:
+    with processes.preemption() as preempted:
         assert not preempted(1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
@@ -216,7 +218,7 @@ def test_a_step_in_time_is_left_alone():
 @pytest.mark.parametrize(("waits", "does"), [(False, "holds up the job"), (True, "waits for the other ranks")])
 def test_a_step_that_takes_too_long_is_named(waits, does):
     program = f"""
-job = launch.Job('hand', rank=2, processes=4)
+job = processes.Job('hand', rank=2, processes=4)
 with watchdog.Watchdog(job, seconds=0.5) as watch:
     watch.step(6); watch.step(7); watch.phase('a slow disk', waits={waits}); print('ready', flush=True)
     time.sleep(100)
@@ -234,7 +236,7 @@ with watchdog.Watchdog(job, seconds=0.5) as watch:
 
 def test_before_the_second_step_there_is_more_time():
     program = """
-job = launch.Job('hand')
+job = processes.Job('hand')
 with watchdog.Watchdog(job, seconds=0.1, first=0.6) as watch:
     watch.step(0); print('ready', flush=True)
     time.sleep(100)

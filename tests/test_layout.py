@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parallax import mesh, nearest
-from parallax.layout import Layout
+from parallax import mesh
+from parallax.layout import Layout, nearest
 from parallax.schedule import gpipe, one_f_one_b
 
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}

@@ -10,22 +10,15 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from reference import moved_by
 
-from parallax import grads, lint, mesh, precision, rules, step, tensor, zero
-from parallax.collectives import bidirectional, buckets, doubling, halving, ring, torus
-from parallax.collectives.replicated import varying
+from parallax import grads, lint, mesh, precision, rules, tensor, zero
+from parallax.collectives import bucketed, doubling, halving, ring, send_next, torus, two_rings, xla
+from parallax.collectives.types import varying
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
-ALL_REDUCES = [
-    lax.psum,
-    ring.all_reduce,
-    bidirectional.all_reduce,
-    halving.all_reduce,
-    doubling.all_reduce,
-    torus.all_reduce,
-    buckets.bucketed(ring.all_reduce),
-]
+MOVERS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
 ROWS = jax.ShapeDtypeStruct((8, 6), jnp.float32)
 WEIGHTS = jax.ShapeDtypeStruct((6, 6), jnp.float32)
 
@@ -77,11 +70,11 @@ def ring_under_a_predicate_that_all_share(x, w):
 
 
 def permute_in_while(x, w):
-    return lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: ring.send_next(x + 1, "x"), x)  # wrong
+    return lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: send_next(x + 1, "x"), x)  # wrong
 
 
 def permute_in_while_for_all(x, w):
-    return lax.while_loop(lambda x: lax.psum(jnp.sum(x), "x") < 9, lambda x: ring.send_next(x + 1, "x"), x)
+    return lax.while_loop(lambda x: lax.psum(jnp.sum(x), "x") < 9, lambda x: send_next(x + 1, "x"), x)
 
 
 def psum_under_its_own_axis(x, w):
@@ -300,15 +293,16 @@ def test_what_stands_outside_the_loop_computes_the_same(pair):
 # Every all-reduce is seen
 
 
-@pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda f: f"{f.__module__}.{f.__name__}")
+@pytest.mark.parametrize("mover", MOVERS, ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"])
 @pytest.mark.parametrize("wrap", [mapped, unchecked], ids=["check_vma", "no check_vma"])
-def test_every_all_reduce(all_reduce, wrap):
-    axes = ("x", "y") if all_reduce is torus.all_reduce else "x"
+def test_every_all_reduce(mover, wrap):
+    axes = ("x", "y") if mover is torus else "x"
+    all_reduce = mover(axes).all_reduce
     rows = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     everywhere = lambda f: lambda x: lax.pmax(varying(f(x), axes), axes)
     kinds = lambda f: [found.kind for found in lint.program(wrap(everywhere(f), (P(axes),), P()), rows)]
-    once = lambda x: all_reduce(x, axes)
-    trip = lambda total, row: (total + all_reduce(row, axes), None)
+    once = all_reduce
+    trip = lambda total, row: (total + all_reduce(row), None)
     assert kinds(once) == []
     assert kinds(lambda x: once(once(x))) == [TWICE]
     assert kinds(lambda x: lax.scan(trip, jnp.zeros_like(once(x)), jnp.stack([x, 2 * x]))[0]) == [EACH]
@@ -319,7 +313,7 @@ def test_a_function_of_ours_that_sends_nothing_is_read_through():
     """What was widened before `tensor.enter` is still narrow behind it."""
 
     def wrong(x, w):
-        entered = tensor.enter(lax.psum(x, "x").astype(jnp.float32), "x", all_reduce=ring.all_reduce)
+        entered = tensor.enter(lax.psum(x, "x").astype(jnp.float32), ring("x"))
         return lax.pmax(entered @ w, "x")
 
     rows = jax.ShapeDtypeStruct(ROWS.shape, jnp.bfloat16)
@@ -406,7 +400,6 @@ def test_the_report():
 CONFIG = gpt2.Config(
     layers=4, heads=4, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
 )
-LAX = {"all_reduce": lax.psum, "reduce_scatter": lax.psum_scatter, "all_gather": lax.all_gather}
 LAYOUTS = [
     Layout(data=4, tensor=2, microbatches=2),
     Layout(data=2, tensor=4, sequence=True, zero=1, precision="bfloat16"),
@@ -424,14 +417,18 @@ MORE_LAYOUTS = [
 ]
 
 
-def findings(layout, **options):
+def findings(layout, mover=ring):
     devices = mesh.make(**layout.axes)
     with jax.numpy_dtype_promotion("standard"):
-        prepared = step.prepare(
-            CONFIG, optax.adamw(1e-3), layout, devices, batch=32, key=jax.random.key(0), max_norm=1.0, **options
+        prepared = decoder.prepare(
+            *(CONFIG, optax.adamw(1e-3), layout, devices),
+            batch=32,
+            key=jax.random.key(0),
+            axes=moved_by(mover),
+            compute=decoder.Compute(max_norm=1.0),
         )
         windows = jax.ShapeDtypeStruct((32, CONFIG.context + 1), jnp.int32)
-        compute = step.DTYPES.get(layout.precision)
+        compute = decoder.DTYPES.get(layout.precision)
         return lint.program(prepared.train, prepared.shapes, windows, compute=compute)
 
 
@@ -442,10 +439,10 @@ def test_our_steps_are_silent(layout):
 
 @pytest.mark.sweep(8)
 @pytest.mark.slow
-@pytest.mark.parametrize("collectives", [{}, LAX], ids=["ring", "lax"])
+@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "lax"])
 @pytest.mark.parametrize("layout", LAYOUTS + MORE_LAYOUTS, ids=str)
-def test_our_steps_are_silent_wherever(layout, collectives):
-    assert findings(layout, **collectives) == []
+def test_our_steps_are_silent_wherever(layout, mover):
+    assert findings(layout, mover) == []
 
 
 MODEL = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
@@ -462,17 +459,15 @@ def accumulated(grad):
 
 
 def averaged(grad):
-    return grads.averaged(grad, "data", all_reduce=ring.all_reduce)
+    return grads.averaged(grad, ring("data"))
 
 
 def gathered(loss):
-    return zero.gathered(loss, rules.specs(MODEL, FSDP), "data", all_gather=ring.all_gather, reduce_scatter=ring.reduce_scatter)
+    return zero.gathered(loss, rules.specs(MODEL, FSDP), ring("data"))
 
 
 def unsharded(grad):
-    return zero.unsharded(
-        grad, "data", specs=rules.specs(MODEL, FSDP), all_gather=ring.all_gather, reduce_scatter=ring.reduce_scatter
-    )
+    return zero.unsharded(grad, ring("data"), specs=rules.specs(MODEL, FSDP))
 
 
 ARROWS = {

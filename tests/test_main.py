@@ -15,7 +15,7 @@ from parallax.__main__ import main
         ("plan --model large --layout data=8,tensor=4,zero=1 --hardware h100", ("32 x H100", "tensor", "of peak")),
         ("plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3", ("seconds  of peak", "4 x TPU v5e")),
         ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
-        ("sums", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
+        ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
     ],
 )
 def test_prints(arguments, words, capsys):
@@ -44,7 +44,7 @@ def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.slow), "sums"]
+    "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.slow), "estimates"]
 )
 def test_the_readme_shows_what_it_prints(command, capsys):
     """Under the README's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""

@@ -27,19 +27,20 @@ from reference import (
     assert_same_run,
     gpt2_on,
     gpt2_on_one_device,
+    moved_by,
     naive_pipeline,
     one_device,
 )
 
 from parallax import grads, mesh, pipeline, rules, schedule, step, tensor
-from parallax.collectives import ring
+from parallax.collectives import ring, xla
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b
 
 WIDTH = 8
 NOT_TAG = np.array([[0.0] + [1.0] * (WIDTH - 1)])  # the first column says which sequence it is
-REDUCE = [lax.psum, ring.all_reduce]
+MOVERS = [xla, ring]
 no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
 
 
@@ -94,12 +95,12 @@ perceptrons = Kind(perceptron_weights, perceptron)
 fragile = Kind(pair_weights, lambda x, w, part, **parallel: picky(x + NOT_TAG * jnp.tanh(x @ w["up"]), part), last=picky)
 
 
-def functions(kind, axis_name=(), all_reduce=lax.psum):
+def functions(kind, axis=()):
     """`enter`, `stage` and `head` of a small model."""
 
     def stage(blocks, x, part, position):
         arrays, static = eqx.partition(blocks, eqx.is_array)
-        layer = lambda x, w: kind.layer(x, eqx.combine(w, static), part, axis_name=axis_name, all_reduce=all_reduce)
+        layer = lambda x, w: kind.layer(x, eqx.combine(w, static), part, axis=axis)
         x = lax.scan(lambda x, w: (layer(x, w), None), x, arrays)[0]
         return x * (1 + NOT_TAG * jnp.cos(position.astype(x.dtype)) / 9)  # each chunk must know its place
 
@@ -126,19 +127,19 @@ def on(data, stages, tensor):
     return mesh.make(data=data, stage=stages, tensor=tensor, devices=jax.devices()[: data * stages * tensor])
 
 
-def pipelined(kind, table, data=1, tensor=1, *, remat=False, all_reduce=lax.psum):
+def pipelined(kind, table, data=1, tensor=1, *, remat=False, mover=xla):
     """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
-    grad = pipeline.value_and_grad(*functions(kind, "tensor", all_reduce), table, "stage", remat=remat, all_reduce=all_reduce)
-    grad = grads.averaged(grad, "data", all_reduce=all_reduce)
+    grad = pipeline.value_and_grad(*functions(kind, mover("tensor")), table, mover("stage"), remat=remat)
+    grad = grads.averaged(grad, mover("data"))
     specs, mesh_ = Model(P(), kind.specs, P()), on(data, table.stages, tensor)
     return eqx.filter_jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs)))
 
 
-def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, all_reduce=lax.psum):
+def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, mover=xla):
     """The loss and every gradient are those of one device."""
     positions, rows = table.stages * table.chunks, beside[0] * table.microbatches * 2
     params, batch = model(kind, table.chunks, layers * positions, seed), batch_of(rows, seed)
-    loss, gradients = pipelined(kind, table, *beside, remat=remat, all_reduce=all_reduce)(params, batch)
+    loss, gradients = pipelined(kind, table, *beside, remat=remat, mover=mover)(params, batch)
     plain = eqx.filter_jit(eqx.filter_value_and_grad(one_device(*functions(kind), positions)))(params, batch)
     np.testing.assert_allclose(loss, plain[0], rtol=EXACT)
     assert_close(gradients, plain[1], EXACT)
@@ -195,25 +196,25 @@ draws = given(
     layers=st.integers(1, 2),
     seed=st.integers(0, 1000),
     remat=st.booleans(),
-    all_reduce=st.sampled_from(REDUCE),
+    mover=st.sampled_from(MOVERS),
 )
 
 
 @pytest.mark.sweep
 @settings(max_examples=2, phases=no_shrinking)
 @draws
-def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
+def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, mover):
     make_table, beside = case
-    check(kind, make_table(), beside, layers, seed, remat, all_reduce)
+    check(kind, make_table(), beside, layers, seed, remat, mover)
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=8, phases=no_shrinking)
 @draws
-def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, all_reduce):
+def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, mover):
     make_table, beside = case
-    check(kind, make_table(), beside, layers, seed, remat, all_reduce)
+    check(kind, make_table(), beside, layers, seed, remat, mover)
 
 
 @pytest.mark.sweep(4)
@@ -228,7 +229,7 @@ def test_garbage_never_leaks(table, remat):
 
 def test_a_table_written_by_hand(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)
-    check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), all_reduce=ring.all_reduce)
+    check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), mover=ring)
 
 
 @pytest.mark.sweep(2)
@@ -270,7 +271,7 @@ def test_five_steps_of_adamw():
     table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
     params = model(pairs, 2, 8)
     grad = pipeline.value_and_grad(*functions(pairs, "tensor"), table, "stage")
-    grad = grads.averaged(grad, "data", all_reduce=lax.psum)
+    grad = grads.averaged(grad, "data")
     specs = Model(P(), pairs.specs, P())
     specs = step.State(specs, rules.optimizer_specs(optimizer, params, specs), P())
     local = step.make(grad, optimizer, max_norm=1.0)
@@ -291,8 +292,8 @@ CONFIG = gpt2.Config(
 BATCH = 16
 
 
-def train_gpt2(layout, table, seed, remat, all_reduce):
-    options = {"schedule": table, "all_reduce": all_reduce}
+def train_gpt2(layout, table, seed, remat, mover):
+    options = {"schedule": table, "mover": mover}
     layout = dataclasses.replace(layout, remat="stage" if remat else "none")
     run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
     assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
@@ -301,40 +302,40 @@ def train_gpt2(layout, table, seed, remat, all_reduce):
 @pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "table", "remat", "all_reduce"),
+    ("layout", "table", "remat", "mover"),
     [
-        (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring.all_reduce),
-        (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, lax.psum),
-        (Layout(stage=8, microbatches=2), gpipe(8, 2), False, lax.psum),
+        (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring),
+        (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, xla),
+        (Layout(stage=8, microbatches=2), gpipe(8, 2), False, xla),
     ],
 )
-def test_gpt2_trains_as_on_one_device(layout, table, remat, all_reduce):
+def test_gpt2_trains_as_on_one_device(layout, table, remat, mover):
     """Weights at birth bit for bit; the loss, every gradient, and five steps of AdamW, with dropout."""
-    train_gpt2(layout, table, 0, remat, all_reduce)
+    train_gpt2(layout, table, 0, remat, mover)
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=2, phases=no_shrinking)
-@given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), all_reduce=st.sampled_from(REDUCE))
-def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, all_reduce):
+@given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), mover=st.sampled_from(MOVERS))
+def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, mover):
     sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]
     d, s, t = data.draw(st.sampled_from(sizes))
     chunks = data.draw(st.sampled_from([c for c in (1, 2, 4) if s * c <= 8]))
     microbatches = data.draw(st.sampled_from([m for m in (1, 2, 4, 8) if d * m <= BATCH and (chunks == 1 or m % s == 0)]))
     make_table = data.draw(st.just(lambda: None) | by_hand(s, microbatches, chunks))
-    train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, all_reduce)
+    train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, mover)
 
 
 ROWS = 32  # of a microbatch, in the programs that are read
 
 
 @functools.cache
-def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, all_reduce=lax.psum):
+def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, mover=xla):
     """A compiled pipeline; `layers` in each chunk."""
     table = make(stages, microbatches) if make else one_f_one_b(stages, microbatches, chunks)
     arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
-    grad = pipeline.value_and_grad(*functions(pairs), table, "stage", remat=remat, all_reduce=all_reduce)
+    grad = pipeline.value_and_grad(*functions(pairs), table, mover("stage"), remat=remat)
     mesh_, specs = mesh.make(stage=stages, devices=jax.devices()[:stages]), Model(P(), P(None, "stage"), P())
     return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
 
@@ -381,7 +382,7 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
 @pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}])
 def test_no_collective_overtakes_a_loop(options):
     """The loss is there before the last loop, whose exchanges its sum must not meet."""
-    assert hlo.unordered(program(4, stages=2, all_reduce=ring.all_reduce, **options)) == []
+    assert hlo.unordered(program(4, stages=2, mover=ring, **options)) == []
 
 
 @pytest.mark.sweep(5)
@@ -398,18 +399,18 @@ def test_the_program_does_not_grow_with_the_layers():
 
 @pytest.mark.sweep(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("all_reduce", [lax.psum, ring.all_reduce], ids=["psum", "ring"])
-def test_gpt2s_collectives_are_those_of_theory(all_reduce):
+@pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
+def test_gpt2s_collectives_are_those_of_theory(mover):
     """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
     with jax.numpy_dtype_promotion("standard"):
-        state, train = step.train_step(
+        state, train = decoder.train_step(
             *(config, optax.adamw(1e-3), layout, on(2, 2, 2)),
             batch=BATCH,
-            all_reduce=all_reduce,
-            dtype=FLOAT64,
             key=jax.random.key(0),
+            axes=moved_by(mover),
+            compute=decoder.Compute(dtype=FLOAT64),
         )
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
@@ -433,7 +434,7 @@ def test_gpt2s_collectives_are_those_of_theory(all_reduce):
     # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of the logits stay `lax.pmax`.
     expected = collections.Counter({("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M})
     for n, elements in reductions:
-        if all_reduce is lax.psum:
+        if mover is xla:
             expected["all-reduce", 8 * elements] += 1
         else:
             expected["collective-permute", 8 * math.ceil(elements / n)] += 2 * (n - 1)

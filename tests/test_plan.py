@@ -1,6 +1,7 @@
 """Predictions are the compiled program's own numbers; sums and searches answer at any size, with no device at hand."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -15,10 +16,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
-from parallax import footprint, hardware, holdings, mesh, plan, rules, search, step, sums, tensor, ticks, traffic
+from parallax import mesh, plan, rules, tensor
 from parallax.collectives import halving, ring
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
+from parallax.pipeline import rows
+from parallax.plan import arguments, estimates, hardware, layouts, planned, temporaries, traffic
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
@@ -39,10 +42,10 @@ def benchmark():
 def differences(benchmark, name, batch, layout):
     """How far the temporaries are off; all else must be equal."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        arguments, temporaries, *sent = benchmark.comparison(benchmark.MODELS[name], layout, batch)
-    for exact in (arguments, *sent):
+        held, used, *sent = benchmark.comparison(benchmark.MODELS[name], layout, batch)
+    for exact in (held, *sent):
         assert exact.predicted == exact.program, (str(layout), exact)
-    return abs(temporaries.off)
+    return abs(used.off)
 
 
 @pytest.mark.sweep(2)
@@ -79,8 +82,8 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
 def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, name):
     batch, layout = OTHERS[name]
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        arguments, _, *sent = benchmark.comparison(TINY, layout, batch)
-    for exact in (arguments, *sent):
+        held, _, *sent = benchmark.comparison(TINY, layout, batch)
+    for exact in (held, *sent):
         assert exact.predicted == exact.program, exact
 
 
@@ -96,11 +99,11 @@ def test_state_is_that_of_the_prepared_step():
         Layout(data=2, stage=4, microbatches=2, zero=3, precision="float16"),
     ):
         world = mesh.make(**layout.axes)
-        prepared = step.prepare(config, optimizer, layout, world, batch=8, key=jax.random.key(0))
-        assert holdings.parameter_bytes(config, layout) == held(prepared.shapes.model)
-        assert holdings.optimizer_bytes(config, layout, optimizer) == held(prepared.shapes.optimizer)
+        prepared = decoder.prepare(config, optimizer, layout, world, batch=8, key=jax.random.key(0))
+        assert arguments.parameter_bytes(config, layout) == held(prepared.shapes.model)
+        assert arguments.optimizer_bytes(config, layout, optimizer) == held(prepared.shapes.optimizer)
         rest = held(prepared.shapes.step) + held(prepared.shapes.scale)
-        assert holdings.batch_bytes(config, layout, 8) == 4 * 8 // layout.data * 65 + rest
+        assert arguments.batch_bytes(config, layout, 8) == 4 * 8 // layout.data * 65 + rest
 
 
 def residuals(layout, dtype):
@@ -109,20 +112,13 @@ def residuals(layout, dtype):
     config = gpt2.Config(layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
-    specs = rules.specs(model, step.rules_of(layout)[layout.zero == 3], world).blocks
-    options = step._blocks(
-        layout,
-        specs,
-        step.Collectives(ring.all_reduce, ring.reduce_scatter, ring.all_gather),
-        checkpoint=step.REMAT[layout.remat],
-        attend=gpt2.attention,
-    )
-    reduce = options.pop("all_reduce")
-    make_joins = options.pop("joins", tensor.joins)
+    specs = rules.specs(model, decoder.rules_of(layout)[layout.zero == 3], world).blocks
+    options = decoder._blocks(layout, specs, ring("data"), gpt2.attention, decoder.REMAT[layout.remat])
+    make_joins, attend = options.pop("joins", tensor.joins), options.pop("attend")
 
     def loss(blocks, x):
-        joins = make_joins("tensor", all_reduce=reduce)
-        run = lambda blocks, x: gpt2.run_blocks(blocks, x, None, config, axis_name="tensor", joins=joins, **options)
+        apply = functools.partial(gpt2.block, config=config, joins=make_joins(ring("tensor")), attend=attend)
+        run = lambda blocks, x: gpt2.run_blocks(blocks, x, None, apply, **options)
         kept.extend(leaf for leaf in jax.tree.leaves(jax.vjp(run, blocks, x)[1]) if leaf.shape[:2] == (L, b))
         return jnp.zeros(())
 
@@ -150,37 +146,35 @@ def residuals(layout, dtype):
 def test_what_a_layer_keeps_is_what_jax_keeps(layout, dtype):
     kept, config = residuals(layout, dtype)
     layout = dataclasses.replace(layout, precision="full" if dtype == jnp.float32 else "bfloat16")
-    assert footprint.layer(config, layout, 5 * layout.data) == kept
+    assert temporaries.layer(config, layout, 5 * layout.data) == kept
 
 
 def test_what_waits_is_what_the_pipeline_holds():
     """2P - 1 microbatches, whatever M; in chunks, P + (P - 1)/v of them; all M of GPipe, and a place for garbage."""
-    assert [footprint.slots(4, M, 1, "one_f_one_b") for M in (8, 1000)] == [7, 7]
-    assert [footprint.slots(4, M, 2, "one_f_one_b") for M in (8, 1000)] == [11, 11]
-    assert footprint.slots(4, 8, 1, "gpipe") == 9
+    assert [temporaries.slots(4, M, 1, "one_f_one_b") for M in (8, 1000)] == [7, 7]
+    assert [temporaries.slots(4, M, 2, "one_f_one_b") for M in (8, 1000)] == [11, 11]
+    assert temporaries.slots(4, 8, 1, "gpipe") == 9
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test_zero_3_has_two_gathered_layers_at_a_time(layers):
     config, layout = gpt2.Config(layers=layers, heads=2, width=32, context=8), Layout(data=2, zero=3)
-    blocks = 4 * sum(leaf.elements for leaf in holdings.leaves(config, layout) if leaf.block)
-    assert footprint.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
+    blocks = 4 * sum(leaf.elements for leaf in arguments.leaves(config, layout) if leaf.block)
+    assert temporaries.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
 
 
 @pytest.mark.parametrize(("P", "M", "v"), [(2, 2, 1), (2, 5, 1), (3, 12, 2), (4, 8, 1), (4, 8, 3), (5, 10, 1), (3, 6, 4)])
 def test_closed_forms_are_those_of_the_tables(P, M, v):
     table = Layout(stage=P, microbatches=M, chunks=v).table()
-    stretches = ticks.stretches(table)
+    stretches = rows.stretches(table)
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
     assert traffic.lanes(P, M, v, "one_f_one_b") == (count("forward"), count("backward"), count("head"), stretches[-1][1])
-    assert footprint.slots(P, M, v, "one_f_one_b") == ticks.rows(table).written.max() + 1
+    assert temporaries.slots(P, M, v, "one_f_one_b") == rows.rows(table).written.max() + 1
 
 
 def test_the_collectives_may_be_others():
     layout = Layout(data=8)
-    plans = [
-        plan.plan(TINY, layout, hardware.A100, batch=8, all_reduce=reduce) for reduce in (ring.all_reduce, halving.all_reduce)
-    ]
+    plans = [plan.plan(TINY, layout, hardware.A100, batch=8, axes={"data": mover("data")}) for mover in (ring, halving)]
     assert plans[0].sent == plans[1].sent  # as many bytes
     assert plans[0].seconds.messages > plans[1].seconds.messages  # in more hops
 
@@ -190,22 +184,22 @@ def test_operations_are_those_of_the_papers():
     c, batch = gpt2.MEDIUM, 8
     s, h = c.context, c.width
     papers = 72 * batch * c.layers * s * h * h * (1 + s / (6 * h) + c.rows / (12 * h * c.layers))
-    assert plan.model_flops(c, batch) == pytest.approx(papers, rel=1e-12)
+    assert planned.model_flops(c, batch) == pytest.approx(papers, rel=1e-12)
     for layout in (Layout(), Layout(data=4, tensor=2), Layout(tensor=4, microbatches=2, sequence=True)):
-        assert plan.device_flops(c, layout, batch) * layout.devices == pytest.approx(papers, rel=1e-12)
+        assert planned.device_flops(c, layout, batch) * layout.devices == pytest.approx(papers, rel=1e-12)
     head = 6 * batch * s * h * c.rows
-    again = plan.device_flops(c, Layout(remat="block"), batch)
+    again = planned.device_flops(c, Layout(remat="block"), batch)
     assert again - head == pytest.approx((papers - head) * 4 / 3, rel=1e-12)
-    idle = plan.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
+    idle = planned.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
     assert idle - head == pytest.approx((papers - head) * 11 / 8, rel=1e-12)
     assert plan.plan(c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch).bubble == pytest.approx(3 / 11)
 
 
 def test_links_are_slow_where_a_group_leaves_its_machine():
     layout = Layout(data=2, stage=4, tensor=8, microbatches=4)
-    assert plan.span(layout, ("tensor",)) == 8
-    assert plan.span(layout, ("stage",)) == 25
-    assert plan.span(layout, ("data", "stage", "tensor")) == layout.devices
+    assert planned.span(layout, ("tensor",)) == 8
+    assert planned.span(layout, ("stage",)) == 25
+    assert planned.span(layout, ("data", "stage", "tensor")) == layout.devices
     assert hardware.A100.link(8) is hardware.A100.fast
     assert hardware.A100.link(9) is hardware.A100.slow
     assert hardware.named("TPU v5p") is hardware.TPU_V5P
@@ -229,7 +223,7 @@ def test_the_table_has_every_number():
 
 def test_what_is_found_is_valid_fits_and_is_ranked():
     model = gpt2.SMALL
-    found = search.search(model, 4, hardware.TPU_V5E, batch=64, sequences=(1, 16))
+    found = layouts.search(model, 4, hardware.TPU_V5E, batch=64, sequences=(1, 16))
     assert [one.seconds.total for one in found] == sorted(one.seconds.total for one in found)
     for one in found:
         assert one.fits
@@ -237,33 +231,33 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
         plan.check(model, one.layout, 64, 4)
     for one, other in itertools.permutations([one.layout for one in found], 2):
         if dataclasses.replace(other, zero=one.zero, remat=one.remat) == one and one.zero < other.zero:
-            assert search.REMAT.index(other.remat) < search.REMAT.index(one.remat)
-    assert "layout" in search.table(found, 3)
-    assert len(search.table(found, 3).splitlines()) == 4
+            assert layouts.REMAT.index(other.remat) < layouts.REMAT.index(one.remat)
+    assert "layout" in layouts.table(found, 3)
+    assert len(layouts.table(found, 3).splitlines()) == 4
 
 
 def test_what_cannot_be_found_is_told():
     with pytest.raises(ValueError, match="there is none"):
-        search.search(gpt2.SMALL, 7, hardware.A100, batch=8)
+        layouts.search(gpt2.SMALL, 7, hardware.A100, batch=8)
     with pytest.raises(
         ValueError, match=r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more devices"
     ):
-        search.search(sums.GPT3, 2, hardware.V100, batch=8)
+        layouts.search(estimates.GPT3, 2, hardware.V100, batch=8)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
     layout = Layout(data=8, precision="float16", remat="products")
-    batch = search.largest_batch(sums.GPT_300M, layout, hardware.V100)
-    planned = plan.plan(sums.GPT_300M, layout, hardware.V100, batch=batch)
-    assert planned.fits
-    no_larger = dataclasses.replace(hardware.V100, memory=planned.memory.peak - planned.memory.inputs)
-    assert search.largest_batch(sums.GPT_300M, layout, no_larger) == batch
-    assert not plan.plan(sums.GPT_300M, layout, hardware.V100, batch=batch + 8).fits
-    assert search.largest_batch(sums.GPT3, layout, hardware.V100) == 0
+    batch = layouts.largest_batch(estimates.GPT_300M, layout, hardware.V100)
+    one = plan.plan(estimates.GPT_300M, layout, hardware.V100, batch=batch)
+    assert one.fits
+    no_larger = dataclasses.replace(hardware.V100, memory=one.memory.peak - one.memory.inputs)
+    assert layouts.largest_batch(estimates.GPT_300M, layout, no_larger) == batch
+    assert not plan.plan(estimates.GPT_300M, layout, hardware.V100, batch=batch + 8).fits
+    assert layouts.largest_batch(estimates.GPT3, layout, hardware.V100) == 0
 
 
 def test_the_published_sums_are_reproduced():
-    gpt3, small = sums.gpt3_on_64(), sums.gpt_300m_on_8()
+    gpt3, small = estimates.gpt3_on_64(), estimates.gpt_300m_on_8()
     for words in ("16 x 173.9e9 / 64 = 43.5 GB", "4.25 bytes    13.3 GB", "51.4% of peak"):  # 2205.05198, table 5
         assert words in gpt3
     for words in ("= 4.83 GB of state", "9 sequences a device, 72 in all", "remat products"):
@@ -273,8 +267,8 @@ def test_the_published_sums_are_reproduced():
 def test_planning_touches_no_device():
     """Thousands of devices, in a process whose JAX has no backend at all."""
     program = (
-        "from parallax import search, sums, hardware\n"
-        "found = search.search(sums.GPT3, 4096, hardware.A100, batch=4096)\n"
+        "from parallax.plan import estimates, hardware, search\n"
+        "found = search(estimates.GPT3, 4096, hardware.A100, batch=4096)\n"
         "assert found[0].layout.devices == 4096 and found[0].fits\n"
         "assert 'of peak' in str(found[0])\n"
     )

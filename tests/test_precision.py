@@ -251,9 +251,9 @@ def float16_step(state, batch):
 
     def grad_of(scale):
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
-        return precision.unscaled(grads.averaged(grad, "data", all_reduce=ring.all_reduce), scale)
+        return precision.unscaled(grads.averaged(grad, ring("data")), scale)
 
-    return step.make_scaled(grad_of, OPTIMIZER, all_reduce=ring.all_reduce)(state, batch)
+    return step.make_scaled(grad_of, OPTIMIZER, axes=[ring("data")])(state, batch)
 
 
 def test_an_overflow_on_one_device_skips_the_step_on_all():

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh, sequence, zero
-from parallax.collectives import ring
-from parallax.collectives.replicated import like, linear, ordered, replicated, varying, varying_axes
+from parallax.collectives import ring, send_next
+from parallax.collectives.cpu import ordered
+from parallax.collectives.types import like, linear, replicated, varying, varying_axes
 
 
 def spmd(f, in_specs, out_specs):
@@ -165,7 +166,7 @@ def test_ordered_keeps_a_collective_behind_a_loop():
     """A compiled program shows it: without, nothing binds the sum of y to the loop, which multiplies and sends."""
 
     def body(wait, x, y):
-        turned = lax.scan(lambda x, _: (ring.send_next(x @ x, "x"), None), x, length=3)[0]
+        turned = lax.scan(lambda x, _: (send_next(x @ x, "x"), None), x, length=3)[0]
         return turned, ring.all_reduce(wait(y, turned), "x")
 
     def found(wait):
@@ -223,7 +224,7 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         zero.gathered(jnp.sum, P("dtaa"), "dtaa"),
         lambda x: zero.scattered(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", specs=P())(x, x)[0],
         lambda x: sequence.own(x, "dtaa", dim=0),
-        lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", all_reduce=lax.psum)(x, x)[0],
+        lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa")(x, x)[0],
     ],
 )
 def test_an_axis_that_is_not_there_is_named(use):

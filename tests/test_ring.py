@@ -22,8 +22,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import ring, twins
-from parallax.collectives.replicated import varying
+from parallax.collectives import drop_in, ring
+from parallax.collectives.cost import spelt
+from parallax.collectives.types import varying
 
 
 def total(blocks):
@@ -46,7 +47,6 @@ def all_to_all(blocks, *, split_axis, concat_axis, tiled):
     return [np.stack([part.squeeze(split_axis) for part in parts], concat_axis) for parts in received]
 
 
-MODULES = (ring,)
 MEANING = {  # on the list of all devices' blocks
     "all_reduce": lambda blocks: [total(blocks)] * len(blocks),
     "all_mean": lambda blocks: [total(blocks) / len(blocks)] * len(blocks),
@@ -62,8 +62,8 @@ TWIN = {
     "all_to_all": lax.all_to_all,
 }
 DIMS = {"reduce_scatter": ["scatter_dimension"], "all_gather": ["axis"], "all_to_all": ["split_axis", "concat_axis"]}
-COLLECTIVES = [getattr(module, name) for module in MODULES for name in MEANING if name in vars(module)]
-every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda f: f"{f.__module__.split('.')[-1]}.{f.__name__}")
+COLLECTIVES = [getattr(ring, name) for name in MEANING]
+every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=spelt)
 
 LAYOUTS = (
     *[({"x": n}, "x") for n in (1, 2, 3, 5, 8)],
@@ -325,7 +325,7 @@ def test_an_invariant_input_counts_once_a_device(collective):
 @pytest.mark.sweep(2)
 @every_collective
 def test_a_long_ring_is_a_loop(collective, monkeypatch):
-    monkeypatch.setattr(twins, "UNROLLED", 2)
+    monkeypatch.setattr(drop_in, "UNROLLED", 2)
     options = OPTIONS.get(collective.__name__, {})
     case = Case(collective, 4, (), tuple(options.items()))
     call = functools.partial(collective, axis_name=case.axis, **options)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parallax import data, manifest, shards
+from parallax import data
+from parallax.data import manifest, shards
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
 

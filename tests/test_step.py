@@ -17,12 +17,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device
+from reference import EXACT, FLOAT64, OPTIMIZER, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, moved_by, windows
 
 from parallax import mesh, rules, step
-from parallax.collectives import ring
+from parallax.collectives import halving, ring, two_rings, xla
+from parallax.compiled import certificate
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
+from parallax.plan import traffic
 
 BATCH = 32
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
@@ -31,10 +33,10 @@ SHAPES = [  # 30 words in 32 rows: the padding is there too
     gpt2.Config(layers=1, heads=8, width=24, context=5, vocabulary=16, vocabulary_multiple=8, **DROPOUT),
 ]
 LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1)]
-REDUCE = [lax.psum, ring.all_reduce]
+MOVERS = [xla, ring]
 draws = given(
     data_tensor=st.sampled_from(LAYOUTS),
-    all_reduce=st.sampled_from(REDUCE),
+    mover=st.sampled_from(MOVERS),
     microbatches=st.sampled_from([1, 2, 4]),
     config=st.sampled_from(SHAPES),
     seed=st.integers(0, 2),
@@ -46,40 +48,41 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-def adamw_step(config, layout, **options):
-    options = {"batch": BATCH, "dtype": FLOAT64, "key": jax.random.key(0)} | options
+def adamw_step(config, layout, mover=ring, **compute):
+    options = {"batch": BATCH, "key": jax.random.key(0), "axes": moved_by(mover)}
     with jax.numpy_dtype_promotion("standard"):
-        return step.train_step(config, optax.adamw(1e-3), layout, on(layout), **options)
+        compute = decoder.Compute(dtype=FLOAT64, **compute)
+        return decoder.train_step(config, optax.adamw(1e-3), layout, on(layout), compute=compute, **options)
 
 
-def train(data_tensor, all_reduce, microbatches, config, seed):
+def train(data_tensor, mover, microbatches, config, seed):
     layout = Layout(data=data_tensor[0], tensor=data_tensor[1], microbatches=microbatches)
-    run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, all_reduce=all_reduce)
+    run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, mover=mover)
     assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("data_tensor", "all_reduce", "microbatches"), [((4, 2), lax.psum, 4), ((2, 4), ring.all_reduce, 2)])
-def test_twenty_steps_are_those_of_one_device(data_tensor, all_reduce, microbatches):
-    train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
+@pytest.mark.parametrize(("data_tensor", "mover", "microbatches"), [((4, 2), xla, 4), ((2, 4), ring, 2)])
+def test_twenty_steps_are_those_of_one_device(data_tensor, mover, microbatches):
+    train(data_tensor, mover, microbatches, SHAPES[0], 0)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("data_tensor", "all_reduce", "microbatches"),
-    [((8, 1), ring.all_reduce, 2), ((1, 8), ring.all_reduce, 1), ((1, 1), lax.psum, 2)],
+    ("data_tensor", "mover", "microbatches"),
+    [((8, 1), ring, 2), ((1, 8), ring, 1), ((1, 1), xla, 2)],
 )
-def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, all_reduce, microbatches):
-    train(data_tensor, all_reduce, microbatches, SHAPES[0], 0)
+def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, mover, microbatches):
+    train(data_tensor, mover, microbatches, SHAPES[0], 0)
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=2, phases=no_shrinking)
 @draws
-def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, all_reduce, microbatches, config, seed):
-    train(data_tensor, all_reduce, microbatches, config, seed)
+def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, mover, microbatches, config, seed):
+    train(data_tensor, mover, microbatches, config, seed)
 
 
 def reductions(config, layout, state):
@@ -99,35 +102,35 @@ def reductions(config, layout, state):
     ]
 
 
-def count(config, layout, all_reduce):
+def count(config, layout, mover):
     """The collectives in the compiled step, every one of them with its bytes, and those of theory."""
-    state, train = adamw_step(config, layout, all_reduce=all_reduce)
+    state, train = adamw_step(config, layout, mover)
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         found = collections.Counter((op.kind, op.bytes) for op in hlo.collectives(train, state, windows))
     maxima = BATCH // layout.data // layout.microbatches * config.context  # lax.pmax of the logits
     expected = collections.Counter({("all-reduce", 8 * maxima): layout.microbatches})
     for n, elements in reductions(config, layout, state):
-        if all_reduce is lax.psum:
+        if mover is xla:
             expected["all-reduce", 8 * elements] += 1
         else:  # 2 (n - 1) hops of 1/n of it: 2 (n - 1)/n of its bytes
             expected["collective-permute", 8 * math.ceil(elements / n)] += 2 * (n - 1)
     return found, expected
 
 
-@pytest.mark.parametrize("all_reduce", [REDUCE[0], pytest.param(REDUCE[1], marks=pytest.mark.slow)], ids=["psum", "ring"])
-def test_the_collectives_are_those_of_theory(all_reduce):
+@pytest.mark.parametrize("mover", [xla, pytest.param(ring, marks=pytest.mark.slow)], ids=["psum", "ring"])
+def test_the_collectives_are_those_of_theory(mover):
     config = dataclasses.replace(SHAPES[0], dropout=0.0, attention_dropout=0.0)
-    found, expected = count(config, Layout(data=4, tensor=2, microbatches=2), all_reduce)
+    found, expected = count(config, Layout(data=4, tensor=2, microbatches=2), mover)
     assert found == expected
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("all_reduce", REDUCE, ids=["psum", "ring"])
+@pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
 @pytest.mark.parametrize(("data", "tensor", "microbatches"), [(4, 2, 4), (2, 4, 1)])
-def test_dropout_adds_no_collective(data, tensor, microbatches, all_reduce):
-    found, expected = count(SHAPES[1], Layout(data=data, tensor=tensor, microbatches=microbatches), all_reduce)
+def test_dropout_adds_no_collective(data, tensor, microbatches, mover):
+    found, expected = count(SHAPES[1], Layout(data=data, tensor=tensor, microbatches=microbatches), mover)
     assert found == expected
 
 
@@ -223,22 +226,54 @@ def test_make_clips_as_optax_does(max_norm):
         assert int(one.step) == int(eight.step) == number + 1
 
 
+MIXED = {"data": halving, "stage": two_rings, "tensor": ring}
+
+
+@pytest.mark.slow
+def test_each_axis_may_have_a_mover_of_its_own():
+    """Sums over stage and tensor go along one after the other; what is sent is what the plan says."""
+    layout, axes = Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1), {name: mover(name) for name, mover in MIXED.items()}
+    options = {"batch": BATCH, "key": jax.random.key(0), "axes": axes, "compute": decoder.Compute(dtype=FLOAT64)}
+    with jax.numpy_dtype_promotion("standard"):
+        state, train = decoder.train_step(SHAPES[0], OPTIMIZER, layout, on(layout), **options)
+        train = train.lower(state, windows(SHAPES[0], 0, 0, BATCH)).compile()
+    sent = collections.Counter()
+    for entry in certificate.read(train, on(layout)):
+        sent[entry.axes] += entry.bytes
+    assert traffic.by_axes(traffic.terms(SHAPES[0], layout, BATCH, axes=axes, itemsize=8)) == sent
+    plain = gpt2_on_one_device(SHAPES[0], 0, 2, BATCH)
+    for number, loss in enumerate(plain.losses):
+        state, info = train(state, windows(SHAPES[0], 0, number, BATCH))
+        np.testing.assert_allclose(info.loss, loss, rtol=EXACT)
+    assert_close(gpt2.unchunked(state.model), plain.end, EXACT)
+
+
+@pytest.mark.parametrize("axes", [{"context": ring("context")}, {"data": ring("tensor")}, {"data": ("data", "stage")}], ids=str)
+def test_axes_that_no_layout_has_are_refused(axes):
+    with pytest.raises(
+        ValueError, match=r"axes needs movers along data, stage, tensor, such as axes={'data': ring\('data'\)}; got"
+    ):
+        decoder.along(Layout(), axes)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("layout", "all_reduce"),
-    [(Layout(data=4, tensor=2), ring.all_reduce), (Layout(data=2, stage=2, tensor=2, microbatches=4, chunks=2), lax.psum)],
+    ("layout", "mover"),
+    [(Layout(data=4, tensor=2), ring), (Layout(data=2, stage=2, tensor=2, microbatches=4, chunks=2), xla)],
 )
-def test_evaluation_is_the_loss_without_dropout(layout, all_reduce):
+def test_evaluation_is_the_loss_without_dropout(layout, mover):
     config = dataclasses.replace(SHAPES[0], layers=4)
     model, windows = gpt2.GPT2(config, key=jax.random.key(0)), jnp.arange(BATCH * 9, dtype=jnp.int32).reshape(BATCH, 9) % 30
     plain = gpt2.loss(model, (windows, None))
     split = gpt2.chunked(model, layout.chunks) if layout.stage > 1 else model
-    loss = step.loss_step(config, layout, on(layout), all_reduce=all_reduce)(split, windows)
+    loss = decoder.loss_step(config, layout, on(layout), axes=moved_by(mover))(split, windows)
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 
 
 def test_every_sequence_and_step_has_a_key_of_its_own():
-    bits = lambda number, batch: jax.random.key_data(step.sequence_keys(jax.random.key(1), jnp.asarray(number, jnp.int32), batch))
+    bits = lambda number, batch: jax.random.key_data(
+        decoder.sequence_keys(jax.random.key(1), jnp.asarray(number, jnp.int32), batch)
+    )
     every = np.concatenate([bits(number, 16) for number in range(4)])
     assert len(np.unique(every, axis=0)) == 64
     np.testing.assert_array_equal(bits(2, 16)[:4], bits(2, 4))  # the place in the batch decides, not its size
@@ -250,12 +285,12 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
         (
             Layout(data=4, tensor=2),
             {"data": 2, "tensor": 4},
-            "train_step: the layout has data=4, and the mesh {'data': 2, 'tensor': 4}. Make it with mesh.make(**layout.axes).",
+            "decoder: the layout has data=4, and the mesh {'data': 2, 'tensor': 4}. Make it with mesh.make(**layout.axes).",
         ),
         (
             Layout(data=2, stage=2),
             {"data": 8},
-            "train_step: the layout has data=2, and the mesh {'data': 8}. Make it with mesh.make(**layout.axes).",
+            "decoder: the layout has data=2, and the mesh {'data': 8}. Make it with mesh.make(**layout.axes).",
         ),
         (
             Layout(tensor=3),
@@ -271,7 +306,7 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        step.train_step(SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of), batch=BATCH, key=jax.random.key(0))
+        decoder.train_step(SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of), batch=BATCH, key=jax.random.key(0))
 
 
 @pytest.mark.sweep(4)
@@ -294,6 +329,8 @@ def test_no_collective_overtakes_a_loop(text):
     """On CPU it would meet one of the loop's in a rendezvous, and abort the process."""
     layout, config = Layout.parse(text), gpt2.Config(layers=4, heads=4, width=64, context=32, vocabulary=128, **DROPOUT)
     with jax.numpy_dtype_promotion("standard"):
-        prepared = step.prepare(config, optax.adamw(1e-3), layout, on(layout), batch=16, max_norm=1.0, key=jax.random.key(0))
+        prepared = decoder.prepare(
+            config, optax.adamw(1e-3), layout, on(layout), batch=16, key=jax.random.key(0), compute=decoder.Compute(max_norm=1.0)
+        )
         program = prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((16, 33), jnp.int32)).compile()
     assert [(loop.name, later.name) for loop, later in hlo.unordered(program)] == []

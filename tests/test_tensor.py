@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, tensor
-from parallax.collectives import ring
+from parallax.collectives import ring, xla
 
-ALL_REDUCES = {"ring": ring.all_reduce, "psum": lax.psum}
+MOVERS = {"ring": ring, "psum": xla}
 LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the batch is split over "data"
     "1": ({"data": 2, "tensor": 1}, "tensor"),
     "2": ({"data": 2, "tensor": 2}, "tensor"),
@@ -27,7 +27,7 @@ LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the 
     "none": ({"data": 2}, ()),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_all_reduce = pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+every_mover = pytest.mark.parametrize("mover", MOVERS)
 UNIT = st.floats(-2, 2, width=32)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
@@ -58,11 +58,11 @@ SHAPES = {"up": (3, 16), "up_bias": (16,), "down": (16, 5), "down_bias": (5,)}
 
 
 @functools.cache
-def pair(layout, all_reduce):
+def pair(layout, mover):
     """The loss, its gradients of all parameters and of x, and the output of a column- and a row-parallel layer."""
 
     def body(axis, params, x):
-        parallel = {"axis_name": axis, "all_reduce": ALL_REDUCES[all_reduce]}
+        parallel = {"axis": MOVERS[mover](axis)}
 
         def split(params, x):
             hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
@@ -84,18 +84,18 @@ whole = jax.jit(
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_all_reduce
+@every_mover
 @settings(max_examples=5)
 @given(data=st.data())
-def test_a_column_and_a_row_equal_the_whole_layers(layout, all_reduce, data):
+def test_a_column_and_a_row_equal_the_whole_layers(layout, mover, data):
     params = {name: data.draw(hnp.arrays(np.float64, shape, elements=UNIT), label=name) for name, shape in SHAPES.items()}
     x = data.draw(hnp.arrays(np.float64, (4, 3), elements=UNIT), label="x")
-    jax.tree.map(close, pair(layout, all_reduce)(params, x), whole(params, x))
+    jax.tree.map(close, pair(layout, mover)(params, x), whole(params, x))
 
 
 def test_without_bias():
     x, w, v = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((4, 5))
-    none = {"axis_name": (), "all_reduce": lax.psum}
+    none = {"axis": ()}
     np.testing.assert_array_equal(tensor.row(tensor.column(x, w, None, **none), v, None, **none), x @ w @ v)
 
 
@@ -105,7 +105,7 @@ def test_hidden_dims_may_be_several():
     up, bias, down, x = draw(size=(3, 4, 2)), draw(size=(4, 2)), draw(size=(4, 2, 5)), draw(size=(2, 6, 3))
 
     def body(axis, up, bias, down, x):
-        parallel = {"axis_name": axis, "all_reduce": ring.all_reduce}
+        parallel = {"axis": ring(axis)}
         return tensor.row(tensor.column(x, up, bias, **parallel), down, None, **parallel)
 
     split = over("4", body, (P(None, "T"), P("T"), P("T"), P("data")), P("data"))
@@ -117,7 +117,7 @@ def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
     arguments += [jax.ShapeDtypeStruct((4, 3), jnp.float64)]
 
     def body(axis, params, x):
-        parallel = {"axis_name": axis, "all_reduce": ring.all_reduce}
+        parallel = {"axis": ring(axis)}
 
         def split(x):
             hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
@@ -135,10 +135,10 @@ V, VOCABULARY, D = 16, 13, 3  # three rows of padding
 
 
 @functools.cache
-def lookup(layout, all_reduce):
+def lookup(layout, mover):
     def body(axis, table, ids, weight):
         def looked_up(table):
-            found = tensor.embed(table, ids, axis, all_reduce=ALL_REDUCES[all_reduce])
+            found = tensor.embed(table, ids, MOVERS[mover](axis))
             return jnp.sum(found * weight), found
 
         gradient, found = jax.grad(looked_up, has_aux=True)(table)
@@ -148,14 +148,14 @@ def lookup(layout, all_reduce):
 
 
 @every_layout
-@every_all_reduce
+@every_mover
 @settings(max_examples=5)
 @given(data=st.data())
-def test_embed_equals_take(layout, all_reduce, data):
+def test_embed_equals_take(layout, mover, data):
     table = data.draw(hnp.arrays(np.float64, (V, D), elements=UNIT), label="table")
     weight = data.draw(hnp.arrays(np.float64, (4, 2, D), elements=UNIT), label="weight")
     ids = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(-1, V)), label="ids")
-    found, gradient = lookup(layout, all_reduce)(table, ids, weight)
+    found, gradient = lookup(layout, mover)(table, ids, weight)
     inside = (ids >= 0) & (ids < V)  # an id outside the table gives zeros
     np.testing.assert_array_equal(found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), 0))
     expected = np.zeros_like(table)
@@ -164,11 +164,10 @@ def test_embed_equals_take(layout, all_reduce, data):
 
 
 @functools.cache
-def entropy(layout, all_reduce):
+def entropy(layout, mover):
     def body(axis, logits, targets, weight):
         def summed(logits):
-            parallel = {"all_reduce": ALL_REDUCES[all_reduce], "vocabulary": VOCABULARY}
-            nats = tensor.cross_entropy(logits, targets, axis, **parallel)
+            nats = tensor.cross_entropy(logits, targets, MOVERS[mover](axis), vocabulary=VOCABULARY)
             return jnp.sum(nats * weight), nats
 
         gradient, nats = jax.grad(summed, has_aux=True)(logits)
@@ -193,14 +192,14 @@ EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_all_reduce
+@every_mover
 @settings(max_examples=8)
 @given(data=st.data())
-def test_cross_entropy_equals_log_softmax(layout, all_reduce, data):
+def test_cross_entropy_equals_log_softmax(layout, mover, data):
     logits = data.draw(hnp.arrays(np.float64, (4, 2, V), elements=EXTREME), label="logits")
     targets = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(0, VOCABULARY - 1)), label="targets")
     weight = data.draw(hnp.arrays(np.float64, (4, 2), elements=UNIT), label="weight")
-    nats, gradient = entropy(layout, all_reduce)(logits, targets, weight)
+    nats, gradient = entropy(layout, mover)(logits, targets, weight)
     assert np.isfinite(nats).all()
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., VOCABULARY:], 0)  # padding learns nothing
@@ -209,41 +208,41 @@ def test_cross_entropy_equals_log_softmax(layout, all_reduce, data):
 
 def test_cross_entropy_of_bfloat16_logits_is_near():
     logits = np.linspace(-4, 4, 64).reshape(4, 16)
-    nats = tensor.cross_entropy(jnp.asarray(logits, jnp.bfloat16), jnp.arange(4), (), all_reduce=lax.psum)
+    nats = tensor.cross_entropy(jnp.asarray(logits, jnp.bfloat16), jnp.arange(4), ())
     expected = -np.diagonal(jax.nn.log_softmax(logits))
     # exp, log and the sum of 16 terms round by at most eps each: (16 + 4) eps, on numbers up to 8
     np.testing.assert_allclose(nats.astype(float), expected, atol=20 * 8 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
-@every_all_reduce
-def test_no_logits_are_gathered(all_reduce):
+@every_mover
+def test_no_logits_are_gathered(mover):
     """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient moves nothing."""
     shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]
-    ops = hlo.collectives(entropy("4", all_reduce), *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    ops = hlo.collectives(entropy("4", mover), *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
     positions, n = 2 * 2, 4
     kinds = {kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}}
     maximum, sums = 8 * positions, 8 * 2 * positions
     by_ring = {"all-reduce": maximum, "collective-permute": 2 * (n - 1) * sums // n}
-    assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[all_reduce]
+    assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[mover]
 
 
 REFUSED = {
     "enter": (
-        lambda x: tensor.enter(x, ("data", "tensor"), all_reduce=ring.all_reduce),
+        lambda x: tensor.enter(x, ring(("data", "tensor"))),
         "tensor.enter needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
         "Enter once, before the column-parallel layer, and leave after the row-parallel one.",
     ),
     "column": (
-        lambda x: tensor.column(x, jnp.ones((3, 2)), None, "data", all_reduce=ring.all_reduce),
+        lambda x: tensor.column(x, jnp.ones((3, 2)), None, ring("data")),
         "tensor.enter needs an x that is the same along 'data'; this one, of shape (2, 3), varies along ['data'].",
     ),
     "leave": (
-        lambda x: tensor.leave(x, "tensor", all_reduce=ring.all_reduce),
+        lambda x: tensor.leave(x, ring("tensor")),
         "tensor.leave needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
         "would be counted once a device. Split the weights before it, or do not leave.",
     ),
     "row": (
-        lambda x: tensor.row(x, jnp.ones((3, 2)), None, ("tensor", "data"), all_reduce=ring.all_reduce),
+        lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
         "tensor.leave needs partial sums that differ along ('tensor', 'data'); this x, of shape (2, 2), is the same along "
         "['tensor']",
     ),

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from reference import FLOAT64
 
-from parallax import grads, mesh, rules, step, training
+from parallax import grads, mesh, rules, step
 from parallax.collectives import ring
+from parallax.run import metrics
 
 BAD = {"nan": math.nan, "inf": math.inf, "overflow": 1e300}
 
@@ -30,9 +31,9 @@ def make_step():
         return jnp.mean((jax.lax.psum(partial, "tensor") - targets) ** 2)
 
     optimizer = optax.adam(0.1)
-    grad = grads.averaged(jax.value_and_grad(loss), "data", all_reduce=ring.all_reduce)
+    grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
     state, specs = step.init(lambda: {"w": jnp.ones(4, FLOAT64)}, optimizer, rules.match("w", P("tensor")), axes)
-    local = step.make(grad, optimizer, all_reduce=ring.all_reduce)
+    local = step.make(grad, optimizer, axes=[ring("data")])
     train = mesh.spmd(local, mesh=axes, in_specs=(specs, (P("data", "tensor"), P("data"))), out_specs=(specs, P()))
     return state, jax.jit(train)
 
@@ -67,7 +68,7 @@ def test_a_step_that_is_not_finite_changes_its_number_alone(bad):
     without, _ = train([0, 1, 3])
     assert int(broken.step) == 4
     jax.tree.map(np.testing.assert_array_equal, (broken.model, broken.optimizer), (without.model, without.optimizer))
-    skipped = training.Skipped(1)
+    skipped = metrics.Skipped(1)
     assert [skipped.count(i, info) for i, info in enumerate(infos)] == [False, False, True, False]
 
 
@@ -82,10 +83,10 @@ def test_a_loss_that_is_not_finite_skips_its_step():
 
 def test_the_budget_holds_over_restarts():
     info = step.Info(jnp.asarray(jnp.nan), jnp.asarray(1.0), jnp.asarray(True))
-    skipped = training.Skipped(3, [4, 9])
+    skipped = metrics.Skipped(3, [4, 9])
     assert skipped.count(12, info)
     with pytest.raises(
-        training.OverBudget, match=r"step 15: the loss is nan .* 4 steps were not finite \(4, 9, 12, 15 last\).*is 3"
+        metrics.OverBudget, match=r"step 15: the loss is nan .* 4 steps were not finite \(4, 9, 12, 15 last\).*is 3"
     ):
         skipped.count(15, info)
 
@@ -95,20 +96,20 @@ def test_the_budget_holds_over_restarts():
 
 def test_goodput_counts_what_was_lost_and_the_time_away(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(training.time, "time", lambda: now[0])
-    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
 
     def spend(clock, name, seconds):
         with clock(name):
             now[0] += seconds
 
-    clock = training.Clock()
+    clock = metrics.Clock()
     spend(clock, "steps", 30)
     spend(clock, "evaluation", 10)
     note = json.loads(json.dumps(clock.note()))  # as a checkpoint keeps it
     spend(clock, "steps", 20)  # lost
     now[0] += 40  # until the restart
-    clock = training.Clock(note)
+    clock = metrics.Clock(note)
     spend(clock, "steps", 50)
     assert clock.seconds == {"steps": 80.0, "evaluation": 10.0}
     assert clock.goodput() == 80 / 150
@@ -119,12 +120,12 @@ def test_goodput_counts_what_was_lost_and_the_time_away(monkeypatch):
 
 def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
-    sink = training.jsonl(path)
+    sink = metrics.jsonl(path)
     for number in range(1, 6):
         sink(number, {"loss": float(number)})
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
-    sink = training.jsonl(path, after=3)
+    sink = metrics.jsonl(path, after=3)
     sink(4, {"loss": 40.0})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         *({"step": i, "loss": float(i)} for i in (1, 2, 3)),
@@ -134,8 +135,8 @@ def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
 
 def test_all_sinks_get_all_and_none_is_silent(tmp_path):
     seen = []
-    training.to_all()(1, {"loss": 1.0})
-    training.to_all(lambda *given: seen.append(given), training.jsonl(tmp_path / "a"))(1, {"loss": 1.0})
+    metrics.to_all()(1, {"loss": 1.0})
+    metrics.to_all(lambda *given: seen.append(given), metrics.jsonl(tmp_path / "a"))(1, {"loss": 1.0})
     assert seen == [(1, {"loss": 1.0})]
     assert (tmp_path / "a").read_text() == '{"step": 1, "loss": 1.0}\n'
 
@@ -154,7 +155,7 @@ def test_tensorboard_gets_each_number(tmp_path, monkeypatch):
             calls.append("flush")
 
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
-    training.tensorboard(tmp_path, after=7)(8, {"loss": 1.0, "held_out": 2.0})
+    metrics.tensorboard(tmp_path, after=7)(8, {"loss": 1.0, "held_out": 2.0})
     assert calls == [(str(tmp_path), 8), ("loss", 1.0, 8), ("held_out", 2.0, 8), "flush"]
 
 
@@ -170,15 +171,15 @@ def test_wandb_goes_on_under_the_same_id(monkeypatch):
         return Session()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    training.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
+    metrics.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
     assert calls == [{"project": "parallax", "id": "a", "resume": "allow", "config": {"seed": 0}}, ({"loss": 1.0}, 3)]
 
 
 @pytest.mark.parametrize(
     ("package", "sink"),
     [
-        ("tensorboardX", lambda: training.tensorboard("x")),
-        ("wandb", lambda: training.wandb("x", run="y", settings={})),
+        ("tensorboardX", lambda: metrics.tensorboard("x")),
+        ("wandb", lambda: metrics.wandb("x", run="y", settings={})),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch, package, sink):
@@ -203,7 +204,7 @@ def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
     calls, now = [], [None]
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(f"start {now[0]}"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(f"stop {now[0]}"))
-    with training.profiler(tmp_path, chosen) as begin:
+    with metrics.profiler(tmp_path, chosen) as begin:
         for now[0] in ran:
             begin(now[0])
         now[0] = "end"
@@ -211,7 +212,7 @@ def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
 
 
 def test_a_trace_is_written(tmp_path):
-    with training.profiler(tmp_path, range(1)) as begin:
+    with metrics.profiler(tmp_path, range(1)) as begin:
         begin(0)
         jnp.ones(3).block_until_ready()
     assert list(tmp_path.rglob("*.xplane.pb"))

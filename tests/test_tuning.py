@@ -11,14 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import bidirectional, cost, doubling, halving, ring, tuning
+from parallax.collectives import cost, doubling, halving, ring, send_next, tuning, two_rings
 from parallax.collectives.cost import Link
-from parallax.collectives.replicated import varying
+from parallax.collectives.types import varying
 
 PRICES = [
     cost.of(f, nbytes, 8)
     for nbytes in (2**12, 2**16, 2**20, 2**24)
-    for f in (ring.send_next, ring.all_gather, bidirectional.all_gather, ring.reduce_scatter)
+    for f in (send_next, ring.all_gather, two_rings.all_gather, ring.reduce_scatter)
 ]
 terms = st.tuples(st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8), st.floats(1e-11, 1e-8), st.floats(1e-6, 1e-3))
 
@@ -102,24 +102,24 @@ def test_auto_is_a_twin_of_psum(monkeypatch):
 
     monkeypatch.setattr(tuning, "measure", measure)
     world = mesh.make(x=4, y=2)
-    all_reduce, text = tuning.auto(world, "x", among=[halving.all_reduce], sizes=(64, 4096))
+    auto, text = tuning.auto(world, "x", among=[halving.all_reduce], sizes=(64, 4096))
     assert raced == [[64, 4096], [512], [1448]]  # closer and closer to where psum begins to win
     psum, halved = "lax.psum: 64 B 1, 512 B 1, 1.414 kB 0.1, 4 kB 0.1", "halving.all_reduce: 64 B 0.1 ("
     for words in ("Axis 'x' of 4 devices", psum, halved, "lax.psum from 1 kB"):
         assert words in text, text
     tree = {"small": jnp.arange(8.0 * 3).reshape(8, 3), "large": jnp.arange(8.0 * 2048).reshape(8, 2048)}
     over = lambda f: jax.jit(mesh.spmd(lambda t: f(f(t, "x"), "y"), mesh=world, in_specs=(P(("x", "y")),), out_specs=P()))
-    jax.tree.map(np.testing.assert_array_equal, over(all_reduce)(tree), over(lax.psum)(tree))
-    lowered = over(all_reduce).lower(tree).as_text()
+    jax.tree.map(np.testing.assert_array_equal, over(auto.all_reduce)(tree), over(lax.psum)(tree))
+    lowered = over(auto.all_reduce).lower(tree).as_text()
     assert lowered.count('collective_permute"(') == 4  # halving on the small leaf, 2 hops each way
     assert lowered.count('all_reduce"(') == 1 + 2  # psum on the large one, and over y
 
 
 def test_auto_on_a_live_mesh():
     world = mesh.make(x=2, y=2, devices=jax.devices()[:4])
-    all_reduce, text = tuning.auto(world, "x", ("x", "y"), sizes=(64, 4096), rounds=1, link=Link(1e-5, 1e-9))
+    auto, text = tuning.auto(world, "x", ("x", "y"), sizes=(64, 4096), rounds=1, link=Link(1e-5, 1e-9))
     assert "Axis ('x', 'y') of (2, 2) devices" in text
     assert text.count("Chosen, as the fastest at its size:") == 2
     run = lambda f: jax.jit(mesh.spmd(lambda x: f(x, ("y", "x")), mesh=world, in_specs=(P(("x", "y")),), out_specs=P()))
     x = np.arange(4 * 64.0, dtype=np.float32)
-    np.testing.assert_array_equal(run(all_reduce)(x), run(lax.psum)(x))
+    np.testing.assert_array_equal(run(auto.all_reduce)(x), run(lax.psum)(x))

@@ -12,46 +12,41 @@ import optax
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device
 
 from parallax import grads, mesh, rules, sequence, step, zero
-from parallax.collectives import matmul, ring
+from parallax.collectives import matmul, ring, xla
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.models import decoder, gpt2
 
 # Its blocks' norms and biases have fewer than the 1,024 elements from which `fsdp` splits: some leaves are split, some are not.
 CONFIG = gpt2.Config(
     layers=4, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1, attention_dropout=0.1
 )
 STEPS, BATCH = 5, 16
-COLLECTIVES = {
-    "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
-    "lax": {"all_reduce": lax.psum, "reduce_scatter": lax.psum_scatter, "all_gather": lax.all_gather},
-}
 
 
-def trains_as_one_device(layout, collectives="ring"):
+def trains_as_one_device(layout, mover=ring):
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, **COLLECTIVES[collectives])
+    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, mover=mover)
     assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
 
 
 @pytest.mark.parametrize(
-    ("layout", "collectives"),
+    ("layout", "mover"),
     [
-        (Layout(data=2, zero=1, microbatches=2), "ring"),
-        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), "lax", marks=pytest.mark.slow),
-        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), "ring", marks=pytest.mark.slow),
+        (Layout(data=2, zero=1, microbatches=2), ring),
+        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), xla, marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), ring, marks=pytest.mark.slow),
         pytest.param(
-            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), "ring", marks=pytest.mark.slow
+            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), ring, marks=pytest.mark.slow
         ),
     ],
     ids=str,
 )
-def test_five_steps_are_those_of_one_device(layout, collectives):
-    trains_as_one_device(layout, collectives)
+def test_five_steps_are_those_of_one_device(layout, mover):
+    trains_as_one_device(layout, mover)
 
 
 @pytest.mark.slow
@@ -60,13 +55,11 @@ def test_products_that_overlap_with_their_collectives_compute_the_same():
     windows = jnp.arange(4 * 9, dtype=jnp.int32).reshape(4, 9) % WIRE.vocabulary
     overlapped = functools.partial(
         sequence.joins,
-        all_gather=ring.all_gather,
-        reduce_scatter=ring.reduce_scatter,
         all_gather_matmul=matmul.all_gather_matmul,
         matmul_reduce_scatter=matmul.matmul_reduce_scatter,
     )
-    loss = functools.partial(gpt2.loss, axis_name="tensor", all_reduce=ring.all_reduce, joins=overlapped)
-    grad = grads.summed(jax.value_and_grad(loss), "tensor", all_reduce=ring.all_reduce)
+    loss = functools.partial(gpt2.loss, axis=ring("tensor"), joins=overlapped)
+    grad = grads.summed(jax.value_and_grad(loss), ring("tensor"))
     mesh_ = mesh.make(tensor=4, devices=jax.devices()[:4])
     specs = rules.specs(model, gpt2.rules(), mesh_)
     split = mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))
@@ -108,9 +101,9 @@ def admitted():
 @pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
-@given(layout=st.sampled_from(list(admitted())), collectives=st.sampled_from(["ring", "lax"]))
-def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, collectives):
-    trains_as_one_device(layout, collectives)
+@given(layout=st.sampled_from(list(admitted())), mover=st.sampled_from([ring, xla]))
+def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, mover):
+    trains_as_one_device(layout, mover)
 
 
 # Bytes on the wire
@@ -122,7 +115,7 @@ def sent(layout, config=WIRE, batch=8):
     """Bytes that each device hands on in a step of rings, from the compiled program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = step.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
+        prepared = decoder.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         ops = hlo.collectives(prepared.train, prepared.shapes, windows)
     return sum(op.bytes for op in ops if op.kind == "collective-permute")
@@ -190,7 +183,7 @@ def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
 def memory(layout, config, batch=8, **options):
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = step.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0), **options)
+        prepared = decoder.prepare(config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0), **options)
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=jax.NamedSharding(mesh_, P("data")))
         return prepared, prepared.train.lower(prepared.shapes, windows).compile().memory_analysis()
 
@@ -266,7 +259,7 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         arrow = {
             "scattered": zero.scattered(grad, "data"),
             "local": local,
-            "averaged": grads.averaged(grad, "data", all_reduce=lax.psum),
+            "averaged": grads.averaged(grad, "data"),
         }[arrive]
 
         def train(params, batch):
@@ -286,7 +279,7 @@ def test_a_split_inside_a_group_with_copies_across_groups():
     """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""
     optimizer = optax.adam(1e-2, eps=1e-6)
     sharded = zero.sharded(optimizer, "shard")
-    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard"), "copy", all_reduce=ring.all_reduce)
+    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard"), ring("copy"))
     train = step.make(grad, sharded)
     mesh_ = mesh.make(copy=2, shard=4)
     specs = rules.specs(PARAMS, rules.fsdp("shard", size=4), mesh_)

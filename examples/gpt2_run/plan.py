@@ -15,21 +15,19 @@ from jax.sharding import PartitionSpec as P
 
 from gpt2_run import report
 from gpt2_run.settings import SHIPPED, Settings
-from parallax import checkpoint, data, draw, launch, mesh, schedule
-from parallax.collectives import ring, tuning
+from parallax import data, draw, mesh, schedule
+from parallax.collectives import Axis, ring, tuning, xla
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
+from parallax.run import checkpoint, processes
 from parallax.schedule import Schedule
 
 SETTINGS = "settings.json"
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
 MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
-COLLECTIVES: dict[str, dict[str, Any]] = {
-    "ring": {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather},
-    "psum": {"all_reduce": jax.lax.psum, "reduce_scatter": jax.lax.psum_scatter, "all_gather": jax.lax.all_gather},
-}
+MOVERS = {"ring": ring, "psum": xla}
 TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")}
 
 
@@ -38,7 +36,7 @@ class Plan:
     """Settings, checked and worked out, and the text: all that is known before a device computes."""
 
     settings: Settings
-    job: launch.Job
+    job: processes.Job
     config: gpt2.Config
     layout: Layout
     schedule: Schedule
@@ -100,7 +98,7 @@ def profiled(settings: Settings) -> range:
     return range(int(first), int(last) + 1)
 
 
-def prepare(settings: Settings, job: launch.Job) -> Plan:
+def prepare(settings: Settings, job: processes.Job) -> Plan:
     """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
     layout, table = split(settings, jax.device_count())
     mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
@@ -240,13 +238,14 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
 
 
-def chosen(plan: Plan) -> dict[str, Any]:
-    """The collectives of a run. `auto` races all all-reduces on each axis of the mesh, and says which it takes and why."""
-    if plan.settings.all_reduce != "auto":
-        return COLLECTIVES[plan.settings.all_reduce]
-    axes = [name for name, size in plan.layout.axes.items() if size > 1]
-    both = [("stage", "tensor")] if plan.layout.stage > 1 and plan.layout.tensor > 1 else []
-    all_reduce, why = tuning.auto(plan.mesh, *axes, *both)
-    if plan.job.rank == 0:
-        print(why, flush=True)
-    return COLLECTIVES["ring"] | {"all_reduce": all_reduce}
+def chosen(plan: Plan) -> dict[str, Axis]:
+    """Each axis of the mesh, with who moves data along it. `auto` races all all-reduces on each axis, and prints its choice."""
+    if plan.settings.all_reduce == "auto":
+        axes = [name for name, size in plan.layout.axes.items() if size > 1]
+        both = [("stage", "tensor")] if plan.layout.stage > 1 and plan.layout.tensor > 1 else []
+        mover, why = tuning.auto(plan.mesh, *axes, *both)
+        if plan.job.rank == 0:
+            print(why, flush=True)
+    else:
+        mover = MOVERS[plan.settings.all_reduce]
+    return {name: mover(name) for name in plan.layout.axes}

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import certificate, draw, launch, memory_profile
+from parallax import draw
+from parallax.compiled import certificate, memory
 from parallax.layout import Layout
 from parallax.models import gpt2
+from parallax.run import processes
 
 # What a run will do
 
@@ -54,7 +56,7 @@ def split(layout: Layout) -> str:
     return f"ZeRO-{layout.zero}: {zero}{tokens}; computes in {layout.precision} precision; computed again: {layout.remat}"
 
 
-def matrix_rate(job: launch.Job, seconds: float = 1.0) -> tuple[float, str]:
+def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:
     """The flops per second of the best of many float32 matrix products, for all devices of the job, and what was measured."""
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
@@ -82,7 +84,7 @@ def cores() -> int:
 # While it goes on
 
 
-def printer(job: launch.Job) -> Callable[[str], Any]:
+def printer(job: processes.Job) -> Callable[[str], Any]:
     """What prints a line on rank 0, at once, and nothing on the others."""
     return functools.partial(print, flush=True) if job.rank == 0 else lambda line: None
 
@@ -143,16 +145,16 @@ class Memory:
     def __init__(self, train: jax.stages.Compiled, path: Path):
         self.path: Path | None = path
         self.between: list[int] = []
-        self._profile = memory_profile.of(train)
+        self._profile = memory.of(train)
         device = jax.local_devices()[0]
-        self._sampled = memory_profile.Sampled(device).__enter__() if device.memory_stats() else None
+        self._sampled = memory.Sampled(device).__enter__() if device.memory_stats() else None
 
     def begin(self) -> None:
         """A step begins; the first after those that are drawn draws them."""
         if len(self.between) == self.STEPS:
             self.end()
         elif self.path is not None:
-            self.between.append(memory_profile.live())
+            self.between.append(memory.live())
             if self._sampled is not None and len(self.between) > 1:
                 self._sampled.mark()
 

@@ -6,33 +6,33 @@ carries in that time. Packing copies each packed leaf once; a leaf that is alone
 Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv 2006.15704), section 3.2.3.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Shaped
 
-from parallax.collectives.replicated import AxisName, ordered, varying, varying_axes
-
-Tree = TypeVar("Tree", bound=PyTree)
+from parallax.collectives.axis import Axis, AxisLike
+from parallax.collectives.cpu import ordered
+from parallax.collectives.types import varying, varying_axes
 
 NBYTES = 25 * 2**20
 
 
-def bucketed(all_reduce: Callable, *, nbytes: int = NBYTES) -> Callable[[Tree, AxisName], Tree]:
-    """`all_reduce`, in as many messages as there are buckets instead of leaves: `A {U_X} -> A`.
+def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
+    """`axis`, whose `all_reduce` takes as many messages as there are buckets instead of leaves: `A {U_X} -> A`.
 
-    It equals `all_reduce` leaf by leaf where that adds up number by number, whatever array a number stands in; types and
+    It equals that `all_reduce` leaf by leaf, where it adds up number by number, whatever array a number stands in; types and
     gradients are the same too. A bucket takes leaves of one dtype which vary along the same axes, in the order of the tree,
     until the next would take it over `nbytes`. It is padded to a multiple of the devices, so that a ring need not copy it again.
-    Round `quantized.all_reduce`, numbers of neighbouring leaves share a scale: a loss among gradients would spoil them.
+    Round `quantized`, numbers of neighbouring leaves share a scale: a loss among gradients would spoil them.
 
-        grads.averaged(grad, "data", all_reduce=buckets.bucketed(ring.all_reduce))
+        grads.averaged(grad, bucketed(ring("data")))
 
     Args:
-        all_reduce: any that takes a list of arrays and an axis, as `lax.psum` does.
+        axis: the axis, and who moves data along it; its other collectives stay as they are.
         nbytes: the size of a bucket on one device. A larger leaf has one to itself.
 
     Raises:
@@ -41,7 +41,10 @@ def bucketed(all_reduce: Callable, *, nbytes: int = NBYTES) -> Callable[[Tree, A
     if nbytes < 1:
         raise ValueError(f"bucketed needs nbytes of 1 or more; got {nbytes}. The usual size is {NBYTES}.")
 
-    def reduced(x, axis_name):
+    axis = Axis.of(axis)
+    mover = axis.mover
+
+    def all_reduce(x, axis_name):
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         buckets = assigned(leaves, nbytes)
@@ -50,13 +53,13 @@ def bucketed(all_reduce: Callable, *, nbytes: int = NBYTES) -> Callable[[Tree, A
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:  # one bucket after another: at no time is more than one packed
                 parts = [_packed(ordered(parts, done), axis_name)]
-            (total,) = all_reduce(parts, axis_name)
+            (total,) = mover.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
             for i, part in zip(bucket, done, strict=True):
                 leaves[i] = part
         return jax.tree.unflatten(structure, leaves)
 
-    return reduced
+    return Axis(axis.names, dataclasses.replace(mover, name=f"bucketed {mover}", all_reduce=all_reduce))
 
 
 def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:

@@ -21,16 +21,16 @@ Source: Wang et al., Overlap communication with dependent computation via decomp
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from parallax import precision
-from parallax.collectives.replicated import AxisName, axes, varying, varying_axes
-from parallax.collectives.ring import send_next
-from parallax.collectives.twins import check_divides, dim_of, index, size
+from parallax.collectives.drop_in import check_divides, dim_of
+from parallax.collectives.rings import send_next
+from parallax.collectives.types import AxisName, axes, index, size, varying, varying_axes, wide
 
 
 def all_gather_matmul(
@@ -108,7 +108,7 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
     def add(total, j, block):
         return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
 
-    total = _as_they_arrive(x, axis_name, add, _zeros(weight.shape, precision.wide(weight.dtype), x))
+    total = _as_they_arrive(x, axis_name, add, _zeros(weight.shape, wide(weight.dtype), x))
     return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(weight.dtype)
 
 
@@ -138,7 +138,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, ct):
         y = _put(y, jnp.tensordot(block, transposed, axes=1), j, dim)
         return y, total + _outer(_block(x, j, dim, ct.shape[dim]), block, batch)
 
-    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, precision.wide(weight.dtype), x)
+    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, wide(weight.dtype), x)
     y, total = _as_they_arrive(ct, axis_name, multiply_and_add, zeros)
     return y, total.astype(weight.dtype)
 
@@ -146,7 +146,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, ct):
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
-def _as_they_arrive(x, axis_name: AxisName, visit: Callable, carry):
+def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
     n, me = size(axis_name), index(axis_name)
     carry, ahead, behind = visit(carry, me, x), x, x
@@ -159,7 +159,7 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable, carry):
     return carry
 
 
-def _towards_their_owner(product: Callable, axis_name: AxisName, n: int, me):
+def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName, n: int, me):
     """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
     ahead = behind = None
     for h in range(n // 2, 0, -1):
@@ -182,7 +182,7 @@ def _alike(x, weight, axis_name):
 def _outer(x, y, batch: int):
     """`[*batch, D], [*batch, F] -> [D, F]`, summed over the batch in a wide type."""
     dims = list(range(batch))
-    return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=precision.wide(x.dtype))
+    return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=wide(x.dtype))
 
 
 def _transposed(weight, inputs: int):

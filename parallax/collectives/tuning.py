@@ -1,7 +1,7 @@
 """Measures what a hop takes on the live mesh, and chooses the all-reduce of each array by its size.
 
     link = tuning.fit(mesh, "data")                    # alpha, beta, gamma, for the formulas of `cost`
-    all_reduce, why = tuning.auto(mesh, "data")        # a drop-in for lax.psum, and a text that says what it chose and why
+    auto, why = tuning.auto(mesh, "data")              # a mover, and a text that says what it chose and why
 
 The model is good for which functions are worth a race, and the race decides. All processes of the mesh must call these functions
 together, and all find the same: of each time, the slowest process's counts.
@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh as meshes
-from parallax.collectives import bidirectional, cost, doubling, ring
-from parallax.collectives.cost import Cost, Link
-from parallax.collectives.replicated import AxisName, axes, varying
+from parallax.collectives import cost
+from parallax.collectives.axis import Mover
+from parallax.collectives.bidirectional import two_rings
+from parallax.collectives.cost import Cost, Link, spelt
+from parallax.collectives.recursive_doubling import doubling
+from parallax.collectives.rings import ring, send_next
+from parallax.collectives.types import AxisName, axes, varying
 
 FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
 RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
@@ -47,9 +51,9 @@ def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, ro
     n = _size(mesh, axis_name)
     part, whole = lambda size: size // n, lambda size: size - size % n
     probes = [  # (a function, how many of the numbers it takes, its options)
-        (ring.send_next, lambda size: size, {}),
+        (send_next, lambda size: size, {}),
         (ring.all_gather, part, {}),
-        (bidirectional.all_gather, part, {}),
+        (two_rings.all_gather, part, {}),
         (ring.reduce_scatter, whole, {"tiled": True}),
         (doubling.all_reduce, lambda size: size, {}),
     ]
@@ -100,9 +104,9 @@ class Choice(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    times: dict[Callable, list[float]]
+    times: dict[Callable[..., Any], list[float]]
 
-    def fastest(self, nbytes: int) -> Callable:
+    def fastest(self, nbytes: int) -> Callable[..., Any]:
         """The function that is expected to be the fastest for `nbytes`: between the sizes raced, by the line between them."""
         at = math.log(max(nbytes, 1))
         known = [math.log(size) for size in self.sizes]
@@ -128,17 +132,17 @@ class Choice(NamedTuple):
 def auto(
     mesh: Mesh,
     *axis_names: AxisName,
-    among: Sequence[Callable] | None = None,
+    among: Sequence[Callable[..., Any]] | None = None,
     sizes: Sequence[int] = RACE_SIZES,
     rounds: int = 11,
     link: Link | None = None,
-) -> tuple[Callable, str]:
-    """An all-reduce that takes, for each array, the one that was fastest at its size; and what was measured, chosen, and why.
+) -> tuple[Mover, str]:
+    """A mover whose all-reduce takes, for each array, the one that was fastest at its size; and what was chosen, and why.
 
     For each axis: `fit`, then a race between those that the model puts first or second at one of the sizes, and `lax.psum`,
     which no formula knows; twice it is run again halfway between sizes with different winners. The choice is made at trace time,
-    by the bytes of each leaf, and costs nothing in the step. Axes that were not measured get `lax.psum`. What it returns is a
-    twin of `lax.psum`, as every function is that it chooses from.
+    by the bytes of each leaf, and costs nothing in the step. Axes that were not measured get `lax.psum`, and so `jax.lax` does
+    all but the all-reduce.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -172,10 +176,12 @@ def auto(
             return lax.psum(x, axis_name)
         return jax.tree.map(lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x)
 
-    return all_reduce, "\n".join([*told, "Any other axis: lax.psum, not measured."])
+    return Mover("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(
+        [*told, "Any other axis: lax.psum, not measured."]
+    )
 
 
-def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable, int]], *, rounds: int) -> list[float]:
+def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int) -> list[float]:
     """The median seconds of each call: of a function of local blocks, and the bytes of its float32 array on each device.
 
     They take turns, so that a machine that drifts drifts for all. Of all processes, the slowest counts.
@@ -216,12 +222,6 @@ def _told(axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Cho
     spans = [(f, list(sizes)) for f, sizes in itertools.groupby(grid, key=choice.fastest)]
     chosen = [spelt(f) + (f" from {_bytes(sizes[0])}" if k else "") for k, (f, sizes) in enumerate(spans)]
     return "\n".join([*lines, f"Chosen, as the fastest at its size: {', '.join(chosen)}."])
-
-
-def spelt(f: Callable) -> str:
-    """The function's name with its module's: `ring.all_reduce`."""
-    module = f.__module__.rpartition(".")[2]
-    return f"lax.{f.__name__}" if f is lax.psum else f"{module}.{f.__name__}"
 
 
 def _bytes(count: int) -> str:

@@ -4,13 +4,12 @@ All but the pictures of schedules give text; with a path they write the picture 
 PDF). Pictures need matplotlib, which comes with the extra `examples`; text needs nothing.
 """
 
-from parallax.draw.bars import at_peak, bytes_by_kind, traffic
+from parallax.draw.bars import bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
 from parallax.draw.over_time import memory, sampled
 from parallax.draw.schedules import summary, text, timeline, trace
 
 __all__ = [
-    "at_peak",
     "bytes_by_kind",
     "memory",
     "mesh",

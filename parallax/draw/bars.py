@@ -2,27 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from parallax.certificate import Entry
+from parallax.compiled.certificate import Entry
 from parallax.draw import canvas
-from parallax.plan import Memory, quantity
+from parallax.plan.quantities import quantity
 
 Number = int | float
-
-
-def at_peak(memory: Memory) -> dict[str, Number]:
-    """What a plan says is on a device at the fullest moment of a step, by kind: the backward pass, the loss, or the update.
-
-    The bytes add up to `memory.peak`.
-    """
-    needs = memory.temporary
-    moments = [
-        {"activations": needs.kept, "a layer's backward": needs.block, "gradients": needs.gradients},
-        {"activations": needs.kept, "loss": needs.loss},
-        {"update": needs.update},
-    ]
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    held = {"parameters": memory.parameters, "optimizer state": memory.optimizer, "batch": memory.inputs, **fullest}
-    return {kind: size for kind, size in (held | {"gathered": needs.gathered}).items() if size}
 
 
 def bytes_by_kind(
@@ -33,7 +17,7 @@ def bytes_by_kind(
     With a `path`, also as a picture there: a stacked bar for each plan.
 
     Args:
-        plans: for each plan's name the bytes of each kind, as `at_peak` gives them.
+        plans: for each plan's name the bytes of each kind, as `Memory.at_peak` of a plan gives them.
         path: of a PNG, SVG or PDF file.
         limit: the bytes that a device has, drawn as a line.
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-Path = str | os.PathLike
+Path = str | os.PathLike[str]
 # Okabe and Ito's colours, which colour-blind readers tell apart, and paler ones after them.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 GREY = "0.88"

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import PyTree
 
 from parallax import rules
 from parallax.draw import canvas
 from parallax.mesh import entry_axes, is_array
-from parallax.plan import quantity
+from parallax.plan.quantities import quantity
+from parallax.typed import PyTree
 
 NAMED = 8  # devices that a cell names; of more it tells how many
 ROWS = 60  # leaves that a picture shows, the largest

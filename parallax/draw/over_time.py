@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from parallax.compiled.memory import PHASES, Profile, Sampled
 from parallax.draw import canvas
-from parallax.memory_profile import PHASES, Profile, Sampled
-from parallax.plan import quantity
+from parallax.plan.quantities import quantity
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73")  # forward, backward, update
 LARGEST = 8  # buffers that the text tells of
@@ -23,9 +23,9 @@ def memory(profile: Profile, path: canvas.Path | None = None, *, between: Sequen
     if `between` is given.
 
     Args:
-        profile: of `memory_profile.of`.
+        profile: of `memory.of`.
         path: of a PNG, SVG or PDF file.
-        between: the bytes of the arrays that are there before each step, as `memory_profile.live` counts them.
+        between: the bytes of the arrays that are there before each step, as `memory.live` counts them.
 
     Raises:
         ImportError: with a `path`, where matplotlib is not installed.

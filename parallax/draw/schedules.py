@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 
-from parallax.timetable import Cost, Schedule, Span, job_name
+from parallax.schedule.table import Cost, Schedule, Span, job_name
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 COLOURS = {"forward": (0.00, 0.45, 0.70), "backward": (0.84, 0.37, 0.00), "weight": (0.00, 0.62, 0.45)}  # Okabe and Ito's
@@ -45,7 +45,7 @@ def text(schedule: Schedule) -> str:
 
 def timeline(
     schedule: Schedule,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     forward: Cost = 1,
     backward: Cost = 2,
@@ -111,7 +111,7 @@ def timeline(
         figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
-def trace(schedule: Schedule, path: str | os.PathLike, *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> None:
+def trace(schedule: Schedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> None:
     """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms."""
     events: list[dict] = []
     for process, run in enumerate((Schedule.lockstep, Schedule.asynchronous)):

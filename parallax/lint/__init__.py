@@ -7,9 +7,9 @@
 What it finds is worth a look; that it finds nothing proves nothing.
 """
 
-from parallax.lint.arrays import arrays, fingerprint
 from parallax.lint.finding import Finding, report
-from parallax.lint.program import program
-from parallax.lint.rules import device_bytes, rules
+from parallax.lint.live_arrays import arrays, fingerprint
+from parallax.lint.programs import program
+from parallax.lint.rule_sets import device_bytes, rules
 
 __all__ = ["Finding", "arrays", "device_bytes", "fingerprint", "program", "report", "rules"]

@@ -21,7 +21,7 @@ GROUPED = {"psum": "sum", "psum_invariant": "sum", "pmax": "maximum", "pmin": "m
 GATHERS = {"all_gather": "gather", "all_gather_invariant": "gather", "all_gather_reduced": "gather"}
 EXCHANGES = {"all_to_all": "exchange", "ragged_all_to_all": "exchange", "ppermute": "permute", "pbroadcast": "permute"}
 KINDS = GROUPED | GATHERS | EXCHANGES
-LINEAR = "linear_collective"  # a collective of ours: see collectives/replicated.py
+LINEAR = "linear_collective"  # a collective of ours: see collectives/types.py
 
 
 class Value(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax import mesh
-from parallax.collectives import replicated
+from parallax.collectives import types
 from parallax.lint import jaxprs, mistakes, values
 from parallax.lint.finding import Finding
 from parallax.lint.loops import Loop
@@ -116,7 +116,7 @@ class Walk:
             results = self._loop(run, operands[second:], None)
         return [_by_predicate(value, predicate) for value in results]
 
-    def _loop(self, run: Callable, carry: list[Value], trips: int | None) -> list[Value]:
+    def _loop(self, run: Callable[..., Any], carry: list[Value], trips: int | None) -> list[Value]:
         """What a loop gives back: its carries settled, then its body read once for what is to be found."""
         count = len(carry)
         carry = self._steady(run, carry)
@@ -130,7 +130,7 @@ class Walk:
             self._note(mistakes.sum_in_a_loop(each.aval, each.axes, self._devices(each.axes), trips, each.where))
         return _left(results, len(self.loops))
 
-    def _steady(self, run: Callable, carry: list[Value]) -> list[Value]:
+    def _steady(self, run: Callable[..., Any], carry: list[Value]) -> list[Value]:
         """The carries at the start of any trip: the first, or one after it."""
         depth, was_silent, self.silent = len(self.loops) + 1, self.silent, True
         carry = [value._replace(trip=depth, parts=frozenset()) for value in carry]
@@ -176,8 +176,8 @@ class Walk:
 
     def _lost_mark(self, eqn: JaxprEqn, index: Value, operands: list[Value]) -> None:
         predicate, *avals = jaxprs.types(eqn.invars)
-        along = index.differs & set(replicated.axes_of_type(predicate))
-        lost = lambda aval: along - set(replicated.axes_of_type(aval))
+        along = index.differs & set(types.axes_of_type(predicate))
+        lost = lambda aval: along - set(types.axes_of_type(aval))
         floats = [aval for aval, value in zip(avals, operands, strict=True) if jaxprs.is_float(aval) and not value.constant]
         inputs = [lost(aval) for aval in floats if lost(aval)]
         outputs = [lost(aval) for aval in jaxprs.types(eqn.outvars) if lost(aval)]
@@ -193,7 +193,7 @@ class Walk:
 
     def _ours(self, eqn: JaxprEqn) -> Jaxpr:
         if id(eqn) not in self.ours:
-            self.ours[id(eqn)] = replicated.opened(eqn, self.mesh, check_vma=self.checked)
+            self.ours[id(eqn)] = types.opened(eqn, self.mesh, check_vma=self.checked)
         return self.ours[id(eqn)]
 
     def _untagged(self, operands: list[Value]) -> list[Value]:

@@ -1,5 +1,6 @@
 """GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
 
+from parallax.models.gpt2.forward import block, embed, head, logits, loss, run_blocks
 from parallax.models.gpt2.model import (
     GPT2,
     LARGE,
@@ -14,16 +15,11 @@ from parallax.models.gpt2.model import (
     Norm,
     attention,
     chunked,
-    embed,
-    head,
-    logits,
-    loss,
     rules,
-    run_blocks,
     unchunked,
 )
-from parallax.models.gpt2.sample import sample
-from parallax.models.gpt2.stages import stages, stored
+from parallax.models.gpt2.pipelined import stages, stored
+from parallax.models.gpt2.sampling import sample
 from parallax.models.gpt2.weights import load, save
 
 __all__ = [
@@ -39,6 +35,7 @@ __all__ = [
     "Linear",
     "Norm",
     "attention",
+    "block",
     "chunked",
     "embed",
     "head",

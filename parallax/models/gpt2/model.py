@@ -3,14 +3,13 @@
 Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary, L layers. The L blocks are
 one `Block` whose leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out].
 
-`axis_name` is the tensor axis (or axes) that the weights are split over, as `rules` says; `()`, the default, is one device.
-
 Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights published with it.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from parallax import cross_entropy, precision, remat, tensor
+from parallax import precision
 from parallax import rules as sharding
-from parallax.collectives.replicated import AxisName
+from parallax.collectives.types import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +216,7 @@ def attention(
     k: Float[Array, "batch tokens heads head_width"],
     v: Float[Array, "batch tokens heads head_width"],
     *,
-    drop: Callable = lambda weights: weights,
+    drop: Callable[..., Any] = lambda weights: weights,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
@@ -232,7 +231,7 @@ def attention(
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 
 
-def rules(axis_name: AxisName = "tensor", *, stage: str | None = None) -> Callable:
+def rules(axis_name: AxisName = "tensor", *, stage: str | None = None) -> Callable[..., Any]:
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
     With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes.
@@ -266,171 +265,3 @@ def chunked(model: GPT2, chunks: int) -> GPT2:
 def unchunked(model: GPT2) -> GPT2:
     """The inverse of `chunked`: blocks as [L, ...]."""
     return eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), model.blocks))
-
-
-def loss(
-    model: GPT2,
-    batch: tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
-    *,
-    axis_name: AxisName = (),
-    all_reduce: Callable = lax.psum,
-    joins: Callable = tensor.joins,
-    attend: Callable = attention,
-    checkpoint: Callable = remat.none,
-    unroll: int = 1,
-) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
-
-    Args:
-        model: whole, or a shard of it along `axis_name`.
-        batch: token windows, and a random key for each sequence (None: no dropout). Dropout depends on that key, the layer
-            and the head only, so it is the same under every layout.
-        axis_name: the axis or axes that the weights are split over.
-        all_reduce: the collective that joins them.
-        joins: how the devices of `axis_name` come together, called as `joins(axis_name, all_reduce=all_reduce)`: with all
-            tokens on each, or split over them by `functools.partial(sequence.joins, all_gather=..., reduce_scatter=...)`.
-        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
-            `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
-            dropout it gives way to `attention`.
-        checkpoint: what becomes of each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
-            first gathers the weights (`zero.gathered`).
-        unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
-
-    Raises:
-        ValueError: T is more than the model's context.
-    """
-    windows, keys = batch
-    made = joins(axis_name, all_reduce=all_reduce)
-    x = embed(model, windows[:, :-1], keys, axis_name=axis_name, joins=made)
-    x = run_blocks(
-        model.blocks, x, keys, model.config, axis_name=axis_name, joins=made, attend=attend, checkpoint=checkpoint, unroll=unroll
-    )
-    return head(model, x, windows[:, 1:], axis_name=axis_name, joins=made, all_reduce=all_reduce)
-
-
-def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits after each token, of a whole model on one device, without dropout.
-
-    `attend` and errors are those of `loss`.
-    """
-    x = run_blocks(model.blocks, embed(model, tokens, None), None, model.config, attend=attend)
-    return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
-
-
-ONE_DEVICE = tensor.joins((), all_reduce=lax.psum)
-
-
-def embed(
-    model: GPT2,
-    tokens: Int[Array, "batch tokens"],
-    keys: Key[Array, " batch"] | None,
-    *,
-    axis_name: AxisName = (),
-    joins: tensor.Joins = ONE_DEVICE,
-    across: Callable = lambda x: x,
-) -> Float[Array, "batch tokens_shard width"]:
-    """What enters the first block: the embeddings of tokens and positions, with dropout.
-
-    `joins` adds up what the devices of `axis_name`, which share the vocabulary, found; `across` takes the sum to those that
-    go on with it. Raises `ValueError` for windows longer than the model's context.
-    """
-    if tokens.shape[1] > model.wpe.shape[0]:
-        raise ValueError(
-            f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
-            f"Cut them, or configure context={tokens.shape[1]}."
-        )
-    x = across(joins.leave(tensor.lookup(model.wte, tokens, axis_name)))
-    x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
-    return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
-
-
-def run_blocks(
-    blocks: Block,
-    x: Float[Array, "batch tokens width"],
-    keys: Key[Array, " batch"] | None,
-    config: Config,
-    *,
-    first_layer: int | Int[Array, ""] = 0,
-    axis_name: AxisName = (),
-    joins: tensor.Joins = ONE_DEVICE,
-    attend: Callable = attention,
-    checkpoint: Callable = remat.none,
-    unroll: int = 1,
-) -> Float[Array, "batch tokens width"]:
-    """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is."""
-    apply = functools.partial(block, config=config, axis_name=axis_name, joins=joins, attend=attend)
-    body = checkpoint(lambda weights, x, layer: apply(weights, x, keys, layer))
-    layers = first_layer + jnp.arange(jax.tree.leaves(blocks)[0].shape[0], dtype=jnp.int32)
-    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (blocks, layers), unroll=unroll)[0]
-
-
-def block(
-    weights: Block,
-    x: Float[Array, "batch tokens width"],
-    keys: Key[Array, " batch"] | None,
-    layer: Int[Array, ""],
-    *,
-    config: Config,
-    axis_name: AxisName,
-    joins: tensor.Joins,
-    attend: Callable,
-) -> Float[Array, "batch tokens width"]:
-    """One block. Over `axis_name` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
-    qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
-
-    y = weights.attention_norm(x, config.epsilon)
-    y = joins.column(y, qkv.weight, qkv.bias)
-    q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
-    if keys is not None and config.attention_dropout:
-        first_head = lax.axis_index(axis_name) * qkv.bias.shape[1] if axis_name != () else 0
-        rate, at = config.attention_dropout, _at(keys, layer, 3)
-        y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
-    else:
-        y = attend(q, k, v)
-    y = joins.row(y, out.weight, out.bias)
-    x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
-
-    y = weights.mlp_norm(x, config.epsilon)
-    y = jax.nn.gelu(joins.column(y, up.weight, up.bias), approximate=True)
-    y = joins.row(y, down.weight, down.bias)
-    return x + _dropped(y, keys, config.dropout, joins, layer, site=2)
-
-
-def head(
-    model: GPT2,
-    x: Float[Array, "batch tokens_shard width"],
-    targets: Int[Array, "batch tokens"],
-    *,
-    axis_name: AxisName = (),
-    joins: tensor.Joins = ONE_DEVICE,
-    all_reduce: Callable = lax.psum,
-    across: Callable = lambda x: x,
-) -> Float[Array, ""]:
-    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token.
-
-    `across` takes the normalised activations to all devices that share the vocabulary.
-    """
-    x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    return cross_entropy.mean(x, model.wte, targets, axis_name, all_reduce=all_reduce, vocabulary=model.config.vocabulary)
-
-
-def _at(keys, layer, site: int):
-    """Each sequence's key at one place of the model."""
-    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site))(keys)
-
-
-def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
-    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them all."""
-    if keys is None or rate == 0:
-        return x
-    T, D = x.shape[1] * joins.parts, x.shape[2]
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
-    return jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
-
-
-def _dropped_heads(weights, keys, first_head, rate: float):
-    """Dropout of attention weights [B, H, T, S], by sequence and by head of the whole model."""
-    heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
-    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
-    kept = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys)
-    return jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype))

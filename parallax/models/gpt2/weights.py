@@ -41,7 +41,7 @@ _MODULES = {  # ours: theirs
 _FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
 
 
-def load(path: str | os.PathLike, *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> GPT2:
+def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> GPT2:
     """The GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
 
     Leaves are read one at a time: beside the model there is never more than one of them in memory. To put the model on a
@@ -74,7 +74,7 @@ def load(path: str | os.PathLike, *, dtype: Any = jnp.float32, vocabulary_multip
         return jax.tree.map_with_path(lambda path, shape: _read(leaves[mesh.dotted(path)], shape, stored), _shapes(config, dtype))
 
 
-def save(model: GPT2, path: str | os.PathLike) -> None:
+def save(model: GPT2, path: str | os.PathLike[str]) -> None:
     """Write `model` into the folder `path`, for `load` and for `transformers.GPT2LMHeadModel.from_pretrained`.
 
     Each leaf keeps its dtype. New files take the place of old ones only once they are whole and on the disk, the weights
@@ -155,7 +155,7 @@ def _checked(dtype: Any) -> np.dtype:
 # Finding and opening
 
 
-def _files(path: str | os.PathLike) -> tuple[Path, Path | None, list[Path]]:
+def _files(path: str | os.PathLike[str]) -> tuple[Path, Path | None, list[Path]]:
     """The configuration, the index of shards where there is one, and the safetensors files."""
     place = Path(path)
     if place.is_file():

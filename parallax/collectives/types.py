@@ -1,0 +1,186 @@
+"""What JAX's replication types cannot say: that a result is the same on all devices, and what its transpose is.
+
+Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast` goes from invariant to
+varying only, so a ring that is written out of `ppermute` could never leave the map under `out_specs=P()`, and its transpose
+would be derived hop by hop. Two primitives mend that: `replicated` declares a value invariant at no cost, and `linear` pairs
+a linear function with its transpose (like `jax.custom_derivatives.linear_call`, and it batches too).
+
+This is the one file that touches types which JAX does not document.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Shaped
+
+from parallax.typed import PyTree
+
+Tree = TypeVar("Tree", bound=PyTree)
+AxisName = str | tuple[str, ...]  # one mesh axis, or several, or none: ()
+
+type_error = (
+    "parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 (`jax.typeof(x).mat.varying`), and JAX "
+    f"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
+)
+
+
+def axes(axis_name: AxisName) -> tuple[str, ...]:
+    """One axis name or a tuple of them, as a tuple."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
+    """The mesh axes along which `x` may differ between devices, in a fixed order. `()` outside `shard_map`.
+
+    Raises `TypeError` under a JAX whose replication types are not the ones known here.
+    """
+    return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(aval: Any) -> tuple[str, ...]:
+    """`varying_axes` of all arrays of the type `aval`, as traced programs hold it. Raises as it does."""
+    try:
+        return tuple(sorted(aval.mat.varying))
+    except AttributeError as error:
+        raise TypeError(type_error) from error
+
+
+def varying(x: Tree, axis_name: AxisName) -> Tree:
+    """Let every array of the tree `x` differ along `axis_name`: its values stay, only its type changes.
+
+    It is `lax.pcast(..., to="varying")` for Equinox trees, and takes leaves that vary there already. Its transpose is a
+    `psum` over the axes that were added.
+
+    Raises:
+        ValueError: the code does not run over an axis of `axis_name`.
+        TypeError: as `varying_axes` does.
+    """
+
+    def leaf(x):
+        if not isinstance(x, jax.Array):
+            return x
+        missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
+        _check_bound(missing)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(leaf, x)
+
+
+def size(axis_name: AxisName) -> int:
+    """The number of devices on the axis, or on several together.
+
+    Raises:
+        ValueError: it is not an axis of the code that asks.
+    """
+    _check_bound(axes(axis_name))
+    return lax.axis_size(axis_name)
+
+
+def _check_bound(names: tuple[str, ...]) -> None:
+    """Refuse with a `ValueError` an axis that the code does not run over: inside the map JAX would fail without a word."""
+    bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError as error:
+            over, cure = "outside a map", "Call it inside mesh.spmd, over a mesh with that axis"
+            if bound:
+                over, cure = f"over {', '.join(map(repr, bound))}", "Name one of those"
+            raise ValueError(f"{name!r} is not an axis of this code, which runs {over}. {cure}.") from error
+
+
+def index(axis_name: AxisName) -> jax.Array:
+    """The device's place on the axis, or on several in row-major order: an int32 scalar."""
+    return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)
+
+
+def like(x: Tree, reference: PyTree) -> Tree:
+    """The tree `x` with each leaf varying at least where the same leaf of `reference` varies (for a loop's first carry)."""
+    return jax.tree.map(lambda leaf, other: varying(leaf, varying_axes(other)), x, reference)
+
+
+def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
+    """Declare that `x` has the same bits on all devices along `axis_name`: varying -> invariant, at no cost.
+
+    Nobody checks it: it is honest after a gather, or after a sum in which each block was added up on one device. It is not
+    differentiable; wrap what uses it in `linear`, which states the transpose.
+    """
+    return replicated_p.bind(x, axes=axes(axis_name))
+
+
+def _replicated_type(x, *, axes):
+    try:
+        return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
+    except AttributeError as error:
+        raise TypeError(type_error) from error
+
+
+replicated_p = Primitive("replicated")
+replicated_p.def_impl(lambda x, *, axes: x)
+replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(replicated_p, lambda context, x, *, axes: [x])
+batching.defvectorized(replicated_p)
+
+
+def linear(
+    x: Shaped[Array, "..."],
+    *,
+    forward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    backward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    name: str = "",
+) -> Shaped[Array, "..."]:
+    """`forward(x)`, a linear function whose transpose is `backward`. Policies of `jax.checkpoint` can know it by its `name`.
+
+    Forward and reverse derivatives of any order, `vmap`, `scan`, `checkpoint` and `jit` all apply, in and around
+    `shard_map`. `backward` must take and return the replication types that belong to a transpose: a result that is
+    invariant along an axis has an invariant cotangent.
+    """
+    return linear_p.bind(x, forward=forward, backward=backward, name=name)
+
+
+def wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The type to add up values of `dtype` in: itself where it has 32 bits or more, else float32."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
+    """What the `forward` of a `linear` in a traced program binds: JAX sees in its equation two functions and no jaxpr.
+
+    Args:
+        eqn: the equation.
+        mesh: of the `shard_map` around it; None outside.
+        check_vma: as in that `shard_map`.
+    """
+    x: Any = eqn.invars[0].aval
+    found = []
+
+    def body():
+        zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
+        found.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
+        return ()
+
+    inside = body if mesh is None else jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), check_vma=check_vma)
+    jax.eval_shape(inside)
+    return found[0]
+
+
+def _batched(arguments, dims, *, forward, backward, name):
+    (x,), (dim,) = arguments, dims
+    over = {"forward": jax.vmap(forward, in_axes=dim), "backward": jax.vmap(backward, out_axes=dim)}
+    return linear_p.bind(x, **over, name=name), 0
+
+
+linear_p = Primitive("linear_collective")
+linear_p.def_impl(lambda x, *, forward, backward, name: forward(x))
+linear_p.def_abstract_eval(lambda x, *, forward, backward, name: jax.make_jaxpr(forward)(x).out_avals[0])
+mlir.register_lowering(linear_p, mlir.lower_fun(lambda x, *, forward, backward, name: forward(x), multiple_results=False))
+ad.deflinear2(
+    linear_p, lambda ct, x, *, forward, backward, name: [linear_p.bind(ct, forward=backward, backward=forward, name="")]
+)
+batching.primitive_batchers[linear_p] = _batched

@@ -1,0 +1,108 @@
+"""Batches on their way to the devices: each process reads its own rows, in the background, before they are needed."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import jax
+from jax.sharding import Sharding
+from jaxtyping import Array, Int32
+
+from parallax.data.batches import batch
+from parallax.data.tokens import Source
+
+Batch = TypeVar("Batch")
+
+
+def placed(
+    tokens: Source, sharding: Sharding, *, seed: int, step: int, size: int, length: int
+) -> Int32[Array, "size length_and_one"]:
+    """`data.batch` as one array over all processes' devices, of which each process reads the rows of its own devices alone.
+
+    Args:
+        tokens: as for `data.batch`; the same in every process.
+        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`; devices with the same rows share one reading.
+        seed: as for `data.batch`.
+        step: likewise.
+        size: the rows of the global batch, in all processes together.
+        length: the inputs of a row, which has one token more.
+
+    Raises:
+        ValueError: as `data.batch` does.
+    """
+    read = {}
+
+    def rows(index):
+        place = index[0].indices(size)
+        if place not in read:
+            read[place] = batch(tokens, seed=seed, step=step, size=size, length=length, rows=slice(*place))
+        return read[place]
+
+    return jax.make_array_from_callback((size, length + 1), sharding, rows)
+
+
+class Prefetched(Generic[Batch]):
+    """An iterator over `make(start)`, ..., `make(stop - 1)`, made in a thread up to `ahead` before they are asked for.
+
+        with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as batches:
+            for batch in batches:
+                ...
+
+    What `make` raises is raised by the `next` of its step. Holds `ahead` + 1 batches at a time. Leaving the block ends the
+    thread, waiting for the batch that it is making.
+
+    Args:
+        make: the batch of a step.
+        start: the first step.
+        stop: the one after the last.
+        ahead: how many batches wait at most.
+
+    Raises:
+        ValueError: `ahead` is below 1.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, *, ahead: int = 2):
+        if ahead < 1:
+            raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
+        self._made: queue.Queue = queue.Queue(ahead)
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(make, start, stop), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self, make, start, stop):
+        for step in range(start, stop):
+            try:
+                made = (make(step), None)
+            except BaseException as error:
+                made = (None, error)
+            if not self._put(made) or made[1] is not None:
+                return
+        self._put((None, StopIteration()))
+
+    def _put(self, made) -> bool:
+        while not self._left.is_set():
+            try:
+                self._made.put(made, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        made, error = self._made.get()
+        if error is not None:
+            self._made.put((None, error))  # and for whoever asks again
+            raise error
+        return made
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self._left.set()
+        if kind is None:
+            self._thread.join()

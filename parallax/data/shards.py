@@ -1,0 +1,116 @@
+"""A text too large for one file: token files with a manifest, read as one long array of which nothing is copied.
+
+    folder/manifest.json    the vocabulary; for each shard its tokens, bytes and sha256
+    folder/00000.bin ...    tokens as `data.write` stores them
+
+A shard that is missing, cut short or damaged is refused by name before the first step, not met at step 40,000.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+
+from parallax.data import manifest
+from parallax.data.tokens import Tokens, stored_as
+from parallax.data.tokens import write as write_tokens
+
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Tokens in several files, mapped into memory: `len(shards)`, and `shards[places]` for places as one array of all.
+
+    It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
+    that they do not have.
+
+    Attributes:
+        parts: the tokens of each file, `[tokens]` each, in order.
+        vocabulary: all tokens are below this one.
+    """
+
+    parts: tuple[Tokens, ...]
+    vocabulary: int
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The place of each part's first token, and the end: `[parts + 1]` whole numbers."""
+        return np.cumsum([0, *map(len, self.parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
+        if places.size and not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(f"shards hold the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}.")
+        found = np.empty(places.shape, self.parts[0].dtype)
+        of = np.searchsorted(self.starts, places, side="right") - 1
+        for part in np.unique(of):
+            inside = of == part
+            found[inside] = self.parts[part][places[inside] - self.starts[part]]
+        return found
+
+
+def write(folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: int, shard_tokens: int = 1 << 27) -> None:
+    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last has what is left).
+
+    Holds one shard and one piece in memory. The manifest comes last: a folder whose writing was cut short is refused.
+
+    Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a manifest already.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} holds shards already. Choose another folder, or remove it.")
+    if shard_tokens < 1:
+        raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {shard_tokens}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = {}
+    for number, shard in enumerate(_cut(pieces, shard_tokens)):
+        name = f"{number:05d}.bin"
+        write_tokens(folder / name, shard, vocabulary=vocabulary)
+        tokens[name] = len(shard)
+    if not tokens:
+        raise ValueError(f"shards.write needs a token or more for {folder}, got none. Bring more text.")
+    record = {"vocabulary": vocabulary, "tokens": tokens, "files": manifest.hashes(folder, tokens)}
+    manifest.write(folder / MANIFEST, record)
+
+
+def read(folder: str | Path, *, vocabulary: int, rank: int = 0, processes: int = 1) -> Shards:
+    """The shards that `write` stored in `folder`, checked: all sizes, and the hashes of every `processes`-th one from `rank` on.
+
+    So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all.
+
+    Raises:
+        manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
+        ValueError: the shards were made for another vocabulary.
+    """
+    folder = Path(folder)
+    record = manifest.read(folder / MANIFEST)
+    if record["vocabulary"] != vocabulary:
+        raise ValueError(
+            f"{folder}: needed tokens of a vocabulary of {vocabulary}, the shards were made for {record['vocabulary']}. "
+            "Give the tokenizer that made them, or make them again."
+        )
+    files = record["files"]
+    manifest.check_sizes(folder, files)
+    manifest.check(folder, dict(itertools.islice(files.items(), rank, None, processes)))
+    item = stored_as(vocabulary)
+    parts = (np.memmap(folder / name, item, mode="r", shape=(tokens,)) for name, tokens in record["tokens"].items())
+    return Shards(tuple(parts), vocabulary)
+
+
+def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
+    held, count = [], 0
+    for piece in pieces:
+        held.append(piece)
+        count += len(piece)
+        if count >= size:
+            whole = np.concatenate(held)
+            yield from (whole[at : at + size] for at in range(0, count - size + 1, size))
+            held, count = [whole[count - count % size :]], count % size
+    if count:
+        yield np.concatenate(held)

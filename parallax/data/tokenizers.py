@@ -1,0 +1,113 @@
+"""From text to tokens and back: a byte a token, or GPT-2's byte-pair encoding."""
+
+import hashlib
+import os
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from parallax.data.tokens import Tokens, check
+
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_VOCABULARY = 50257
+# How GPT-2 cuts text into words before it merges bytes; with the ranks in the file, this is the tokenizer.
+GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A pair of functions between text and whole numbers.
+
+    Args:
+        name: what it is called.
+        vocabulary: the numbers are below this one.
+        encode: a text's tokens, in order.
+        decode: the text of tokens. What is no text of its own, as half a character, becomes U+FFFD.
+    """
+
+    name: str
+    vocabulary: int
+    encode: Callable[[str], Tokens]
+    decode: Callable[[Sequence[int] | np.ndarray], str]
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, as a young model makes, decode to U+FFFD.
+
+    Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in one dim.
+    """
+
+    def encode(text: str) -> Tokens:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(_ids(ids, 256)).decode(errors="replace")
+
+    return Tokenizer("bytes", 256, encode, decode)
+
+
+def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token 50,256 ends a text.
+
+    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text. `decode` raises
+    `ValueError` for what are not whole numbers from 0 to 50,256, in one dim.
+
+    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the file is not as OpenAI made it.
+    """
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ImportError('gpt2_tokenizer needs tiktoken, which is missing: pip install "parallax-jax[examples]"') from error
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: needed GPT-2's ranks, found no file. The repository has examples/data/gpt2.tiktoken.")
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != GPT2_SHA256:
+        raise ValueError(
+            f"{path}: damaged, or not GPT-2's ranks: needed sha256 {GPT2_SHA256}, got {digest} of {len(content)} bytes. "
+            "Copy it again from examples/data/gpt2.tiktoken in the repository."
+        )
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_WORDS,
+        mergeable_ranks={b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())},
+        special_tokens={"<|endoftext|>": GPT2_VOCABULARY - 1},
+        explicit_n_vocab=GPT2_VOCABULARY,
+    )
+
+    def encode(text: str) -> Tokens:
+        return np.array(encoding.encode_ordinary(text), np.uint16)
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return encoding.decode(_ids(ids, GPT2_VOCABULARY), errors="replace")
+
+    return Tokenizer("gpt2", GPT2_VOCABULARY, encode, decode)
+
+
+def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
+    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or `ValueError` for no text or for other bytes."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: needed a text file, found no file. Check the path.")
+    content = path.read_bytes()
+    if not content:
+        raise ValueError(f"{path}: needed text, the file is empty. Choose another file.")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: needed UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}). "
+            "Save the file as UTF-8, for instance with `iconv -t utf-8`."
+        ) from error
+    return tokenizer.encode(text)
+
+
+def _ids(ids: Sequence[int] | np.ndarray, vocabulary: int) -> list[int]:
+    ids = np.asarray(ids)
+    if ids.size:
+        check(ids, vocabulary, where="ids to decode")
+    return ids.tolist()

@@ -1,0 +1,206 @@
+"""How many devices each axis gets, and how a batch is cut: a frozen record, checked against the model, the batch and the machine.
+
+layout = Layout(data=2, tensor=4, zero=1)
+Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from parallax.layout import nearest
+from parallax.layout.nearest import AXES, Order, Precision, Remat
+from parallax.schedule import Schedule, gpipe, one_f_one_b
+
+__all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The sizes of a parallel run.
+
+    Args:
+        data: replicas, among which the batch is split.
+        stage: pipeline stages, among which the layers are split.
+        tensor: devices that share each layer's heads and hidden units.
+        microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
+            are accumulated.
+        chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a smaller bubble.
+        zero: what the replicas split instead of holding copies of: 1 the optimizer's state, 2 the sums of gradients too, 3 the
+            parameters too.
+        sequence: whether the residual stream is split by tokens over the tensor axis.
+        precision: the type that the model computes in: that of its parameters (`full`), or `bfloat16` or `float16` beside them.
+        remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was gathered over devices),
+            `attention`, all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See
+            `parallax.remat`.
+        schedule: the order of a pipeline's jobs: `one_f_one_b` (with chunks, interleaved) or `gpipe`.
+        processes: that drive the devices, each as many as the others.
+
+    Raises:
+        ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act on; chunks and microbatches
+            that are no multiple of the stages; processes that do not divide the devices. The message proposes the nearest layout
+            that works.
+    """
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    chunks: int = 1
+    zero: int = 0
+    sequence: bool = False
+    precision: str = "full"  # one of `Precision`
+    remat: str = "none"  # one of `Remat`
+    schedule: str = "one_f_one_b"  # one of `Order`
+    processes: int = 1
+
+    def __post_init__(self):
+        self._refuse({})
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes, for `mesh.make(**layout.axes)`."""
+        return {"data": self.data, "stage": self.stage, "tensor": self.tensor}
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return math.prod(self.axes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which sees a part of the batch."""
+        return self.data
+
+    def global_batch(self, sequences: int) -> int:
+        """The sequences of a step in which each microbatch has `sequences` on a device."""
+        return sequences * self.microbatches * self.data
+
+    def sequences(self, batch: int) -> int:
+        """The sequences of one microbatch on a device, of a global batch that `check` admits."""
+        return batch // (self.microbatches * self.data)
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        found, left = {}, device
+        for name in reversed(AXES):
+            left, found[name] = divmod(left, self.axes[name])
+        if left or device < 0:
+            raise ValueError(f"Layout has devices 0 to {self.devices - 1}; got device={device}. Take device={self.devices - 1}.")
+        return {name: found[name] for name in AXES}
+
+    def group(self, device: int, *axis_names: str) -> list[int]:
+        """The devices that `device` works with along these axes, itself among them, in the order of their ring.
+
+        Raises:
+            ValueError: there is no such axis, or no such device.
+        """
+        unknown = [name for name in axis_names if name not in AXES]
+        if unknown:
+            raise ValueError(f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those.")
+        own = self.coordinates(device)
+        return [
+            other
+            for other in range(self.devices)
+            if all(place == own[name] for name, place in self.coordinates(other).items() if name not in axis_names)
+        ]
+
+    def table(self) -> Schedule:
+        """The pipeline's schedule; that of one stage runs the microbatches one after another."""
+        if self.schedule == "gpipe":
+            return gpipe(self.stage, self.microbatches)
+        return one_f_one_b(self.stage, self.microbatches, self.chunks)
+
+    def check(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        hidden: int,
+        rows: int,
+        batch: int,
+        tokens: int,
+        devices: int | None = None,
+        processes: int | None = None,
+    ) -> None:
+        """Refuse with a `ValueError` a model, a global batch (in sequences of `tokens`) or a machine that these sizes do not fit.
+
+        The message says what was needed, what came, and the nearest sizes that work in every respect. The processes of the
+        machine have as many of its devices each.
+        """
+        sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
+        machine = {"devices": devices, "processes": processes}
+        self._refuse(sizes | {name: size for name, size in machine.items() if size is not None})
+
+    def _refuse(self, sizes: dict[str, int]) -> None:
+        message = nearest.refusal(vars(self), sizes)
+        if message is not None:
+            raise ValueError(message)
+
+    def __str__(self) -> str:
+        """What differs from the default, as `parse` reads it: `data=2,tensor=4`."""
+        return ",".join(f"{name}={value}" for name, value in vars(self).items() if value != DEFAULTS[name])
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout that `text` spells, as a command line does: `data=2,tensor=4,sequence=True`.
+
+        Raises:
+            ValueError: a part that is no `name=value`, a name or value that is not known, a name twice; or as the layout's own.
+        """
+        values: dict[str, Any] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise ValueError(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}. Take {_like(part)}.")
+            if name in values:
+                raise ValueError(f"Layout.parse: {name} is given twice, as {values[name]} and {value}. Take {name}={value}.")
+            values[name] = value
+        return cls(**_typed(values))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Layout":
+        """The layout that `to_json` wrote; what it leaves out is as by default. Raises `ValueError`, as `parse` does."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {Layout().to_json()}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}")
+        return cls(**_typed(values))
+
+    def to_json(self) -> str:
+        """All fields, as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Layout)}
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` in the fields' types, from text or from JSON."""
+    found = {}
+    for name, value in values.items():
+        if name not in DEFAULTS:
+            raise ValueError(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}. Take {_like(name)}.")
+        text, kind = str(value), type(DEFAULTS[name])
+        if kind is bool and text.lower() in ("true", "false"):
+            found[name] = text.lower() == "true"
+        elif kind is int and not isinstance(value, bool) and text.removeprefix("-").isdecimal():
+            found[name] = int(text)
+        elif kind is str and isinstance(value, str):
+            found[name] = text
+        else:
+            what = {bool: "True or False", int: "a whole number", str: "a word"}[kind]
+            raise ValueError(f"Layout needs {name} to be {what}; got {value!r}. Take {name}={DEFAULTS[name]}.")
+    return found
+
+
+def _like(name: str) -> str:
+    near = nearest.most_like(name, list(DEFAULTS))
+    return f"{near}={DEFAULTS[near]}"

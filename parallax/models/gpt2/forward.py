@@ -1,0 +1,176 @@
+"""What a GPT-2 computes: its loss and its logits, whole or on a shard, from the pieces that a pipeline's stages share.
+
+Legend: B batch, T tokens, D width, H heads, K head width, L layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from parallax import cross_entropy, remat, tensor
+from parallax.collectives import AxisLike
+from parallax.models.gpt2.model import GPT2, Block, Config, attention
+
+ONE_DEVICE = tensor.joins(())
+
+
+def loss(
+    model: GPT2,
+    batch: tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    *,
+    axis: AxisLike = (),
+    joins: Callable[..., Any] = tensor.joins,
+    attend: Callable[..., Any] = attention,
+    checkpoint: Callable[..., Any] = remat.none,
+    unroll: int = 1,
+) -> Float[Array, ""]:
+    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
+
+    Args:
+        model: whole, or a shard of it along `axis`.
+        batch: token windows, and a random key for each sequence (None: no dropout). Dropout depends on that key, the layer
+            and the head only, so it is the same under every layout.
+        axis: the axis or axes that the weights are split over.
+        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
+            `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
+            dropout it gives way to `attention`.
+        checkpoint: what becomes of each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
+            first gathers the weights (`zero.gathered`).
+        unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
+
+    Raises:
+        ValueError: T is more than the model's context.
+    """
+    windows, keys = batch
+    made = joins(axis)
+    x = embed(model, windows[:, :-1], keys, joins=made)
+    apply = functools.partial(block, config=model.config, joins=made, attend=attend)
+    x = run_blocks(model.blocks, x, keys, apply, checkpoint=checkpoint, unroll=unroll)
+    return head(model, x, windows[:, 1:], joins=made)
+
+
+def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits after each token, of a whole model on one device, without dropout.
+
+    `attend` and errors are those of `loss`.
+    """
+    apply = functools.partial(block, config=model.config, joins=ONE_DEVICE, attend=attend)
+    x = run_blocks(model.blocks, embed(model, tokens, None), None, apply)
+    return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
+
+
+def embed(
+    model: GPT2,
+    tokens: Int[Array, "batch tokens"],
+    keys: Key[Array, " batch"] | None,
+    *,
+    joins: tensor.Joins = ONE_DEVICE,
+    across: Callable[..., Any] = lambda x: x,
+) -> Float[Array, "batch tokens_shard width"]:
+    """What enters the first block: the embeddings of tokens and positions, with dropout.
+
+    `joins` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
+    go on with it. Raises `ValueError` for windows longer than the model's context.
+    """
+    if tokens.shape[1] > model.wpe.shape[0]:
+        raise ValueError(
+            f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
+            f"Cut them, or configure context={tokens.shape[1]}."
+        )
+    x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere)))
+    x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
+    return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
+
+
+def run_blocks(
+    blocks: Block,
+    x: Float[Array, "batch tokens width"],
+    keys: Key[Array, " batch"] | None,
+    apply: Callable[..., Any],
+    *,
+    first_layer: int | Int[Array, ""] = 0,
+    checkpoint: Callable[..., Any] = remat.none,
+    unroll: int = 1,
+) -> Float[Array, "batch tokens width"]:
+    """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is.
+
+    `apply` is `block` with its settings: `(weights, x, keys, layer) -> x`.
+    """
+    body = checkpoint(lambda weights, x, layer: apply(weights, x, keys, layer))
+    layers = first_layer + jnp.arange(jax.tree.leaves(blocks)[0].shape[0], dtype=jnp.int32)
+    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (blocks, layers), unroll=unroll)[0]
+
+
+def block(
+    weights: Block,
+    x: Float[Array, "batch tokens width"],
+    keys: Key[Array, " batch"] | None,
+    layer: Int[Array, ""],
+    *,
+    config: Config,
+    joins: tensor.Joins,
+    attend: Callable[..., Any],
+) -> Float[Array, "batch tokens width"]:
+    """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
+    qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
+
+    y = weights.attention_norm(x, config.epsilon)
+    y = joins.column(y, qkv.weight, qkv.bias)
+    q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
+    if keys is not None and config.attention_dropout:
+        first_head = joins.axis.index() * qkv.bias.shape[1]
+        rate, at = config.attention_dropout, _at(keys, layer, 3)
+        y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
+    else:
+        y = attend(q, k, v)
+    y = joins.row(y, out.weight, out.bias)
+    x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
+
+    y = weights.mlp_norm(x, config.epsilon)
+    y = jax.nn.gelu(joins.column(y, up.weight, up.bias), approximate=True)
+    y = joins.row(y, down.weight, down.bias)
+    return x + _dropped(y, keys, config.dropout, joins, layer, site=2)
+
+
+def head(
+    model: GPT2,
+    x: Float[Array, "batch tokens_shard width"],
+    targets: Int[Array, "batch tokens"],
+    *,
+    joins: tensor.Joins = ONE_DEVICE,
+    across: Callable[..., Any] = lambda x: x,
+) -> Float[Array, ""]:
+    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token.
+
+    `across` takes the normalised activations to all devices that share the vocabulary.
+    """
+    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    return cross_entropy.mean(x, model.wte, targets, joins.everywhere, vocabulary=model.config.vocabulary)
+
+
+def _at(keys, layer, site: int):
+    """Each sequence's key at one place of the model."""
+    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site))(keys)
+
+
+def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
+    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them all."""
+    if keys is None or rate == 0:
+        return x
+    T, D = x.shape[1] * joins.parts, x.shape[2]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
+    return jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def _dropped_heads(weights, keys, first_head, rate: float):
+    """Dropout of attention weights [B, H, T, S], by sequence and by head of the whole model."""
+    heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
+    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
+    kept = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys)
+    return jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype))

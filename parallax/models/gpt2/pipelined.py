@@ -1,0 +1,68 @@
+"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices.
+
+Each stage holds 1/P of the rows of the embedding, so each does 1/P of the head on what the last stage hands out, and none is
+slower than the others.
+
+Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from parallax import pipeline, remat, tensor
+from parallax.collectives import AxisLike
+from parallax.models.gpt2 import forward
+from parallax.models.gpt2.model import GPT2, Config, attention, chunked, unchunked
+
+
+def stages(
+    config: Config,
+    stage_axis: AxisLike = "stage",
+    axis: AxisLike = "tensor",
+    *,
+    joins: Callable[..., Any] = tensor.joins,
+    attend: Callable[..., Any] = attention,
+    checkpoint: Callable[..., Any] = remat.none,
+    unroll: int = 1,
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """`(enter, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules("tensor", stage="stage")`.
+
+    Args:
+        config: the model's sizes and dropout rates.
+        stage_axis: the axis of the stages.
+        axis: the tensor axis inside each stage.
+        joins: as in `gpt2.loss`.
+        attend: likewise.
+        checkpoint: likewise.
+        unroll: likewise.
+    """
+
+    def enter(model, part):
+        windows, keys = part
+        across = functools.partial(tensor.enter, axis=stage_axis)
+        return forward.embed(model, windows[:, :-1], keys, joins=joins(axis, shared=stage_axis), across=across)
+
+    def stage(blocks, x, part, position):
+        layers = blocks.mlp.up.bias.shape[0]
+        apply = functools.partial(forward.block, config=config, joins=joins(axis), attend=attend)
+        first = position * layers
+        return forward.run_blocks(blocks, x, part[1], apply, first_layer=first, checkpoint=checkpoint, unroll=unroll)
+
+    def head(model, x, part):
+        across = functools.partial(pipeline.from_last, axis=stage_axis)
+        return forward.head(model, x, part[0][:, 1:], joins=joins(axis, shared=stage_axis), across=across)
+
+    return enter, stage, head
+
+
+def stored(chunks: int) -> dict[str, Callable[..., Any]]:
+    """How a state of this pipeline goes into a checkpoint that any layout can read, and back: arguments for `Checkpoints`.
+
+    Wherever the state holds a `chunked` model (the parameters, the optimizer's moments), its blocks are stored as [L, ...].
+    """
+    is_model = lambda x: isinstance(x, GPT2)
+    over = lambda f: lambda state: jax.tree.map(lambda x: f(x) if is_model(x) else x, state, is_leaf=is_model)
+    return {"to_disk": over(unchunked), "from_disk": over(functools.partial(chunked, chunks=chunks))}

@@ -1,0 +1,45 @@
+"""Memory, traffic and time of a step before it is compiled, and the best layout of all. Nothing here is imported until it is
+asked for, so that the constants of `plan.hardware` bring no model with them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallax.plan.comparison import Comparison, compare, compared
+    from parallax.plan.layouts import largest_batch, search
+    from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, plan, table
+    from parallax.plan.quantities import quantity
+
+__all__ = [
+    "ADAMW",
+    "Comparison",
+    "Memory",
+    "Plan",
+    "Seconds",
+    "Work",
+    "check",
+    "compare",
+    "compared",
+    "largest_batch",
+    "memory",
+    "plan",
+    "quantity",
+    "search",
+    "table",
+]
+
+_FILES = {
+    "Comparison": "comparison",
+    "compare": "comparison",
+    "compared": "comparison",
+    "largest_batch": "layouts",
+    "quantity": "quantities",
+    "search": "layouts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'planned')}"), name)
+    raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

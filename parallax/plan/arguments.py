@@ -1,0 +1,98 @@
+"""What a device holds of a GPT-2 and its optimizer under a layout: whole numbers, from the rules, with no device at hand.
+
+Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n replicas.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from parallax import mesh, rules
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
+
+
+class Leaf(NamedTuple):
+    """One array of the model, as a device has it.
+
+    Attributes:
+        path: its name, as `rules` spell it.
+        elements: on a device, before the replicas split it.
+        share: on a device, where the replicas split it (ZeRO): 1/n of it, or all where no dim divides.
+        axes: along which it is split, the replicas' left out.
+    """
+
+    path: str
+    elements: int
+    share: int
+    axes: tuple[str, ...]
+
+    @property
+    def block(self) -> bool:
+        """Whether it belongs to the layers."""
+        return self.path.startswith("blocks.")
+
+    @property
+    def split(self) -> bool:
+        """Whether the replicas split it."""
+        return self.share < self.elements
+
+
+@functools.lru_cache(maxsize=64)
+def shapes(config: gpt2.Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The path and shape of each array of the whole model. Nothing is computed."""
+    model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
+    return tuple((path, leaf.shape) for path, leaf in rules.paths(model))
+
+
+def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:
+    """The model's arrays as a device of `layout` has them."""
+    return _leaves(config, layout.data if layout.zero else 1, layout.stage, layout.tensor, layout.chunks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaves(config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
+    layout = Layout(data=data, stage=stage, tensor=tensor, chunks=chunks, microbatches=stage, zero=1 if data > 1 else 0)
+    rule, shared = decoder.rules_of(layout)
+    found = []
+    for path, shape in shapes(config):
+        if stage > 1 and path.startswith("blocks."):
+            shape = (chunks, shape[0] // chunks, *shape[1:])  # noqa: PLW2901
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+        names = [name for entry in rule(path, leaf) or () for name in mesh.entry_axes(entry)]
+        elements = leaf.size // math.prod(layout.axes[name] for name in names)
+        split = data > 1 and "data" in [name for entry in shared(path, leaf) or () for name in mesh.entry_axes(entry)]
+        found.append(Leaf(path, elements, elements // data if split else elements, tuple(names)))
+    return tuple(found)
+
+
+def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -> int:
+    """Bytes of the parameters on a device, of `itemsize` bytes each."""
+    return itemsize * sum(leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout))
+
+
+def optimizer_bytes(config: gpt2.Config, layout: Layout, optimizer: optax.GradientTransformation, *, itemsize: int = 4) -> int:
+    """Bytes of the optimizer's state on a device, if it acts leaf by leaf, for parameters of `itemsize` bytes each."""
+    copies, rest = _state(optimizer, itemsize)
+    return copies * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout)) + rest
+
+
+@functools.lru_cache(maxsize=64)
+def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
+    """The optimizer's bytes for each parameter, and what it holds besides."""
+    count = 64
+    leaf = jax.ShapeDtypeStruct((count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize])
+    state = jax.tree.leaves(jax.eval_shape(optimizer.init, {"w": leaf}))
+    size = lambda leaf: leaf.size * leaf.dtype.itemsize
+    like = [leaf for leaf in state if leaf.shape == (count,)]
+    return sum(map(size, like)) // count, sum(map(size, state)) - sum(map(size, like))
+
+
+def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
+    """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number and the loss scale."""
+    scale = 12 if layout.precision == "float16" else 0
+    return 4 * (batch // layout.data) * (config.context + 1) + 4 + scale

@@ -1,0 +1,198 @@
+"""What devices can do, as the makers state it, or as it is measured on the live mesh: rates, memory, and what a hop takes.
+
+    hardware.A100                                  # a record: numbers of one device
+    hardware.measured(mesh)                        # the same record, of what is here
+
+Figures are of one device (a TPU chip), in one direction of a link, in 10^9 bytes. Sources:
+
+* V100, A100, H100, H200: NVIDIA's data sheets of the SXM boards, dense rates; images.nvidia.com/content/technologies/volta/pdf/
+  volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/nvidia-ampere-architecture-whitepaper.pdf,
+  resources.nvidia.com/en-us-tensor-core. NVLink one way: 150, 300, 450 GB/s; between machines, that of a DGX: 4 x 100, 8 x 200
+  and 8 x 400 Gb/s for eight devices. A hop: the base latencies of NCCL's model of rings (src/graph/tuning.cc): 3.4 and 14 us.
+* TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; links one way and between slices from Austin et al., How to scale your model
+  (jax-ml.github.io/scaling-book), chapter 2, which also has 1 us a hop. A v4's share of the network between slices is not
+  stated: taken as a v5p's; so is the latency of that network, 10 us.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh as meshes
+from parallax.collectives import tuning
+from parallax.collectives.cost import Link
+from parallax.plan.compilers import IN_PLACE, XLA_CPU, Compiler
+
+GB = 10**9
+TERA = 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device of many.
+
+    Args:
+        name: what it is called.
+        memory: bytes.
+        rate: floating-point operations a second of matrix products, in 16 bits.
+        full_rate: the same where the model computes in its parameters' own type: with float32, as JAX computes it by default.
+        bandwidth: bytes a second from and to memory.
+        domain: devices that the fast links join: a machine, a slice.
+        fast: a hop over those.
+        slow: a hop between domains.
+        efficiency: the share of the rates that large products reach.
+        fresh: seconds a byte of temporaries, where each step gets its memory anew from the system; 0 where it is kept.
+        short: bytes of a number in `bfloat16` or `float16`: 4 where the compiler widens them.
+        compiler: how often it holds what a step needs.
+    """
+
+    name: str
+    memory: float
+    rate: float
+    full_rate: float
+    bandwidth: float
+    domain: int
+    fast: Link
+    slow: Link
+    efficiency: float = 0.75
+    fresh: float = 0.0
+    short: int = 2
+    compiler: Compiler = IN_PLACE
+
+    def link(self, span: int) -> Link:
+        """A hop in a group whose first and last device are `span` apart: slow where it leaves the domain."""
+        return self.fast if span <= self.domain else self.slow
+
+
+def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
+    links = Link(3.4e-6, 1 / nvlink, 1 / bandwidth), Link(14e-6, 1 / network, 1 / bandwidth)
+    return Hardware(name, float(memory * GB), rate * TERA, full_rate * TERA, bandwidth, 8, *links)
+
+
+def _tpu(name, memory, rate, bandwidth, chips, link, network) -> Hardware:
+    links = Link(1e-6, 1 / link, 1 / bandwidth), Link(1e-5, 1 / network, 1 / bandwidth)
+    return Hardware(name, float(memory * GB), rate * TERA, rate * TERA, bandwidth, chips, *links)
+
+
+V100 = _gpu("V100", 32, 125, 15.7, 900e9, 150e9, 6.25e9)
+A100 = _gpu("A100", 80, 312, 156, 2039e9, 300e9, 25e9)
+H100 = _gpu("H100", 80, 989, 495, 3350e9, 450e9, 50e9)
+H200 = _gpu("H200", 141, 989, 495, 4800e9, 450e9, 50e9)
+TPU_V4 = _tpu("TPU v4", 32, 275, 1228e9, 4096, 45e9, 6.25e9)
+TPU_V5E = _tpu("TPU v5e", 16, 197, 819e9, 256, 45e9, 3.125e9)
+TPU_V5P = _tpu("TPU v5p", 95, 459, 2765e9, 8960, 90e9, 6.25e9)
+TPU_V6E = _tpu("TPU v6e", 32, 918, 1640e9, 256, 90e9, 12.5e9)
+
+# A virtual CPU device: what XLA's CPU backend does with memory, and no rates: measure those.
+VIRTUAL_CPU = Hardware(
+    "virtual CPU", math.inf, 1e11, 1e11, 1e10, 1, *2 * (Link(1e-5, 1e-10),), efficiency=1.0, short=4, compiler=XLA_CPU
+)
+
+KNOWN = {
+    "v100": V100,
+    "a100": A100,
+    "h100": H100,
+    "h200": H200,
+    "v4": TPU_V4,
+    "v5e": TPU_V5E,
+    "v5p": TPU_V5P,
+    "v6e": TPU_V6E,
+}
+
+
+def named(name: str) -> Hardware:
+    """The record of a known chip, by a name such as `a100` or `v5p`. Raises `ValueError` for another."""
+    key = name.lower().replace("tpu", "").strip(" -_")
+    if key not in KNOWN:
+        raise ValueError(f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Take one, or hardware.measured(mesh).")
+    return KNOWN[key]
+
+
+def measured(mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5) -> Hardware:
+    """The devices of `mesh`, all at work at once: their rate of products, their bandwidth, what new memory takes, and a hop.
+
+    Virtual CPU devices share the cores, so each has its share of the rates. Their memory is not known, and no limit here. Takes
+    some seconds.
+
+    Args:
+        mesh: the mesh; all processes must call this together.
+        axis_name: whose links to measure; by default the largest axis.
+        size: of the square matrices; by default 512 on CPUs, 8192 elsewhere.
+        rounds: the best of so many counts.
+    """
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    axis_name = axis_name or str(max(mesh.shape, key=lambda name: mesh.shape[name]))
+    link = tuning.fit(mesh, axis_name) if mesh.shape[axis_name] > 1 else Link(0.0, 0.0)
+    size = size or (512 if on_cpu else 8192)
+    full = _rate(mesh, size, jnp.float32, rounds)
+    bandwidth, fresh = _memory(mesh, size, rounds)
+    return Hardware(
+        name=f"{device.device_kind} (measured)",
+        memory=float((device.memory_stats() or {}).get("bytes_limit", math.inf)),
+        rate=full if on_cpu else _rate(mesh, size, jnp.bfloat16, rounds),
+        full_rate=full,
+        bandwidth=bandwidth,
+        domain=mesh.size,
+        fast=link,
+        slow=link,
+        efficiency=1.0,
+        fresh=fresh,
+        short=4 if on_cpu else 2,
+        compiler=XLA_CPU if on_cpu else IN_PLACE,
+    )
+
+
+def _rate(mesh: Mesh, size: int, dtype: Any, rounds: int, times: int = 8) -> float:
+    """Operations a second of each device's products, all devices at work."""
+    chain = lambda x: jax.lax.fori_loop(0, times, lambda _, y: y @ x, x)
+    product = _on_all(mesh, lambda x: chain(x[0])[None])
+    x = _blocks(mesh, (size, size), 1 / size, dtype)
+    return 2 * times * size**3 / _best(lambda: product(x), rounds)
+
+
+def _memory(mesh: Mesh, size: int, rounds: int) -> tuple[float, float]:
+    """Bytes a second that each device reads and writes, all devices at work; and seconds a byte more where memory is new."""
+    nbytes = max(2**16, 64 * 4 * size**2)  # more than the C library keeps
+    x = _blocks(mesh, (nbytes // 4,), 1.0, jnp.float32)
+    into = _on_all(mesh, lambda x, _: x + 1, donate_argnums=1, keep_unused=True)
+    new = _on_all(mesh, lambda x: x + 1)
+    held = [new(x)]
+
+    def again():
+        held[0] = into(x, held[0])
+        return held[0]
+
+    kept, fresh = _best(again, rounds), _best(lambda: new(x), rounds)
+    return 2 * nbytes / kept, max(0.0, fresh - kept) / nbytes
+
+
+def _blocks(mesh: Mesh, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
+    """One array of `shape` on each device."""
+    block = np.full((1, *shape), value, dtype)
+    return jax.make_array_from_callback((mesh.size, *shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: block)
+
+
+def _on_all(mesh: Mesh, f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    every = P(mesh.axis_names)
+    count = 2 if "donate_argnums" in options else 1
+    return jax.jit(meshes.spmd(f, mesh=mesh, in_specs=(every,) * count, out_specs=every), **options)
+
+
+def _best(call: Callable[[], jax.Array], rounds: int) -> float:
+    """Seconds of the quickest of some calls."""
+    jax.block_until_ready(call())
+    best = math.inf
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        best = min(best, time.perf_counter() - start)
+    return best

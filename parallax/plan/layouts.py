@@ -1,0 +1,141 @@
+"""Which split? Every layout of a number of devices that fits the model, the batch and the memory, ranked by its predicted time.
+
+for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
+    print(planned.seconds.total, planned.layout)
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import optax
+
+from parallax.layout import Layout
+from parallax.layout.nearest import divisors
+from parallax.models import gpt2
+from parallax.plan import arguments, temporaries
+from parallax.plan.compilers import Number
+from parallax.plan.hardware import Hardware
+from parallax.plan.planned import ADAMW, Plan, plan
+from parallax.plan.quantities import quantity
+
+SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
+CHUNKS = (1, 2, 3, 4)
+REMAT = ("none", "gathers", "attention", "products", "block", "stage")  # from the least to the most that is computed again
+
+
+def search(
+    config: gpt2.Config,
+    devices: int,
+    hardware: Hardware,
+    *,
+    batch: int,
+    precision: str = "bfloat16",
+    optimizer: optax.GradientTransformation = ADAMW,
+    sequences: Sequence[int] = SEQUENCES,
+) -> list[Plan]:
+    """The plans of all layouts of exactly `devices` that fit, the fastest first.
+
+    Of layouts that differ in ZeRO's stage and remat alone, one is left out if another that fits splits no more and computes no
+    more again. Where tensor parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines run
+    `one_f_one_b`, with as many microbatches as the batch has, of `sequences`.
+
+    Args:
+        config: the model's sizes.
+        devices: how many there are.
+        hardware: one of them.
+        batch: sequences in the global batch.
+        precision: that of `Layout`.
+        optimizer: any that acts leaf by leaf.
+        sequences: of a microbatch on a device, to choose from.
+
+    Raises:
+        ValueError: no layout takes so many devices, or none of those fits; the message says which comes nearest.
+    """
+    nearest: Layout | None = None
+    found = []
+    for family in _families(config, devices, batch, precision, sequences):
+        least = len(REMAT)  # what is computed again by the fitting layouts that split less
+        for _, layouts in itertools.groupby(family, key=lambda layout: layout.zero):
+            for layout in layouts:
+                if REMAT.index(layout.remat) >= least:
+                    break
+                if _peak(config, layout, hardware, batch, optimizer) <= hardware.memory:
+                    least = REMAT.index(layout.remat)
+                    found.append(layout)
+                    break
+                nearest = layout
+    if not found:
+        raise ValueError(_nothing(config, devices, hardware, batch, optimizer, nearest))
+    made = [plan(config, layout, hardware, batch=batch, optimizer=optimizer) for layout in found]
+    return sorted(made, key=lambda made: made.seconds.total)
+
+
+def largest_batch(
+    config: gpt2.Config, layout: Layout, hardware: Hardware, *, optimizer: optax.GradientTransformation = ADAMW
+) -> int:
+    """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none does."""
+    part = layout.global_batch(1)
+    fits = lambda count: _peak(config, layout, hardware, count * part, optimizer) <= hardware.memory
+    if not fits(1):
+        return 0
+    least, most = 1, 2
+    while fits(most):
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least * part
+
+
+def table(found: Sequence[Plan], count: int = 10) -> str:
+    """The first of these plans, a line each."""
+    lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
+    for planned in found[:count]:
+        lines.append(
+            f"{planned.seconds.total:>9.4g} {planned.share_of_peak:>8.1%} {quantity(planned.memory.peak, 'B'):>9} "
+            f"{planned.bubble:>7.1%}  {str(planned.layout) or 'one device'}"
+        )
+    return "\n".join(lines)
+
+
+def _families(config, devices, batch, precision, sequences) -> Iterator[list[Layout]]:
+    """Layouts that divide the model and the batch; those of a family differ in ZeRO and remat alone, from less to more."""
+    for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
+        if devices % (tensor * stage) or config.rows % (tensor * stage) or (4 * config.width) % tensor:
+            continue
+        data = devices // (tensor * stage)
+        if batch % data:
+            continue
+        by_tokens = tensor > 1 and config.context % tensor == 0
+        for b, chunks in itertools.product(sequences, CHUNKS if stage > 1 else (1,)):
+            if (batch // data) % b or config.layers % (stage * chunks):
+                continue
+            microbatches = batch // data // b
+            if (chunks > 1 and microbatches % stage) or (stage > 1 and microbatches == 1):
+                continue
+            yield [
+                Layout(data, stage, tensor, microbatches, chunks, zero, by_tokens, precision, remat)
+                for zero in ((0, 1, 2, 3) if data > 1 else (0,))
+                for remat in REMAT
+                if (remat != "gathers" or by_tokens or zero == 3) and (remat != "stage" or stage > 1)
+            ]
+
+
+def _peak(config, layout, hardware, batch, optimizer) -> Number:
+    state = arguments.parameter_bytes(config, layout) + arguments.optimizer_bytes(config, layout, optimizer)
+    if state > hardware.memory:
+        return state
+    return state + temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short).peak
+
+
+def _nothing(config, devices, hardware, batch, optimizer, nearest: Layout | None) -> str:
+    if nearest is None:
+        return (
+            f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} sequences over exactly "
+            f"{devices} devices, and there is none. Take a batch that {devices} divides, or another number of devices."
+        )
+    peak = quantity(_peak(config, nearest, hardware, batch, optimizer), "B")
+    return (
+        f"search: no layout of {devices} devices fits: they have {quantity(hardware.memory, 'B')} each, and the last of "
+        f"those tried, {nearest}, needs {peak}. Take more devices, or a smaller batch."
+    )

@@ -1,0 +1,325 @@
+"""What a GPT-2 train step will need and take under a layout, before it runs, on any number of devices, none of them at hand.
+
+    print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
+    print(plan.compared(plan.compare(planned, compiled)))
+
+The bytes of state and of traffic are exact: the tests hold them against compiled programs. The memory of activations comes from
+what JAX keeps of a layer and from a compiler's constants (`temporaries`). The time adds up what products, passes over memory
+and messages take, one after another: overlap makes it less.
+
+Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor devices, b sequences of a
+microbatch.
+
+Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et al. (arXiv 2205.05198).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import optax
+
+from parallax.collectives import AxisLike, cost
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.plan import temporaries, traffic
+from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
+from parallax.plan.compilers import Number
+from parallax.plan.hardware import Hardware
+from parallax.plan.quantities import quantity
+from parallax.plan.temporaries import FLOAT, Temporary
+from parallax.plan.traffic import Term
+
+ADAMW = optax.adamw(3e-4)
+PASSES = 4  # over what a layer keeps, in its forward or its backward pass, each counted once: written, read, and twice in between
+UPDATE_PASSES = 10  # over a parameter's float32 numbers: AdamW reads 4 and writes 3, and a skipped step chooses between 3
+
+
+class Memory(NamedTuple):
+    """Bytes on a device.
+
+    Attributes:
+        parameters: of the model, as shares where the replicas split it.
+        optimizer: of its state.
+        inputs: token windows, the step's number, the loss scale.
+        temporary: what the step needs beside these.
+    """
+
+    parameters: int
+    optimizer: int
+    inputs: int
+    temporary: Temporary
+
+    @property
+    def arguments(self) -> int:
+        """Bytes that the compiled step takes."""
+        return self.parameters + self.optimizer + self.inputs
+
+    @property
+    def peak(self) -> Number:
+        """Bytes at the fullest moment of a step."""
+        return self.arguments + self.temporary.peak
+
+    @property
+    def at_peak(self) -> dict[str, Number]:
+        """What is there at the fullest moment of a step (backward pass, loss or update), by kind. It adds up to `peak`."""
+        needs = self.temporary
+        moments = [
+            {"activations": needs.kept, "a layer's backward": needs.block, "gradients": needs.gradients},
+            {"activations": needs.kept, "loss": needs.loss},
+            {"update": needs.update},
+        ]
+        fullest = max(moments, key=lambda moment: sum(moment.values()))
+        held = {"parameters": self.parameters, "optimizer state": self.optimizer, "batch": self.inputs, **fullest}
+        return {kind: size for kind, size in (held | {"gathered": needs.gathered}).items() if size}
+
+
+class Work(NamedTuple):
+    """Floating-point operations.
+
+    Attributes:
+        model: of the whole step, as papers count them: 6 for each parameter in a product and 12 L D T for attention, a token.
+        device: that one device does, with what is computed again, and on garbage where a stage has no job.
+    """
+
+    model: Number
+    device: Number
+
+
+class Seconds(NamedTuple):
+    """Seconds of a step, one thing after another.
+
+    Attributes:
+        products: matrix products.
+        passes: over memory, between products.
+        messages: between devices.
+        update: the optimizer's passes over parameters, gradients and its state.
+        fresh: memory that the system hands out anew in each step.
+    """
+
+    products: float
+    passes: float
+    messages: float
+    update: float
+    fresh: float = 0.0
+
+    @property
+    def total(self) -> Number:
+        """Seconds of all together."""
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A layout's needs on each device, and its time. `str` of it is a table.
+
+    Attributes:
+        config: the model's sizes.
+        layout: which devices share what.
+        hardware: one of the devices.
+        batch: sequences in the global batch.
+        memory: bytes on a device.
+        work: floating-point operations of a step.
+        traffic: the collectives of a step.
+        seconds: of a step.
+        bubble: the share of ticks in which a stage has no job, from 0 to 1.
+    """
+
+    config: gpt2.Config
+    layout: Layout
+    hardware: Hardware
+    batch: int
+    memory: Memory
+    work: Work
+    traffic: tuple[Term, ...]
+    seconds: Seconds
+    bubble: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory."""
+        return self.memory.peak <= self.hardware.memory
+
+    @property
+    def share_of_peak(self) -> Number:
+        """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs utilisation."""
+        return self.work.model / (self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout))
+
+    @property
+    def sent(self) -> dict[tuple[str, ...], int]:
+        """Bytes that a device sends in a step, by axes."""
+        return traffic.by_axes(self.traffic)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def plan(
+    config: gpt2.Config,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    batch: int,
+    optimizer: optax.GradientTransformation = ADAMW,
+    axes: Mapping[str, AxisLike] | None = None,
+) -> Plan:
+    """The plan of `decoder.train_step`, with float32 parameters.
+
+    Args:
+        config: the model's sizes.
+        layout: which devices share what.
+        hardware: a device, such as `hardware.A100`.
+        batch: sequences in the global batch.
+        optimizer: any that acts leaf by leaf.
+        axes: who moves data along which axis, as in `decoder.prepare`: movers that `cost` has a formula for.
+
+    Raises:
+        ValueError: the layout does not fit the model or the batch; the message proposes the nearest that does.
+    """
+    check(config, layout, batch)
+    terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
+    work = Work(model_flops(config, batch), device_flops(config, layout, batch))
+    held = memory(config, layout, hardware, batch, optimizer)
+    return Plan(
+        config=config,
+        layout=layout,
+        hardware=hardware,
+        batch=batch,
+        memory=held,
+        work=work,
+        traffic=tuple(terms),
+        seconds=Seconds(
+            products=work.device / (_rate(hardware, layout) * hardware.efficiency),
+            passes=_passes(config, layout, batch, hardware) / hardware.bandwidth,
+            messages=sum(messages(terms, layout, hardware).values()),
+            update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
+            fresh=hardware.fresh * held.temporary.peak,
+        ),
+        bubble=_bubble(config, layout, batch),
+    )
+
+
+def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
+    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices."""
+    layout.check(**config.sizes, batch=batch, devices=devices)
+
+
+def memory(
+    config: gpt2.Config, layout: Layout, hardware: Hardware, batch: int, optimizer: optax.GradientTransformation = ADAMW
+) -> Memory:
+    """The bytes on each device; arguments are those of `plan`."""
+    return Memory(
+        parameters=parameter_bytes(config, layout),
+        optimizer=optimizer_bytes(config, layout, optimizer),
+        inputs=batch_bytes(config, layout, batch),
+        temporary=temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short),
+    )
+
+
+def model_flops(config: gpt2.Config, batch: int) -> Number:
+    """Floating-point operations of a whole step of `batch` sequences, B: 72 B L T D^2 (1 + T / 6D + V / 12LD).
+
+    They are 6 for each weight that multiplies a token, and 12 L D T for attention.
+    """
+    L, D, T, V = config.layers, config.width, config.context, config.rows
+    return batch * T * (6 * (12 * L * D * D + V * D) + 12 * L * D * T)
+
+
+def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
+    """Floating-point operations of one device in a step, `batch` sequences in all.
+
+    Each lane counts in all ticks in which it runs anywhere, and what is computed again counts again.
+    """
+    size = traffic.sizes(config, layout, batch)
+    D, T, t = config.width, config.context, layout.tensor
+    weights, scores = 24 * D * D * size.tokens / t, 4 * D * T * size.tokens / t  # a layer's forward pass
+    forward = weights + scores
+    again = {"attention": scores, "products": scores, "block": forward, "stage": forward}.get(layout.remat, 0)
+    head = 6 * D * config.rows * size.tokens / (layout.stage * t)
+    return size.layers * (size.forward * forward + size.backward * (2 * forward + again)) + size.heads * head
+
+
+def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[tuple[str, ...], Number]:
+    """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind arithmetic."""
+    found: dict[tuple[str, ...], Number] = {}
+    for term in terms:
+        if term.n > 1:
+            taken = term.times * cost.seconds(term.cost, hardware.link(span(layout, term.axes)))
+            found[term.axes] = found.get(term.axes, 0.0) + taken
+    return found
+
+
+def span(layout: Layout, axes: Sequence[str]) -> int:
+    """How far apart the devices of a group along `axes` are numbered, both ends counted; the last axis runs fastest."""
+    strides = {"tensor": 1, "stage": layout.tensor, "data": layout.tensor * layout.stage}
+    return 1 + sum(strides[name] * (layout.axes[name] - 1) for name in axes)
+
+
+def _rate(hardware: Hardware, layout: Layout) -> Number:
+    return hardware.full_rate if layout.precision == "full" else hardware.rate
+
+
+def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Number:
+    """Bytes between products and memory: what a layer makes, forward, backward, and where it is made again."""
+    size = traffic.sizes(config, layout, batch)
+    # What is computed again, attention's scores among it, is made whatever is kept.
+    kept = temporaries.everything(config, dataclasses.replace(layout, remat="none"), batch, hardware.short)
+    again = {"products": 1.0, "block": 1.0, "stage": 1.0, "attention": 0.5}.get(layout.remat, 0.0)
+    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again))
+    if layout.stage > 1 and layout.remat != "stage":  # into the slots, and out of them
+        passes += 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
+    return passes
+
+
+def _updated(config: gpt2.Config, layout: Layout) -> int:
+    return sum(leaf.share for leaf in leaves(config, layout))
+
+
+def _bubble(config: gpt2.Config, layout: Layout, batch: int) -> Number:
+    if layout.stage == 1:
+        return 0.0
+    size = traffic.sizes(config, layout, batch)
+    return 1 - 2 * layout.microbatches * layout.chunks / (size.forward + size.backward)
+
+
+# As text
+
+
+def table(plan: Plan) -> str:
+    """The plan, a line for each number."""
+    layout, memory, temporary = plan.layout, plan.memory, plan.memory.temporary
+    of_memory = [
+        ("parameters", memory.parameters),
+        ("optimizer", memory.optimizer),
+        ("batch", memory.inputs),
+        ("activations kept", temporary.kept),
+        ("one layer's backward", temporary.block),
+        ("gradients", temporary.gradients),
+        ("gathered, 16 bits", temporary.gathered),
+        ("loss", temporary.loss),
+        ("update", temporary.update),
+        ("peak", memory.peak),
+    ]
+    taken = messages(plan.traffic, layout, plan.hardware)
+    lines = [
+        f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: {str(layout) or 'one device'}",
+        f"batch {plan.batch} x {plan.config.context} tokens, {layout.sequences(plan.batch)} sequences in a device's microbatch",
+        "",
+        "on each device             bytes",
+        *(f"  {name:<20} {quantity(size, 'B'):>9}" for name, size in of_memory),
+        f"  of                   {quantity(plan.hardware.memory, 'B'):>9}  {'fits' if plan.fits else 'does not fit'}",
+        "",
+        "sent along                 bytes    seconds",
+        *(
+            f"  {' x '.join(axes) or 'no axis':<20} {quantity(size, 'B'):>9}  {taken.get(axes, 0.0):>9.3g}"
+            for axes, size in plan.sent.items()
+            if axes
+        ),
+        "",
+        f"{quantity(plan.work.model, 'FLOP')} of the model, {quantity(plan.work.device, 'FLOP')} on each device; "
+        f"bubble {plan.bubble:.1%}",
+        f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory {plan.seconds.passes:.3g}, "
+        f"messages {plan.seconds.messages:.3g}, update {plan.seconds.update + plan.seconds.fresh:.3g}; "
+        f"{plan.share_of_peak:.1%} of peak",
+    ]
+    return "\n".join(lines)

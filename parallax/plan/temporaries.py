@@ -1,0 +1,182 @@
+"""What a GPT-2 train step needs in memory beside its state: a few named terms, and the constants of a compiler.
+
+Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2 numbers, t tensor devices, B the
+layers' parameters on a device, E the rest of them, W one layer's, v chunks.
+
+`kept` is exact: it is what `jax.vjp` keeps of a layer, which the tests count. What one layer needs while its backward pass runs,
+and how often gradients are held, depends on the compiler: `XLA_CPU` was fitted to 110 compiled steps of five sizes (see
+`benchmarks/plan.py`), `IN_PLACE` is the same layer with each gradient held once and an update in place.
+
+Sources: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer in 16 bits; Rajbhandari et
+al. (arXiv 1910.02054), section 3, 16 bytes a parameter.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.pipeline import rows
+from parallax.plan import arguments
+from parallax.plan.compilers import IN_PLACE, Compiler, Number
+from parallax.plan.traffic import BLOCK_TOKENS
+
+FLOAT = 4  # bytes of what is summed
+
+
+class Temporary(NamedTuple):
+    """Bytes that a step needs on a device beside its state and its batch.
+
+    Attributes:
+        kept: what the layers keep for their backward pass, of all microbatches in flight.
+        block: what one layer needs while its backward pass runs, and a stage's residuals on their way.
+        gradients: of one microbatch, and their sums.
+        gathered: parameters that live as shares, made whole (ZeRO-3); and those in 16 bits.
+        loss: the logits of a block of tokens, twice, and the table's gradient.
+        update: what the optimizer needs, after all this.
+    """
+
+    kept: Number
+    block: Number
+    gradients: Number
+    gathered: Number
+    loss: Number
+    update: Number
+
+    @property
+    def peak(self) -> Number:
+        """The most bytes that are there at one time: in the backward pass, at the loss, or in the update."""
+        return max(self.kept + self.gathered + max(self.block + self.gradients, self.loss), self.update + self.gathered)
+
+
+class Sizes(NamedTuple):
+    """How many numbers a microbatch's arrays have on a device, and the bytes of one.
+
+    Attributes:
+        whole: A.
+        split: A / t.
+        scores: S / t.
+        narrow: bytes of a number that the model computes.
+        stream: numbers of the residual stream.
+        gathered: numbers of what enters a column-parallel layer, as kept.
+    """
+
+    whole: int
+    split: Number
+    scores: Number
+    narrow: int
+    stream: Number
+    gathered: Number
+
+
+def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
+    """The sizes of a microbatch on a device; `batch` and `short` are those of `temporary`."""
+    b, t, T = layout.sequences(batch), layout.tensor, config.context
+    A, S = b * T * config.width, b * config.heads * T * T
+    stream = A / t if layout.sequence else A
+    narrow = FLOAT if layout.precision == "full" else short
+    return Sizes(A, A / t, S / t, narrow, stream, stream if gathers_again(layout) else (A if layout.sequence else stream))
+
+
+def gathers_again(layout: Layout) -> bool:
+    """Whether a layer keeps all but what was gathered, as `decoder` has it: on demand, and with ZeRO-3."""
+    return layout.remat == "gathers" or (layout.zero == 3 and layout.remat not in ("products", "block"))
+
+
+def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes that a layer keeps where nothing but attention is computed again: what `jax.vjp` keeps of it.
+
+    Norms keep four activations (two in float32), column-parallel layers their inputs, attention q, k, v and its result, GELU
+    some of four times the width; the softmax its result in both types and two numbers a row.
+    """
+    size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context
+    own = layout.tensor if layout.sequence else 1
+    kept = (
+        (2 * FLOAT + 2 * size.narrow) * size.stream
+        + 2 * size.narrow * size.gathered
+        + 4 * (1 + results_of_gelu()) * size.narrow * size.split
+    )
+    kept += 4 * FLOAT * b * T / own
+    # A checkpoint that keeps all but gathers, as ZeRO-3's does, keeps what a checkpoint inside it would not.
+    if layout.remat != "attention" or layout.zero == 3:
+        kept += (FLOAT + size.narrow) * size.scores + 2 * FLOAT * b * config.heads * T / layout.tensor
+    return kept
+
+
+@functools.cache
+def results_of_gelu() -> int:
+    """How many arrays of its size JAX keeps of a GELU and for the product after it: six in JAX 0.10, five in 0.12."""
+    x, weights = jax.ShapeDtypeStruct((2, 7, 5), jnp.float32), jax.ShapeDtypeStruct((2, 5, 5), jnp.float32)
+    run = lambda x, weights: jax.lax.scan(lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights)[0]
+    kept = jax.tree.leaves(jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights))
+    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
+
+
+def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
+    size = sizes(config, layout, batch, short)
+    if layout.remat == "products":
+        return size.narrow * (size.stream + size.whole + 7 * size.split)
+    if layout.remat == "block":
+        return size.narrow * size.stream
+    return everything(config, layout, batch, short)
+
+
+@functools.lru_cache(maxsize=1024)
+def slots(stages: int, microbatches: int, chunks: int, schedule: str) -> int:
+    """Places for a chunk's residuals that the pipeline has on each device, one of them to write to where there is no job."""
+    if schedule == "one_f_one_b" and microbatches >= 2 * stages:  # without the table: no more wait, whatever M
+        return stages * chunks + stages - 1
+    table = Layout(stage=stages, microbatches=microbatches, chunks=chunks, schedule=schedule).table()
+    return int(rows.rows(table).written.max()) + 1
+
+
+def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Compiler = IN_PLACE, short: int = 2) -> Temporary:
+    """What a step of `decoder.train_step` needs on a device beside its arguments.
+
+    Args:
+        config: the model's sizes.
+        layout: which devices share what, and what is computed again.
+        batch: sequences in the global batch.
+        compiler: how often it holds things.
+        short: bytes of a number in a short precision.
+    """
+    size, c = sizes(config, layout, batch, short), compiler
+    leaves = arguments.leaves(config, layout)
+    total = lambda block, share: FLOAT * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
+    B, E, B_share = total(True, False), total(False, False), total(True, True)
+    many, pipelined = layout.microbatches > 1, layout.stage > 1
+    chunks = layout.chunks if pipelined else 1
+    layers = config.layers // (layout.stage * chunks)
+    one = size.narrow * size.stream if layout.remat == "stage" else layers * layer(config, layout, batch, short)
+    in_flight = slots(layout.stage, layout.microbatches, layout.chunks, layout.schedule) if pipelined else 1
+    split, whole = c.block[{"products": 1, "block": 2}.get(layout.remat, 0)]
+    block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
+    if layout.remat == "stage":  # all its layers are kept while its backward pass runs; and copied where they are gathered
+        block += layers * everything(config, layout, batch, short) * (2 if layout.sequence or layout.zero == 3 else 1)
+    two_layers = min(2 * B / (layers * chunks), B)
+    gathered = 0.0 if layout.precision == "full" else size.narrow / FLOAT * (B_share + E)
+    if pipelined:
+        block += c.slots * one
+        gradients = c.sums * (B_share if layout.zero >= 2 else B) + c.ends_of_stage * E + c.scattered * B * (layout.zero > 0)
+        if layout.zero == 3:
+            gathered += (c.gathered * 1.1) * two_layers
+        else:
+            gradients += c.chunk * B / chunks
+        update = 0.0
+    else:
+        if layout.zero == 3:
+            gradients = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
+            gathered += c.gathered * two_layers
+        else:
+            gradients = c.gradients * B + many * c.gradients_again * (B_share if layout.zero == 2 else B)
+            gradients += (c.ends + many * c.ends_again) * E
+            gradients += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data > 2)
+        update = c.update[0] * (B_share if layout.zero else B) + c.update[1] * (B_share if layout.zero == 3 else B)
+        update += (c.update[3] if layout.data > 1 else c.update[2]) * E
+    logits = min(BLOCK_TOKENS, layout.sequences(batch) * config.context) * config.rows / (layout.stage * layout.tensor)
+    loss = 2 * FLOAT * logits + E
+    return Temporary(in_flight * one, block, gradients, gathered, loss, update)

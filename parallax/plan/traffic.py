@@ -1,0 +1,290 @@
+"""What a GPT-2 train step sends, collective by collective: the closed forms, which the compiled program's bytes equal.
+
+Legend: b sequences of a microbatch, T tokens, D width, A = b T D numbers (an activation), L layers, P stages, M microbatches,
+t tensor devices, n replicas. A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S, a reduce-scatter half of it, and
+an all-gather to S bytes as much.
+
+Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2; Rajbhandari et al.
+(arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from parallax.collectives import AxisLike, cost, ring, send_next
+from parallax.collectives.cost import Cost
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
+from parallax.pipeline import rows
+from parallax.plan import arguments
+
+BLOCK_TOKENS = 512  # of `cross_entropy.mean`
+UNROLLED = 2  # layers in the loop's body where ZeRO-3 gathers them, as `decoder` has it
+
+
+class Term(NamedTuple):
+    """One kind of collective in a step.
+
+    Attributes:
+        what: what it moves.
+        axes: along which; the axes of one device are left out.
+        collective: the function that moves it.
+        nbytes: of the array that the function takes on each device.
+        times: calls a step.
+        n: devices on the axes together.
+        itemsize: bytes of a number.
+    """
+
+    what: str
+    axes: tuple[str, ...]
+    collective: Callable[..., Any]
+    nbytes: int
+    times: int
+    n: int
+    itemsize: int
+
+    @property
+    def cost(self) -> Cost:
+        """Of one call. `lax.pmax`, which is no ring of ours, counts as its result."""
+        if self.collective is lax.pmax:
+            return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
+        return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in a step: the results of the program's collectives."""
+        return self.times * self.cost.sent
+
+
+class Sizes(NamedTuple):
+    """The sizes of one microbatch on a device, and how often its parts run in a step.
+
+    Attributes:
+        sequences: of the microbatch.
+        tokens: of all of these.
+        layers: that one call of a stage runs.
+        forward: calls of a stage forward.
+        backward: calls of a stage backward.
+        heads: calls of the head.
+        embeds: calls of the embedding.
+        hops: activations sent to the next stage, and cotangents to the one before.
+        last: ticks in a row, alike, that end the step.
+    """
+
+    sequences: int
+    tokens: int
+    layers: int
+    forward: int
+    backward: int
+    heads: int
+    embeds: int
+    hops: int
+    last: int
+
+
+def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
+    """How often what runs. Idle stages run too, on garbage: each lane counts in all ticks in which it runs anywhere."""
+    b, M = layout.sequences(batch), layout.microbatches
+    if layout.stage == 1:
+        return Sizes(b, b * config.context, config.layers, M, M, M, M, 0, 0)
+    forward, backward, heads, last = lanes(layout.stage, M, layout.chunks, layout.schedule)
+    # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
+    hops = forward + backward - (last == 1)
+    layers = config.layers // (layout.stage * layout.chunks)
+    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last)
+
+
+@functools.lru_cache(maxsize=1024)
+def lanes(stages: int, microbatches: int, chunks: int, schedule: str) -> tuple[int, int, int, int]:
+    """The ticks in which anything runs forward, backward and in the head, and how many alike end the schedule."""
+    P, M, v = stages, microbatches, chunks
+    if schedule == "one_f_one_b":  # without the table, which may have many rows
+        return M * v + P - 1, M * v + P - 1, M, v * P - 1
+    stretches = rows.stretches(Layout(stage=P, microbatches=M, chunks=v, schedule=schedule).table())
+    count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
+    return count("forward"), count("backward"), count("head"), stretches[-1][1]
+
+
+def terms(
+    config: gpt2.Config,
+    layout: Layout,
+    batch: int,
+    *,
+    axes: Mapping[str, AxisLike] | None = None,
+    short: int = 2,
+    itemsize: int = 4,
+) -> list[Term]:
+    """All collectives of a step of `decoder.train_step`, those of several calls of one kind in one term.
+
+    Args:
+        config: the model's sizes.
+        layout: which devices share what.
+        batch: sequences in the global batch.
+        axes: who moves data along which axis, as in `decoder.prepare`.
+        short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU backend sends 4).
+        itemsize: bytes of a parameter, and of a number that is computed in full precision.
+    """
+    step = _Step(config, layout, batch, axes, short, itemsize)
+    parts = (step.inside_layers(), step.at_the_ends(), step.between_stages(), step.over_replicas(), step.over_all())
+    return [term for part in parts for term in part if term.times and (term.n > 1 or term.collective is lax.pmax)]
+
+
+def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
+    """Bytes that a device sends in a step, by the axes along which they go."""
+    found: dict[tuple[str, ...], int] = {}
+    for term in terms:
+        found[term.axes] = found.get(term.axes, 0) + term.sent
+    return found
+
+
+class _Step:
+    """The terms of one step, by what causes them."""
+
+    def __init__(self, config, layout, batch, axes, short, itemsize):
+        self.config, self.layout, self.size = config, layout, sizes(config, layout, batch)
+        self.axes = decoder.along(layout, axes)
+        self.wide, self.itemsize = max(itemsize, 4), itemsize
+        self.compute = itemsize if layout.precision == "full" else short
+        self.leaves = arguments.leaves(config, layout)
+        self.chunks = layout.chunks if layout.stage > 1 else 1
+        self.parts = layout.tensor if layout.sequence else 1
+        self.stream = self.size.tokens * config.width // self.parts * self.compute  # the residual stream, bytes on a device
+
+    def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
+        sizes = self.layout.axes
+        axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
+        return Term(what, axes, collective, nbytes, times, math.prod(sizes[name] for name in axes), itemsize or self.compute)
+
+    def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
+        """One sum over all the axes where one mover moves them; otherwise a sum along each, one after the other."""
+        sizes = self.layout.axes
+        used = [name for name in sizes if name in axes and sizes[name] > 1]
+        movers = {self.axes[name].mover for name in used}
+        for together in [used] if len(movers) < 2 else [[name] for name in used]:
+            mover = self.axes[together[0]].mover if together else ring
+            yield self.term(what, together, mover.all_reduce, nbytes, times, itemsize)
+
+    def reduce_scatter(self, what, axis, nbytes, times, itemsize=None) -> Term:
+        return self.term(what, (axis,), self.axes[axis].mover.reduce_scatter, nbytes, times, itemsize)
+
+    def all_gather(self, what, axis, nbytes, times, itemsize=None) -> Term:
+        return self.term(what, (axis,), self.axes[axis].mover.all_gather, nbytes, times, itemsize)
+
+    def inside_layers(self) -> Iterator[Term]:
+        """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
+        layout, size = self.layout, self.size
+        forward, backward = size.forward * size.layers, size.backward * size.layers
+        gathers, scatters = self._again()
+        gathers, scatters = (
+            2 * (forward + backward) + gathers * size.backward,
+            2 * (forward + backward) + scatters * size.backward,
+        )
+        if layout.sequence:
+            yield self.all_gather("tokens gathered", "tensor", self.stream, gathers)
+            yield self.reduce_scatter("sums scattered", "tensor", self.stream * self.parts, scatters)
+        else:
+            yield from self.all_reduce("activations in layers", ("tensor",), self.stream, scatters)
+
+    def _again(self) -> tuple[int, int]:
+        """The gathers and the sums in a stage's layers that its backward pass computes again."""
+        remat, layers = self.layout.remat, self.size.layers
+        kept_gathers = 2 * layers if self._gathers_kept() else 0
+        if remat == "stage":  # its forward pass as it stands; of a single layer, the last sum is not needed
+            return 2 * layers + kept_gathers, 2 * layers - (layers == 1)
+        if remat in ("products", "block"):
+            return 2 * layers, layers
+        return kept_gathers, 0
+
+    def _gathers_kept(self) -> bool:
+        """Whether all is kept but what was gathered, as `decoder` has it: on demand, and with ZeRO-3."""
+        return self.layout.remat == "gathers" or (self.layout.zero == 3 and self.layout.remat not in ("products", "block"))
+
+    def at_the_ends(self) -> Iterator[Term]:
+        """The embedding and the head, whose vocabulary is split over stage and tensor."""
+        size, both = self.size, ("stage", "tensor")
+        if self.layout.sequence:
+            gathers, scatters = size.backward + size.heads, size.embeds + size.heads
+            yield self.all_gather("tokens at the ends", "tensor", self.stream, gathers)
+            yield self.reduce_scatter("sums at the ends", "tensor", self.stream * self.parts, scatters)
+            across = size.embeds + size.heads
+            yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, across)
+        else:
+            yield from self.all_reduce("vocabulary", both, self.stream, size.embeds + size.heads)
+        blocks = -(-size.tokens // BLOCK_TOKENS)
+        part = -(-size.tokens // blocks)
+        calls = size.heads * blocks
+        yield self.term("maxima of logits", both, lax.pmax, part * self.wide, calls, self.wide)
+        yield from self.all_reduce("sums of logits", both, 2 * part * self.wide, calls, self.wide)
+
+    def between_stages(self) -> Iterator[Term]:
+        """The pipeline's hops, what enters the first stage and leaves the last, and the gradients that all stages share."""
+        size = self.size
+        yield self.term("hops between stages", ("stage",), send_next, self.stream, size.hops)
+        yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.backward + size.heads)
+        for leaf in self.leaves:
+            if self.layout.stage > 1 and "stage" not in leaf.axes:
+                yield from self.gradient("shared gradients", leaf, "stage")
+            if self.layout.sequence and "tensor" not in leaf.axes:
+                yield from self.gradient("gradients of token parts", leaf, "tensor")
+
+    def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
+        """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered all but a share already."""
+        scattered = self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
+        count = leaf.share if scattered else leaf.elements
+        return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
+
+    def over_replicas(self) -> Iterator[Term]:
+        """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
+        zero, size, over = self.layout.zero, self.size, ("data",)
+        for leaf in self.leaves:
+            whole, share = leaf.elements * self.wide, leaf.share * self.wide
+            if not leaf.split:
+                yield from self.all_reduce("gradients", over, whole, 1, self.wide)
+                continue
+            scatters, gathers, gathered = 1, 1, self.itemsize
+            if zero == 2:
+                scatters = self._scatters(leaf)
+            if zero == 3:
+                gathered = self.compute
+                if leaf.block:
+                    scatters, gathers, share = size.backward, self._gathers(leaf), share // self.chunks
+            part = whole // self.chunks if leaf.block and zero > 1 else whole
+            yield self.reduce_scatter("gradients scattered", "data", part, scatters, self.wide)
+            yield self.all_gather("parameters gathered", "data", share // self.wide * gathered, gathers, gathered)
+        yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
+
+    def _gathers(self, leaf: arguments.Leaf) -> int:
+        """How often ZeRO-3 gathers a leaf of the layers: forward, and again backward, but for what nothing needs there."""
+        size, remat, name = self.size, self.layout.remat, leaf.path.removeprefix("blocks.")
+        idle = {"mlp.down.bias"}
+        if self._gathers_kept():  # what was added is kept, and so are norms' weights, in another shape
+            norms, layers = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
+            idle |= {f"{part}.bias" for part in (*norms, *layers)} | {f"{part}.weight" for part in norms}
+        again = size.backward * (name not in idle)
+        if size.layers <= UNROLLED and self.chunks == 1:  # no loop is left: XLA gathers once for all forward passes
+            return 1 + again
+        return size.forward + again + (size.backward if remat == "stage" else 0)
+
+    def _scatters(self, leaf: arguments.Leaf) -> int:
+        """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each tick of a lane that makes them.
+
+        A lane that does not make them scatters zeros, which XLA does once for all that look alike.
+        """
+        size = self.size
+        if self.layout.stage == 1 or leaf.block:
+            return size.backward
+        made = {"wte": size.backward + size.heads, "wpe": size.backward + 1, "norm.weight": size.heads + 1}
+        return made.get(leaf.path, size.heads)
+
+    def over_all(self) -> Iterator[Term]:
+        """One sum of squares for each set of axes that split some gradients."""
+        sets = {}
+        for leaf in self.leaves:
+            axes = set(leaf.axes) | ({"data"} if leaf.split else set())
+            sets[frozenset(axes)] = None
+        for axes in sets:
+            yield from self.all_reduce("squared norms", axes, self.wide, 1, self.wide)

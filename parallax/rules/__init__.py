@@ -1,0 +1,13 @@
+"""Where every leaf of a tree lives: a rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule.
+
+`match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim of what another
+rule gave. Any function of your own is a rule too. `specs` asks a rule about every leaf and refuses what would not run, or would
+run and train something else.
+"""
+
+from parallax.rules.applied import Survey, explain, paths, specs, survey
+from parallax.rules.makers import Rule, first, fsdp, match
+from parallax.rules.optimizer import optimizer_specs
+from parallax.rules.placement import Refusal
+
+__all__ = ["Refusal", "Rule", "Survey", "explain", "first", "fsdp", "match", "optimizer_specs", "paths", "specs", "survey"]

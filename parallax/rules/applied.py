@@ -1,0 +1,193 @@
+"""A rule asked about every leaf of a tree: its spec, why, and the refusal of what would not run, or would run and train
+something else."""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec as P
+
+from parallax.mesh import entry_axes
+from parallax.rules.makers import Rule, covers, first, fsdp, match
+from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused
+from parallax.typed import PyTree, Specs
+
+
+def paths(tree: PyTree) -> list[tuple[str, Any]]:
+    """Each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`: `[("blocks.0.weight", leaf), ...]`.
+
+    The parts are attributes, dict keys and sequence indices. Leaves that are no arrays are listed too, so it also reads specs.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ("data",)) -> Specs:
+    """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None where a leaf is no array.
+
+    Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
+    of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
+
+    Raises `ValueError` at the first of these (`survey` lists all): a rule or `keep` pattern that matches no leaf, or only
+    leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a
+    spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other than `fsdp`,
+    since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide the dim.
+    Without a mesh, what needs its sizes is not checked.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    placed, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
+    _raise_first(refusals)
+    found = iter(placed.values())
+    return jax.tree.unflatten(treedef, [next(found) if is_leaf_array(leaf) else None for leaf in leaves])
+
+
+class Survey(NamedTuple):
+    """What a rule makes of a tree.
+
+    Attributes:
+        specs: of the arrays whose spec would do, by path.
+        refusals: what is wrong, in the order in which `specs` would raise it.
+    """
+
+    specs: dict[str, PartitionSpec]
+    refusals: list[Refusal]
+
+
+def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ("data",)) -> Survey:
+    """What `specs` gives and all that it refuses, in the order in which it would."""
+    placements, refusals = _placements(tree, rule)
+    if mesh is not None:
+        for wrapper in {id(wrapper): wrapper for p in placements for wrapper in p.wrappers}.values():
+            refusals += _size_refusals(wrapper, mesh)
+    specs = {}
+    for placement in placements:
+        found = refused(placement, batch_axes, mesh)
+        refusals += found
+        if not found:
+            specs[placement.path] = placement.spec
+    return Survey(specs, refusals)
+
+
+def _raise_first(refusals: list[Refusal]) -> None:
+    if refusals:
+        raise ValueError(str(refusals[0]))
+
+
+def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
+    """For the path of each array of `tree`, its spec and why: which rule gave it, and what each `fsdp` made of that.
+
+    Raises:
+        ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a leaf that gets none.
+    """
+    placements, refusals = _placements(tree, rule)
+    _raise_first(refusals)
+    return {p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)]) for p in placements}
+
+
+def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
+    """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of leaves that get no spec."""
+    arrays = [(path, leaf) for path, leaf in paths(tree) if is_leaf_array(leaf)]
+    taken: dict[int, Placement] = {}
+    refusals, unplaced = [], set()
+    for part, wrappers in _parts(rule) if arrays else ():
+        fresh = {}
+        for i, (path, leaf) in enumerate(arrays):
+            if i not in taken and (given := part(path, leaf)) is not None:
+                if not isinstance(given, PartitionSpec):
+                    refusals.append(_no_spec(path, part, given))
+                    unplaced.add(i)
+                    given = P()  # in its stead
+                fresh[i] = _placement(path, leaf, part, given, wrappers)
+        if not fresh:
+            refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
+        taken |= fresh
+    for wrapper in {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values() if arrays else ():
+        for pattern in wrapper.keep:
+            if not any(covers(pattern, path) for path, _ in arrays):
+                what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
+                refusals.append(Refusal("idle-keep", f"{wrapper}", what, "correct the pattern. Or drop it: it keeps nothing"))
+    refusals += [_uncovered(path, leaf, rule) for i, (path, leaf) in enumerate(arrays) if i not in taken]
+    return [taken[i] for i in sorted(taken) if i not in unplaced], refusals
+
+
+def _placement(path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]) -> Placement:
+    spec, why = given, []
+    for wrapper in wrappers:
+        spec, reason = wrapper.split(path, leaf, spec)
+        why.append(reason)
+    return Placement(path, leaf, rule, given, wrappers, spec, tuple(why))
+
+
+def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
+    what = f"{path}: a rule must give a PartitionSpec or None, but {name_of(rule)} gave {given!r}"
+    return Refusal("no-spec", path, what, "return P(...)", P())
+
+
+def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
+    names = [name_of(*part) for part in _parts(rule)]
+    what = (
+        f"{path}: each leaf needs a rule, but none of the {len(names)} rules{_nearest(path, names)} covers this leaf of shape "
+        f"{leaf.shape}"
+    )
+    return Refusal("no-rule", path, what, f"add one, such as match({path!r}, P()) to keep it whole")
+
+
+def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
+    """The rules at the bottom of `first` and `fsdp`, in the order in which they are asked, each with the `fsdp`s around it."""
+    if isinstance(rule, first):
+        for part in rule.rules:
+            yield from _parts(part, wrappers)
+    elif isinstance(rule, fsdp):
+        yield from _parts(rule.inside, (rule, *wrappers))
+    else:
+        yield rule, wrappers
+
+
+def _idle(rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]) -> Refusal:
+    if not isinstance(rule, match):
+        left = len(arrays) - len(taken)
+        what = f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)})"
+        return Refusal("idle-rule", name, what, "change or remove it")
+    hits = [i for i, (path, _) in enumerate(arrays) if covers(rule.pattern, path)]
+    if not hits:
+        what = f"rule {name} {_no_match(rule.pattern, arrays)}"
+        return Refusal("idle-rule", name, what, "correct the pattern, or remove the rule")
+    by = taken[hits[0]]
+    what = (
+        f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken by earlier rules ({by.path} "
+        f"by {by.by})"
+    )
+    return Refusal("idle-rule", name, what, "put it before them, or remove it")
+
+
+def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
+    missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
+    if missing:
+        yield Refusal(
+            "no-such-axis",
+            f"{rule}",
+            no_axis(f"rule {rule}", missing[0], mesh),
+            "use one of these, or the rules inside without the fsdp",
+        )
+        return
+    size = math.prod(mesh.shape[axis] for axis in entry_axes(rule.axis_name))
+    if size != rule.size:
+        what = f"rule {rule}: the mesh has {size} devices along {rule.axis_name!r}, not {rule.size}"
+        yield Refusal("wrong-size", f"{rule}", what, f"pass size={size}")
+
+
+def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
+    return f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
+
+
+def _nearest(text: str, choices: list[str]) -> str:
+    return "".join(f" (the nearest is {choice})" for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0))
+
+
+def is_leaf_array(leaf: Any) -> bool:
+    """Whether a rule is asked about a leaf: arrays and their shapes."""
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

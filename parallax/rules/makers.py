@@ -1,0 +1,118 @@
+"""What makes rules: `match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim.
+
+A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any function of your own is one too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
+
+from parallax.rules.placement import free, padded, spec_of
+
+Rule = Callable[[str, Any], PartitionSpec | None]
+
+
+# `match`, `first` and `fsdp` are classes in lower case, as `functools.partial` is: made and called like functions, yet
+# `specs` can look inside them to say which rule is at fault.
+
+
+@dataclass(frozen=True)
+class match:
+    """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
+
+    A pattern is matched part by part, the parts being set apart by dots: `**` stands for any number of parts (none
+    included), and any other part is a file-name glob: `*` is one whole part, `w*` a part that begins with w.
+    """
+
+    pattern: str
+    spec: PartitionSpec
+
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
+        """`spec`, or None where the pattern does not match."""
+        return self.spec if covers(self.pattern, path) else None
+
+    def __repr__(self) -> str:
+        return f"match({self.pattern!r}, {self.spec})"
+
+
+@dataclass(frozen=True, init=False)
+class first:
+    """The rule that gives what the first of `rules` to know the path gives."""
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, *rules: Rule):
+        object.__setattr__(self, "rules", rules)
+
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
+        """What the first rule to give a spec gives, or None."""
+        given = (rule(path, leaf) for rule in self.rules)
+        return next((spec for spec in given if spec is not None), None)
+
+
+@dataclass(frozen=True)
+class fsdp:
+    """The rule of ZeRO-3: what `inside` gives, with the largest free dim that divides by `size` split over `axis_name`.
+
+    Of equally large dims the first is taken. A leaf of fewer than `min_size` elements (counted before any split), or in which
+    no free dim divides, stays as `inside` gave it; `explain` says which and why. `keep` maps globs to dims not to be split:
+    `keep={"blocks.**": (0,)}` spares the layers dim that a scan runs over. To spare whole leaves, ask another rule first:
+    `first(match("**.bias", P()), fsdp("data", size=8))`.
+
+    `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no mesh; `specs` checks it.
+
+    Raises:
+        ValueError: `size` is below 1.
+    """
+
+    axis_name: str | tuple[str, ...]
+    size: int = field(kw_only=True)
+    min_size: int = field(default=2**10, kw_only=True)
+    keep: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, hash=False)
+    inside: Rule = field(default=match("**", P()), kw_only=True)
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(
+                f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got {self.size}. Pass size=1."
+            )
+
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
+        """What `inside` gives, with one more dim split where one fits."""
+        spec = self.inside(path, leaf)
+        return None if spec is None else self.split(path, leaf, spec)[0]
+
+    def __repr__(self) -> str:
+        return f"fsdp({self.axis_name!r}, size={self.size})"
+
+    def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
+        """`spec` with one more dim split, or as it was, and the reason in words."""
+        entries = padded(spec, leaf.ndim)
+        dims = [dim for pattern in self.keep if covers(pattern, path) for dim in self.keep[pattern]]
+        kept = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
+        fit = [dim for dim in free(leaf, entries, self.size) if dim not in kept]
+        if leaf.size < self.min_size:
+            return spec, f"adds no split: {leaf.size} elements are fewer than min_size={self.min_size}"
+        if not fit:
+            spared = f" (keep spares {sorted(kept)})" if kept else ""
+            return spec, f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{spared}"
+        dim = max(fit, key=lambda dim: leaf.shape[dim])
+        entries[dim] = self.axis_name
+        return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"
+
+
+def covers(pattern: str, path: str) -> bool:
+    """Whether the glob `pattern` of dotted parts matches the whole of `path`."""
+
+    def fits(globs: list[str], parts: list[str]) -> bool:
+        if not globs:
+            return not parts
+        if globs[0] == "**":
+            return fits(globs[1:], parts) or (bool(parts) and fits(globs, parts[1:]))
+        return bool(parts) and fnmatchcase(parts[0], globs[0]) and fits(globs[1:], parts[1:])
+
+    return fits(*(text.split(".") if text else [] for text in (pattern, path)))

@@ -1,0 +1,165 @@
+"""One leaf and the spec that a rule gave it: where it fits, and in which words it is refused where it does not."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec as P
+
+from parallax.mesh import entry_axes
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rule does not do.
+
+    Attributes:
+        kind: its name, such as "does-not-divide".
+        where: the path of the leaf, or the rule.
+        what: what was needed, and what came.
+        cure: what to do.
+        fits: a spec that the leaf could have: the one it was given, without what does not fit.
+    """
+
+    kind: str
+    where: str
+    what: str
+    cure: str
+    fits: PartitionSpec | None = None
+
+    @property
+    def advice(self) -> str:
+        """The cure in full."""
+        return f"{self.cure}." if self.fits is None else f"{self.cure}. {self.fits} would fit."
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.advice}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What became of one leaf.
+
+    Attributes:
+        path: its name, dotted.
+        leaf: the array, or its `jax.ShapeDtypeStruct`.
+        rule: the one that took it.
+        given: the spec that this rule gave.
+        wrappers: the `rules.fsdp`s around that rule, innermost first.
+        spec: what they made of it.
+        why: what each of them did, in words.
+    """
+
+    path: str
+    leaf: Any
+    rule: Callable[..., Any]
+    given: PartitionSpec
+    wrappers: tuple[Any, ...]
+    spec: PartitionSpec
+    why: tuple[str, ...]
+
+    @property
+    def by(self) -> str:
+        """The rule in words."""
+        return name_of(self.rule, self.wrappers)
+
+
+def refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> list[Refusal]:
+    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes is not asked."""
+    found = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
+    if mesh is not None and not found:
+        found = list(_sizes_refused(p, mesh))
+    return [replace(refusal, fits=_fitting(p, batch_axes, mesh)) for refusal in found]
+
+
+def _entries_refused(p: Placement) -> Iterator[Refusal]:
+    if len(p.spec) > p.leaf.ndim:
+        what = (
+            f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has {len(p.spec)} for shape "
+            f"{p.leaf.shape}, which has {p.leaf.ndim}"
+        )
+        yield Refusal("too-many-entries", p.path, what, "drop entries, or replicate this leaf with P()")
+    axes = [axis for entry in p.spec for axis in entry_axes(entry)]
+    for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
+        what = (
+            f"{p.path}: a mesh axis can split one dim of a leaf, but {p.spec} (rule {p.by}) uses {axis!r} "
+            f"{axes.count(axis)} times for shape {p.leaf.shape}"
+        )
+        yield Refusal("axis-twice", p.path, what, "keep it in one entry only")
+
+
+def _batch_refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Iterator[Refusal]:
+    for dim, entry in enumerate(p.given):
+        for axis in entry_axes(entry):
+            if axis in batch_axes:
+                size = "..." if mesh is None else mesh.shape.get(axis, "...")
+                what = (
+                    f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis {axis!r}, which splits the batch, by "
+                    f"rule {name_of(p.rule)}, so each replica would train a different model"
+                )
+                cure = (
+                    f"split it with fsdp({axis!r}, size={size}) instead, or over another axis, or leave {axis!r} out of "
+                    f"batch_axes={tuple(batch_axes)} if it does not split the batch"
+                )
+                yield Refusal("split-like-the-batch", p.path, what, cure)
+
+
+def _sizes_refused(p: Placement, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
+    for dim, entry in enumerate(p.spec):
+        of = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
+        missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
+        if missing:
+            yield Refusal("no-such-axis", p.path, no_axis(f"{of} (rule {p.by})", missing[0], mesh), "use one of these")
+            continue
+        size = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
+        if p.leaf.shape[dim] % size:
+            fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
+            others = f"split dim {' or '.join(map(str, fit))}, which does" if fit else "no other dim that is free does"
+            sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
+            what = f"{of} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
+            yield Refusal("does-not-divide", p.path, what, f"{others}, or replicate this leaf with P()")
+
+
+def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
+    """The words for an axis that the mesh lacks."""
+    known = ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
+    return f"{where}: there is no axis {axis!r} in the mesh, whose axes are {known}"
+
+
+def _fitting(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> PartitionSpec:
+    """The spec that the rule gave, without the axes that do not fit."""
+    used = {*batch_axes, *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name))}
+    entries = []
+    for length, entry in zip(p.leaf.shape, p.given, strict=False):
+        kept = []
+        for axis in entry_axes(entry):
+            size = 1 if mesh is None else math.prod(mesh.shape.get(name, 0) for name in (*kept, axis))
+            if axis not in used and size and length % size == 0:
+                kept.append(axis)
+                used.add(axis)
+        entries.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+    return spec_of(entries)
+
+
+def free(leaf: Any, entries: list, size: int) -> list[int]:
+    """The dims that no axis splits yet and that divide by `size`."""
+    return [dim for dim, length in enumerate(leaf.shape) if not entry_axes(entries[dim]) and length % size == 0]
+
+
+def padded(spec: PartitionSpec, ndim: int) -> list:
+    """The entries of a spec, one for each dim."""
+    return [*spec, *[None] * (ndim - len(spec))]
+
+
+def spec_of(entries: list) -> PartitionSpec:
+    """The spec of these entries, without trailing Nones."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return P(*entries)
+
+
+def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
+    """A rule, and what is around it, in words."""
+    return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])

@@ -1,0 +1,345 @@
+"""Checkpoints that can be trusted: Orbax writes the arrays, and a manifest with a hash of every file says what was written.
+
+Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder; it does not notice a bit that turned.
+Here a checkpoint counts only with its manifest, which is written last. What fails its check is refused by name, the newest good
+one is restored, and nothing good is ever replaced by something worse:
+
+    folder/00000100/arrays/...       Orbax's files
+    folder/00000100/manifest.json    step, settings, names and shapes of the arrays, size and sha256 of every file
+    folder/newest.json               the newest step ever finished, so that no run begins again unseen
+
+The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back in the shardings asked for.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from parallax.data import manifest
+from parallax.run import stored
+from parallax.typed import PyTree
+
+MANIFEST, NEWEST, ARRAYS, OLD = "manifest.json", "newest.json", "arrays", ".replaced"
+NONE = -1  # no checkpoint, where a step is told to other processes
+
+
+class Refused(ValueError):
+    """The folder holds checkpoints, and none may be restored. The message names each with its reason."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was restored.
+
+    Attributes:
+        step: its number.
+        state: as asked for: the tree, shapes, dtypes and shardings of `like`.
+        note: the JSON values that were saved with it.
+        refused: why newer ones were not restored, by step.
+    """
+
+    step: int
+    state: PyTree
+    note: dict[str, Any]
+    refused: dict[int, str]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder that all processes see. Every process makes the same calls.
+
+        with Checkpoints(folder, settings={"width": 128, "seed": 0}) as checkpoints:
+            restored = checkpoints.restore(state)          # None: the folder is new
+            ...
+            if checkpoints.due(step):
+                checkpoints.save(step, state)              # returns as soon as the state is copied
+
+    Needs `pip install "parallax-jax[checkpoint]"`.
+
+    Args:
+        folder: is made where it is missing.
+        settings: what the run's numbers depend on (not its layout), as JSON values. A checkpoint with other settings is
+            another run's and is refused, with what differs.
+        lose_at_most: steps that a job killed at any moment may have to compute again. A save takes its time beside the steps,
+            so one begins every half of these, and ends before the next begins.
+        keep: how many of the newest checkpoints stay.
+        keep_every: the checkpoints of steps that are multiples of this one stay for good.
+        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it is compiled. The default
+            stores the state as it is. For a pipeline, `gpt2.unchunked` wherever the state holds a model.
+        from_disk: its inverse.
+        say: prints a line on the first process.
+
+    Raises:
+        ValueError: `keep` or `keep_every` is below 1, `lose_at_most` below 2, or `to_disk` or `from_disk` is given without the
+            other.
+        ImportError: Orbax is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        settings: Mapping[str, Any],
+        lose_at_most: int = 100,
+        keep: int = 3,
+        keep_every: int | None = None,
+        to_disk: Callable[[PyTree], PyTree] | None = None,
+        from_disk: Callable[[PyTree], PyTree] | None = None,
+        say: Callable[[str], Any] = print,
+    ):
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}.")
+        if lose_at_most < 2:
+            raise ValueError(
+                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To lose 1, save and wait after each."
+            )
+        if (to_disk is None) != (from_disk is None):
+            raise ValueError("Checkpoints needs both to_disk and from_disk, each the inverse of the other, or neither.")
+        self.folder = Path(folder).absolute()
+        self.settings = json.loads(json.dumps(settings))
+        self.lose_at_most, self.keep, self.keep_every = lose_at_most, keep, keep_every
+        self.to_disk, self.from_disk = to_disk, from_disk
+        self.refused: dict[int, ValueError] = {}
+        self._saved = eqx.filter_jit(to_disk or (lambda state: state))
+        self._say = say if jax.process_index() == 0 else lambda line: None
+        self._arrays = _checkpointer()
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is None:
+            self.wait()
+        # After an error a writer may hang for its peers: whoever ends the process ends it too.
+
+    # Saving
+
+    def due(self, step: int) -> bool:
+        """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most` steps."""
+        return step % (self.lose_at_most // 2) == 0
+
+    def save(self, step: int, state: PyTree, note: Mapping[str, Any] | None = None) -> None:
+        """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon as this returns.
+
+        Waits for the save before it. What went wrong in the background is raised by the next `save`, `check` or `wait`.
+
+        Args:
+            state: arrays, random keys and plain numbers are stored; the rest (functions, flags of a module) is not, and comes
+                from the state that `restore` is given.
+            note: JSON values to come back with the state, such as the counts of the loop.
+
+        Raises:
+            ValueError: the folder holds a finished checkpoint of this step or of a later one, and it was not refused.
+            OSError: the disk is full, say; the message names the folder and the newest good checkpoint.
+        """
+        self.wait()
+        arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
+        record = {
+            "step": step,
+            "settings": self.settings,
+            "note": dict(note or {}),
+            "numbers": numbers,
+            "arrays": {name: stored.described(leaf) for name, leaf in arrays.items()},
+        }
+        folder = self._path(step)
+        if jax.process_index() == 0:
+            self._make_room(step)
+            folder.mkdir()
+        try:
+            plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
+            self._arrays.save(folder / ARRAYS, args=_orbax().args.PyTreeSave(plain))
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._writer = threading.Thread(target=self._finish, args=(step, record), name=f"checkpoint {step}", daemon=True)
+        self._writer.start()
+
+    def saving(self) -> bool:
+        """Whether a save goes on in the background."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background; costs nothing, so call it every step."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Return when the last save is finished, with its manifest. Raises what went wrong in it, as `check` does."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.check()
+
+    def _finish(self, step: int, record: dict[str, Any]) -> None:
+        """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go."""
+        try:
+            self._arrays.wait_until_finished()
+            if jax.process_index() == 0:
+                folder = self._path(step)
+                names = (str(path.relative_to(folder)) for path in (folder / ARRAYS).rglob("*") if path.is_file())
+                manifest.write(folder / MANIFEST, record | {"files": manifest.hashes(folder, names)})
+                manifest.write(self.folder / NEWEST, {"step": step})
+                self.refused.pop(step, None)
+                self._thin()
+        except BaseException as error:
+            self._error = self._failed(step, error)
+
+    def _failed(self, step: int, error: BaseException) -> OSError:
+        good = self.steps()
+        newest = f"the newest finished one is {self._path(good[-1])}" if good else "there is no finished one yet"
+        failure = OSError(f"The checkpoint of step {step} in {self._path(step)} was not saved: {error} Of the others {newest}.")
+        failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
+        return failure
+
+    def _make_room(self, step: int) -> None:
+        """Nothing finished may stand where the checkpoint of `step` will, or after it; what was refused is moved aside."""
+        later = [other for other in self.steps() if other >= step and other not in self.refused]
+        if later:
+            raise ValueError(
+                f"{self.folder} holds a finished checkpoint of step {later[-1]}, and saving step {step} would go back behind it. "
+                f"Restore it first, or choose another folder."
+            )
+        folder = self._path(step)
+        if folder.exists():
+            aside = folder.with_name(folder.name + OLD)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+
+    def _thin(self) -> None:
+        """Remove finished checkpoints beyond those to keep, and what unfinished and replaced ones left behind."""
+        finished = [step for step in self.steps() if step not in self.refused]
+        kept = set(finished[-self.keep :])
+        kept |= {step for step in finished if self.keep_every and step % self.keep_every == 0}
+        # What was refused stays until a good one is newer, and for good where it is another run's.
+        kept |= {step for step, why in self.refused.items() if step > finished[-1] or not isinstance(why, manifest.Damaged)}
+        for path in self.folder.iterdir():
+            step = _step(path)
+            if path.name.endswith(OLD) or (step is not None and step not in kept):
+                # The manifest first: a removal that is cut short leaves an unfinished checkpoint, not a damaged one.
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+
+    # Restoring
+
+    def steps(self) -> list[int]:
+        """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
+        found = ((path, _step(path)) for path in self.folder.iterdir())
+        return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
+
+    def restore(self, like: PyTree) -> Restored | None:
+        """The newest good checkpoint of this run, or `None` where the folder never held a finished one.
+
+        All files are checked against the manifest before an array is read (2 GB/s a core, on the first process).
+
+        Args:
+            like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            Refused: there were checkpoints, and none is good; the message says of each why. Nothing begins again unseen.
+            ValueError: the checkpoint is good, and its arrays are not those of `like`; the message names the leaf.
+        """
+        self.wait()
+        step = self._newest_good() if jax.process_index() == 0 else NONE
+        if jax.process_count() > 1:
+            step = int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+        if step == NONE:
+            return None
+        record = manifest.read(self._path(step) / MANIFEST)
+        state = self._read(step, record, like)
+        self._say(f"restored step {step} from {self._path(step)}")
+        return Restored(step, state, record["note"], {other: str(why) for other, why in self.refused.items()})
+
+    def _newest_good(self) -> int:
+        self.refused = {}
+        for step in reversed(self._seen()):
+            try:
+                self._verify(step)
+            except ValueError as error:
+                self.refused[step] = error
+                self._say(f"refused the checkpoint of step {step}: {error}")
+            else:
+                return step
+        if not (self.folder / NEWEST).exists() and not self.steps():
+            return NONE
+        reasons = "".join(f"\n  step {step}: {why}" for step, why in self.refused.items()) or "\n  they are gone"
+        raise Refused(
+            f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
+            "Give back what is missing, or choose another folder to begin again."
+        )
+
+    def _seen(self) -> list[int]:
+        """Every step that a folder or the newest manifest speaks of, oldest first."""
+        steps = {step for path in self.folder.iterdir() if (step := _step(path)) is not None}
+        if (self.folder / NEWEST).exists():
+            try:
+                steps.add(manifest.read(self.folder / NEWEST)["step"])
+            except manifest.Damaged as error:
+                self._say(str(error))
+        return sorted(steps)
+
+    def _verify(self, step: int) -> None:
+        folder = self._path(step)
+        if not folder.exists():
+            raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
+        if not (folder / MANIFEST).exists():
+            raise manifest.Damaged(
+                f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest."
+            )
+        record = manifest.read(folder / MANIFEST)
+        if record["step"] != step:
+            raise manifest.Damaged(f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record['step']}.")
+        differing = differences(record["settings"], self.settings)
+        if differing:
+            raise ValueError(f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder.")
+        manifest.check(folder, record["files"])
+
+    def _read(self, step: int, record: dict[str, Any], like: PyTree) -> PyTree:
+        like = stored.shapes(like)
+        wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
+        arrays, numbers = stored.stored(wanted)
+        stored.check_same(self._path(step), record, {name: stored.described(leaf) for name, leaf in arrays.items()}, numbers)
+        template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
+        shardings = _orbax().checkpoint_utils.construct_restore_args(template)
+        found = self._arrays.restore(self._path(step) / ARRAYS, args=_orbax().args.PyTreeRestore(template, shardings))
+        state = stored.found(wanted, found, record["numbers"])
+        if self.from_disk is None:
+            return state
+        return stored.placed(self.from_disk, state, like)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{step:08d}"
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they agree."""
+    absent = object()
+    words = lambda value: "none" if value is absent else repr(value)
+    pairs = ((name, theirs.get(name, absent), ours.get(name, absent)) for name in sorted({*theirs, *ours}))
+    return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
+
+
+def _step(path: Path) -> int | None:
+    """The step of a checkpoint's folder; of other files and folders none."""
+    return int(path.name) if path.name.isdecimal() and path.is_dir() else None
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
+    return orbax.checkpoint
+
+
+def _checkpointer() -> Any:
+    # Weights hardly compress, and trying takes more processor time than all the rest of a save.
+    return _orbax().AsyncCheckpointer(_orbax().PyTreeCheckpointHandler(use_compression=False))

@@ -1,0 +1,125 @@
+"""A tree as named arrays, in the one form that all layouts share, and back in any shardings.
+
+Arrays are named by their path in the tree. What a layout does to a state (a pipeline chunks its blocks) is undone on the way to
+disk and done again on the way back by a pair of functions that the caller knows.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parallax import mesh
+from parallax.typed import PyTree
+
+KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}  # random keys' dtypes and generators
+
+
+def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the plain numbers of a tree, by path.
+
+    Raises:
+        ValueError: two leaves have one path, or a plain number is not finite.
+    """
+    named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    arrays = {name: leaf for name, leaf in named if mesh.is_array(leaf)}
+    numbers = {name: leaf for name, leaf in named if isinstance(leaf, bool | int | float)}
+    for name, count in Counter(name for name, _ in named).items():
+        if count > 1:
+            raise ValueError(f"The state has {count} leaves of the path {name}. Rename one of them: they are stored by path.")
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name}: a plain number to store must be finite; got {number}. Store it as an array.")
+    return arrays, numbers
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The tree with a `jax.ShapeDtypeStruct`, with its sharding, for each array on devices."""
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return jax.tree.map(lambda leaf: shape(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
+    """The shapes of `to_disk(like)`, with the shardings that the compiler gives them."""
+    arrays, convert, statics = _of_arrays(to_disk, like)
+    lowered = jax.jit(convert).lower(arrays)
+    shardings = lowered.compile().output_shardings
+    shape = lambda out, sharding: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
+    return eqx.combine(jax.tree.map(shape, lowered.out_info, shardings), statics[-1])
+
+
+def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -> PyTree:
+    """`from_disk(state)` in the shardings of `like`."""
+    arrays, convert, statics = _of_arrays(from_disk, state)
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(like, mesh.is_array))
+    return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
+
+
+def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
+    """The arrays of `tree`, `f` as a function of them to arrays, and the list to which that adds the leaves that are none."""
+    arrays, static_in = eqx.partition(tree, mesh.is_array)
+    statics = []
+
+    def of_arrays(arrays):
+        result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
+        statics.append(static_out)
+        return result
+
+    return arrays, of_arrays, statics
+
+
+def check_same(folder: Path, record: dict[str, Any], arrays: dict[str, list], numbers: dict[str, Any]) -> None:
+    """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message names them."""
+    there = record["arrays"] | {name: ["number", []] for name in record["numbers"]}
+    wanted = arrays | {name: ["number", []] for name in numbers}
+    words = lambda entry: "nothing" if entry is None else f"{entry[0]}{entry[1]}"
+    wrong = [
+        f"{name}: needed {words(wanted.get(name))}, the checkpoint has {words(there.get(name))}"
+        for name in sorted({*there, *wanted})
+        if there.get(name) != wanted.get(name)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{folder}: the arrays are not those of the state to restore. {'; '.join(wrong[:3])}{more}. "
+            "Restore with the model and the optimizer that were saved, and the to_disk that they were saved by."
+        )
+
+
+def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
+    """`like` with the stored arrays and numbers in their places; its other leaves stay."""
+
+    def leaf(path, leaf):
+        name = mesh.dotted(path) or "state"
+        if name in numbers:
+            return type(leaf)(numbers[name])
+        if name not in arrays:
+            return leaf
+        return jax.random.wrap_key_data(arrays[name], impl=KEYS[str(leaf.dtype)]) if _is_key(leaf) else arrays[name]
+
+    return jax.tree.map_with_path(leaf, like)
+
+
+def described(leaf: Any) -> list:
+    """The dtype and the shape of an array, as JSON values."""
+    return [str(leaf.dtype), list(leaf.shape)]
+
+
+def plain(leaf: Any) -> Any:
+    """What Orbax is to store or to look for: random keys as the numbers that they are made of."""
+    if not _is_key(leaf):
+        return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+    return jax.random.key_data(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
