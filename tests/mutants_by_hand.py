@@ -13,9 +13,9 @@ COLLECTIVES = (
         bits=True,
     ),
     Mutant(
-        "all_gather",
-        "gather_blocks(computed_once(x), axis_name)",
-        "gather_blocks(x, axis_name)",
+        "mover",
+        "gather(computed_once(x), axis_name)",
+        "gather(x, axis_name)",
         f"{BITS} -k all_gather",
         bits=True,
     ),
@@ -26,15 +26,15 @@ COLLECTIVES = (
         "test_collectives.py::test_replicas_have_the_same_bits",
         bits=True,
     ),
-    Mutant("all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
+    Mutant("Mover.all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
     Mutant(
         "gather_blocks",
-        "ring.apart(jnp.roll(blocks, twins.index(axis_name), axis=0))",
-        "jnp.roll(blocks, twins.index(axis_name), axis=0)",
+        "drop_in.apart(jnp.roll(blocks, types.index(axis_name), axis=0))",
+        "jnp.roll(blocks, types.index(axis_name), axis=0)",
         "test_collectives.py::test_replicas_have_the_same_bits_of_what_is_computed_next -k halving",
         bits=True,
     ),
-    Mutant("_total", "x = twins.computed_once(x)", "x = x", f"{BITS} -k doubling", bits=True),
+    Mutant("_total", "x = drop_in.computed_once(x)", "x = x", f"{BITS} -k doubling", bits=True),
     Mutant("summing", "(me - (1 + h) * direction) % n", "(me - h * direction) % n", "test_ring.py::test_meaning"),
     Mutant(
         "filling",
@@ -48,7 +48,10 @@ COLLECTIVES = (
         "lax.fori_loop(1, n, hops, carries)",
         "test_collectives.py -k 'long_walks or twelve'",
     ),
-    Mutant("all_mean", "x / n", "x", "test_ring.py::test_meaning"),
+    Mutant("_in_order", "reversed(along(axis_name))", "along(axis_name)", "test_axis.py::test_one_after_the_other_is_the_group"),
+    Mutant("joined", "> 1", "> 9", "test_axis.py::test_joined"),
+    Mutant("Axis.of", "len(names) == len(axis)", "names", "test_axis.py::test_one_after_the_other_is_the_group"),
+    Mutant("Mover.all_mean", "x / n", "x", "test_ring.py::test_meaning"),
     Mutant("_exchange", "(me - k) % n", "(me + k) % n", "test_ring.py::test_meaning"),
     Mutant("_distances", "-(-kept[-1] // 2)", "kept[-1] // 2", "test_collectives.py::test_meaning_type_and_gradient -k halving"),
     Mutant("_halves", "(second, -1)", "(second, 1)", "test_collectives.py::test_two_rings_go_in_opposite_directions"),
@@ -89,7 +92,7 @@ COLLECTIVES = (
     Mutant("_as_they_arrive", "if 2 * h < n:", "if 2 * h <= n:", "test_matmul.py::test_equals_the_collective_and_the_product"),
     Mutant(
         "_all_gather_matmul_backward",
-        "precision.wide(weight.dtype)",
+        "wide(weight.dtype)",
         "weight.dtype",
         "test_matmul.py::test_sums_of_a_weights_gradient_are_wide",
     ),
@@ -106,8 +109,8 @@ LAYERS = (
     Mutant("_held", "(row >= 0) & (row < rows)", "(row >= 0) & (row <= rows)", "test_tensor.py::test_embed_equals_take"),
     Mutant(
         "cross_entropy",
-        "columns + _first_row(rows, axis_name) < vocabulary",
-        "columns + _first_row(rows, axis_name) <= vocabulary",
+        "columns + axis.index() * rows < vocabulary",
+        "columns + axis.index() * rows <= vocabulary",
         "test_tensor.py::test_cross_entropy_equals_log_softmax",
     ),
     Mutant(
@@ -129,20 +132,20 @@ LAYERS = (
     Mutant("norm", "jnp.conj(wide)", "wide", "test_grads.py"),
     Mutant(
         "scattered",
-        "all_reduce(loss, axis_name) / n",
-        "all_reduce(loss, axis_name)",
+        "axis.all_reduce(loss) / n",
+        "axis.all_reduce(loss)",
         "test_zero.py::test_five_steps_are_those_of_one_device",
     ),
     Mutant(
         "sharded",
-        "return all_reduce(_wide(gradient), axis_name) / n if local else gradient",
-        "return all_reduce(_wide(gradient), axis_name) if local else gradient",
+        "return axis.all_reduce(_wide(gradient)) / n if local else gradient",
+        "return axis.all_reduce(_wide(gradient)) if local else gradient",
         "test_zero.py::test_a_sharded_optimizer_is_the_optimizer",
     ),
     Mutant(
         "_scatter",
-        "reduce_scatter(_wide(x), axis_name",
-        "reduce_scatter(x, axis_name",
+        "reduce_scatter(_wide(x),",
+        "reduce_scatter(x,",
         "test_zero.py::test_sums_over_replicas_are_wide",
     ),
     Mutant(
@@ -162,19 +165,19 @@ LAYERS = (
 
 PIPELINE = (
     Mutant(
-        "_Run._backward",
+        "Run._backward",
         "slot = row.read[self.index]",
         "slot = row.written[self.index]",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "_Run._forward",
+        "Run._forward",
         "self.first & (chunk == 0)",
         "self.first",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "_Run._stage",
+        "Run._stage",
         "chunk * self.schedule.stages + self.index",
         "chunk + self.index",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
@@ -220,7 +223,7 @@ PLACEMENT = (
     Mutant(
         "sequence_keys", "jax.random.fold_in(key, step)", "key", "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own"
     ),
-    Mutant("loss_step", ' / jax.lax.axis_size("data")', "", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
+    Mutant("loss_step", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
     Mutant(
         "planned",
         "model_specs if optimizer_rule is None else rules.specs(shapes, optimizer_rule, mesh_)",
@@ -310,8 +313,8 @@ RUN = (
     ),
     Mutant(
         "Watchdog._watch",
-        "launch.GRACE * self._waits\n",
-        "launch.GRACE * (not self._waits)\n",
+        "processes.GRACE * self._waits\n",
+        "processes.GRACE * (not self._waits)\n",
         "test_launch.py -k 'long or time'",
     ),
 )
@@ -423,8 +426,8 @@ GPT2 = (
     Mutant("_dropped_heads", "first_head + jnp.arange", "jnp.arange", "test_step.py::test_twenty_steps_are_those_of_one_device"),
     Mutant(
         "stages",
-        "first_layer=position * layers",
-        "first_layer=position",
+        "first = position * layers",
+        "first = position",
         "test_pipeline.py::test_gpt2_trains_as_on_one_device -k layout0",
         long=True,
     ),
