@@ -1,0 +1,122 @@
+"""An axis does what its mover does along its names; several do, one after the other, what `lax` does along all."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh
+from parallax.collectives import Axis, bucketed, doubling, halving, hierarchical, joined, ring, torus, two_rings, xla
+from parallax.collectives.types import varying
+
+MOVERS = [ring, two_rings, halving, torus, xla]
+COLLECTIVES = {  # of an Axis, and of `lax` along the names; whole numbers add exactly
+    "all_reduce": (lambda axis, x: axis.all_reduce(x), lax.psum),
+    "all_mean": (lambda axis, x: axis.all_mean(x), lax.pmean),
+    "all_max": (lambda axis, x: axis.all_max(x), lax.pmax),
+    "reduce_scatter": (lambda axis, x: axis.reduce_scatter(x), lax.psum_scatter),
+    "reduce_scatter, tiled": (
+        lambda axis, x: axis.reduce_scatter(x, scatter_dimension=1, tiled=True),
+        functools.partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
+    ),
+    "all_gather": (lambda axis, x: axis.all_gather(x), lax.all_gather),
+    "all_gather, elsewhere": (lambda axis, x: axis.all_gather(x, axis=-1), functools.partial(lax.all_gather, axis=2)),
+    "all_gather, tiled": (
+        lambda axis, x: axis.all_gather(x, axis=1, tiled=True),
+        functools.partial(lax.all_gather, axis=1, tiled=True),
+    ),
+}
+X = np.random.default_rng(0).integers(-9, 9, (4, 8, 8)).astype(np.float32)
+
+
+def on(body, rows=4):
+    """`body` of a block [rows, 8] on each of 2 x 2 devices, which differ; every device's results come back."""
+    world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
+    local = lambda x: jax.tree.map(lambda leaf: varying(leaf, ("a", "b"))[None], body(x[0]))
+    return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(("a", "b")),), out_specs=P(("a", "b"))))(X[:, :rows])
+
+
+def both(axis, names):
+    """What `axis` does, and what `lax` does along `names`, which have the same types."""
+
+    def body(x):
+        found = {name: (ours(axis, x), twin(x, names)) for name, (ours, twin) in COLLECTIVES.items()}
+        for name, (ours, twin) in found.items():
+            assert jax.typeof(ours) == jax.typeof(twin), name
+        place = jnp.asarray(axis.index(), jnp.int32), jnp.asarray(lax.axis_index(names), jnp.int32)
+        return found | {"index": place, "size": (jnp.asarray(axis.size()), jnp.asarray(lax.axis_size(names)))}
+
+    for name, (ours, twin) in on(body, rows=4 if len(names) > 1 else 2).items():
+        np.testing.assert_array_equal(ours, twin, err_msg=name)
+
+
+@pytest.mark.parametrize("mover", MOVERS, ids=str)
+def test_an_axis_is_its_mover_along_its_names(mover):
+    both(mover("b"), "b")
+
+
+def test_a_name_is_moved_by_lax():
+    assert Axis.of("b") == xla("b")
+    assert Axis.of(("a", "b")) == xla(("a", "b"))
+    assert Axis.of(ring("b")) == ring("b") != xla("b")
+    assert [repr(Axis.of(axis)) for axis in ("b", ring("b"), halving(("a", "b")))] == ["'b'", "ring('b')", "halving(('a', 'b'))"]
+    assert {ring("b"): 1}[ring("b")] == 1
+
+
+@pytest.mark.parametrize("axis", [("b", ring("a")), (halving("b"), ring("a")), (ring("b"), "a")], ids=str)
+def test_one_after_the_other_is_the_group(axis):
+    both(Axis.of(axis), ("b", "a"))
+
+
+def test_a_part_of_several_is_moved_by_its_own_mover():
+    several = Axis.of((halving("a"), ring("b"))).mover
+    np.testing.assert_array_equal(on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b")))
+    with pytest.raises(ValueError, match=re.escape("'c' is not made of axes that")):
+        on(lambda x: several.all_reduce(x, "c"))
+
+
+def test_joined():
+    """One group where one mover moves all; otherwise one after the other."""
+    assert joined(ring("a"), ring("b")) == ring(("a", "b"))
+    assert joined("a", ("b", "c"), ()) == xla(("a", "b", "c"))
+    assert joined() == xla(())
+    assert joined(ring("a"), ()) == ring(("a",))
+    mixed = joined(ring("a"), "b")
+    assert (mixed.names, str(mixed.mover)) == (("a", "b"), "ring then xla")
+    both(mixed, ("a", "b"))
+
+
+def test_without_an_axis_nothing_moves():
+    x = jnp.arange(6.0).reshape(2, 3)
+    for mover in (ring, xla):
+        axis = mover(())
+        np.testing.assert_array_equal(axis.all_reduce(x), x)
+        np.testing.assert_array_equal(axis.all_max(x), x)
+        assert (axis.size(), int(axis.index())) == (1, 0)
+
+
+def test_buckets_keep_the_other_collectives():
+    axis = bucketed(ring("b"))
+    assert axis.mover.all_gather is ring.all_gather
+    assert repr(axis) == "bucketed ring('b')"
+    both(axis, "b")
+
+
+REFUSED = {
+    "doubling has no reduce_scatter. Take halving, or a plain axis name": lambda x: doubling("a").reduce_scatter(x),
+    "doubling has no all_gather. Take halving": lambda x: doubling("a").all_gather(x),
+    "hierarchical has no all_gather. Take torus": lambda x: hierarchical(("a", "b")).all_gather(x),
+    "ring then xla has no all_to_all. Take one mover for all axes": lambda x: Axis.of((ring("a"), "b")).all_to_all(x, 0, 0),
+    "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_mover_does_not_have_is_refused(message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        on(REFUSED[message])
