@@ -48,6 +48,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.option.part < 1:
+        raise pytest.UsageError(
+            f"--part needs a number from 1 on: one Nth of the tests; got {config.option.part}. Leave it out for all."
+        )
     # Before the first compilation; what the tests start inherits it.
     os.environ.update(flags.of_users() if config.option.users_flags else flags.quick())
 

@@ -158,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", metavar="FOLDER", help="of compiled programs, for the next command; by default a new one")
     parser.add_argument("--tests-from", type=Path, default=ROOT, metavar="FOLDER", help="the checkout whose tests run")
     asked = parser.parse_args(arguments)
+    if asked.part is not None and asked.part < 1:
+        parser.error(f"--part needs a number from 1 on: one Nth of the mutants; got {asked.part}. Leave it out for all.")
     mutants = [*BY_HAND, *drawn(ROOT, asked.generate, 0 if asked.part else asked.seed)]
     if asked.part:
         mutants = part(mutants, asked.part, asked.seed)

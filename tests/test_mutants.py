@@ -114,6 +114,12 @@ def test_ten_parts_are_all():
 CAUGHT = Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came")
 
 
+def test_a_part_of_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        mutants.main(["--part", "0"])
+    assert "--part needs a number from 1 on: one Nth of the mutants; got 0." in capsys.readouterr().err
+
+
 def test_the_command_tells_what_is_caught(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mutants, "BY_HAND", (CAUGHT,))
     assert mutants.main(["--generate", "0", "--only", "gpipe", "--cache", str(tmp_path)]) == 0

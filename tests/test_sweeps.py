@@ -1,5 +1,7 @@
 """What a run leaves out of a sweep, the next ones take."""
 
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -25,3 +27,15 @@ def test_successive_seeds_take_every_case_once(parts, first):
 
 def test_a_seed_takes_the_same_cases_in_whatever_order_they_come():
     assert part(CASES, 3, 4) == part(CASES[::-1], 3, 4)
+
+
+def test_there_is_no_part_0(pytestconfig):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--part", "0", "--collect-only", "-n", "0", __file__],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=pytestconfig.rootpath,
+    )
+    assert done.returncode == 4
+    assert "--part needs a number from 1 on: one Nth of the tests; got 0. Leave it out for all." in done.stderr
