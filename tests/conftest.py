@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("parallax")
 def pytest_addoption(parser):
     group = parser.getgroup("parallax")
     group.addoption("--users-flags", action="store_true", help="compile as users do: tests marked `bits` need it")
-    group.addoption("--part", type=int, default=1, metavar="N", help="one Nth of the tests, chosen by --sweep-seed")
+    group.addoption("--part", type=int, default=1, metavar="N", help="one Nth of the tests, drawn by --sweep-seed")
     group.addoption("--sweep-seed", type=int, default=0, metavar="K", help="which part of each sweep to run (0)")
     group.addoption("--sweep-all", action="store_true", help="all cases of every sweep")
 
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config, items):
         for item in set().union(*sweeps.values()) - left_out:
             if option.sweep_seed and hypothesis.is_hypothesis_test(item.obj):
                 hypothesis.seed(option.sweep_seed)(item.obj)
-    chosen = part([item for item in chosen if item not in left_out], option.sweep_seed, option.part)
+    chosen = drawn([item for item in chosen if item not in left_out], option.sweep_seed, option.part)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
@@ -88,3 +88,8 @@ def part(cases, seed, parts=1):
     """One of `parts` equal parts of the cases: those of `parts` successive seeds together are all of them."""
     shuffled = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     return [item for number, item in enumerate(shuffled) if (number - seed) % parts == 0]
+
+
+def drawn(cases, seed, parts):
+    """One of `parts` equal parts, drawn anew for each seed: taken in turns, some cases of a sweep would never have their turn."""
+    return sorted(cases, key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())[::parts]

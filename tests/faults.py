@@ -38,7 +38,8 @@ class Running:
         flags: Mapping[str, str] = OF_USERS,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.launcher = folder, launcher
+        self.folder, self.launcher, self.began = folder, launcher, time.time()
+        self.metrics = folder / "metrics.jsonl"
         self.output = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent), *sys.path]),
@@ -82,6 +83,12 @@ class Running:
             return of_parent(self.started[0].pid)
         return {rank: process.pid for rank, process in enumerate(self.started) if process.poll() is None}
 
+    def rank(self, rank: int) -> int:
+        """The process id of a rank, which must be alive."""
+        alive = self.ranks()
+        assert rank in alive, f"rank {rank} is not alive; {sorted(alive)} are. The job printed:\n{self.printed()}"
+        return alive[rank]
+
     def wait(self, seconds: float = 400) -> int:
         """The job's exit code: of mpirun, or the first of a rank that is not 0. It is over when no rank is left."""
         end = time.monotonic() + seconds
@@ -102,8 +109,7 @@ class Running:
 
     def steps(self) -> int:
         """The last step in the metrics."""
-        path = self.folder / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
 
     def printed(self) -> str:
         """What the job printed, without the chatter of gloo and of mpirun."""

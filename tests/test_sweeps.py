@@ -5,7 +5,7 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from conftest import part
+from conftest import drawn, part
 
 
 class Case(NamedTuple):
@@ -27,6 +27,13 @@ def test_successive_seeds_take_every_case_once(parts, first):
 
 def test_a_seed_takes_the_same_cases_in_whatever_order_they_come():
     assert part(CASES, 3, 4) == part(CASES[::-1], 3, 4)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 10])
+def test_a_part_of_all_tests_comes_to_every_case_of_a_sweep(parts):
+    for sweep in (1, 2, 4):
+        assert {case for seed in range(200) for case in drawn(part(CASES, seed, sweep), seed, parts)} == set(CASES)
+    assert len(drawn(CASES, 7, parts)) == -(-len(CASES) // parts)
 
 
 def test_there_is_no_part_0(pytestconfig):
