@@ -40,7 +40,7 @@ COLLECTIVES = (
         "filling",
         "(me - h * direction) % n",
         "(me - h) % n",
-        "test_collectives.py::test_meaning_type_and_gradient -k bidirectional",
+        "test_collectives.py::test_meaning_type_and_gradient -k two_rings",
     ),
     Mutant(
         "together",
@@ -75,6 +75,7 @@ COLLECTIVES = (
         "    return values(ring.all_gather(sent, axis_name)),",
         "    found = values(ring.all_gather(sent, axis_name))\n    return jnp.where(_own(found, axis_name), part, found),",
         "test_quantized.py::test_bound",
+        bits=True,
     ),
     Mutant(
         "_all_reduce",

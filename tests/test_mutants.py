@@ -1,6 +1,9 @@
 """The faults of `mutants.py`: each still applies, and the command tells what is caught from what is not."""
 
 import ast
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +24,33 @@ def test_a_fault_stands_in_one_place_and_compiles(mutant):
     for word in mutants.selected(mutant, ROOT):
         file, _, test = word.partition("::")
         assert not word.startswith("tests/") or not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+COLLECTION = """
+import pytest, sys
+class Printed:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            print("\\t".join([item.nodeid, *{mark.name for mark in item.iter_markers()} & {"slow", "bits"}]))
+options = "-q --collect-only -n 0 -p no:cacheprovider --sweep-all --users-flags".split()
+sys.exit(pytest.main([*options, "-m", "slow or not slow"], plugins=[Printed()]))
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_of_each_fault_are_there():
+    done = subprocess.run([sys.executable, "-c", COLLECTION], check=True, capture_output=True, text=True, cwd=ROOT)
+    tests = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("tests/")]
+    for mutant in BY_HAND:
+        *words, chosen = mutants.selected(mutant, ROOT)
+        where = [word for word in [*words, chosen] if word.startswith("tests/")]
+        chosen = re.sub(r"\b(?!(?:and|or|not)\b)[\w-]+", r"('\g<0>'.lower() in test)", chosen) if "-k" in words else "True"
+        assert [
+            test
+            for test, *marks in tests
+            if test.startswith(tuple(where)) and (mutant.long, mutant.bits) == ("slow" in marks, "bits" in marks)
+            if eval(chosen, {"test": test.lower()})
+        ], f"no test is chosen by {mutant.tests!r} of {mutant.name}"
 
 
 def test_there_are_enough_over_the_whole_package_and_none_twice():
