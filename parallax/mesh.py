@@ -1,10 +1,12 @@
 """A mesh of named axes, trees placed on it, and the one wrapper of `jax.shard_map`.
 
 All axes are Auto outside and manual inside: `spmd` hands a function the local block of every array, and the function names
-the axes that it communicates over. The check of replication types is always on.
+the axes that it communicates over. The check of replication types is always on. A mesh of `jax.make_mesh`, whose axes are
+Explicit, does too.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -49,8 +51,10 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
 def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
 
-    Leaves that are not arrays (activation functions, flags) reach `f` and leave it as they are. Wrap the result in
-    `jax.jit` or `eqx.filter_jit`.
+    Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they are. Wrap the result in
+    `eqx.filter_jit`, or, where all leaves are arrays, in `jax.jit`, which makes arrays of Python numbers; or call it inside a
+    jitted program, on some of its arrays. Each argument is first laid out as its spec says, wherever it was. Results lie on
+    `mesh`; under `jax.set_mesh` their axes have the types (Auto or Explicit) of its mesh.
 
     Args:
         f: a function of local blocks; it names the axes it works on.
@@ -59,12 +63,16 @@ def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTr
 
     Raises:
         ValueError: a spec names an axis that the mesh lacks or one axis twice, is longer than its array's rank, or splits a
-            dim that does not divide. The message names the leaf.
+            dim that does not divide; or there is an array where the specs have None: the message names the leaf. Or the call
+            stands inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or some axes are Auto
+            and others Explicit.
     """
 
     def mapped(*arguments):
+        over = _in_context(mesh)
         arrays, static_in = eqx.partition(arguments, is_array)
-        check(arrays, in_specs, mesh)
+        check(arrays, in_specs, over)
+        arrays = _laid_out(arrays, in_specs, over)
         static_out = []
 
         def body(*arrays):
@@ -72,10 +80,50 @@ def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTr
             static_out.append(static)
             return result
 
-        result = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)(*arrays)
+        result = jax.shard_map(body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True)(*arrays)
         return eqx.combine(result, static_out[-1])
 
     return mapped
+
+
+def _in_context(mesh: Mesh) -> Mesh:
+    """`mesh`, its axes of the types that they have under `jax.set_mesh`."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:
+        names = ", ".join(map(repr, context.manual_axes))
+        raise ValueError(
+            f"mesh.spmd maps over all axes of its mesh, and this call is inside a map already, which runs over {names}. Inside, "
+            f"call the function itself, on the local blocks that are there; or call mesh.spmd outside, under jax.jit."
+        )
+    if not context.empty and list(context.shape.items()) != list(mesh.shape.items()):
+        raise ValueError(
+            f"mesh.spmd was given the mesh {dict(mesh.shape)}, and jax.set_mesh has set another, {dict(context.shape)}. Pass "
+            f"that one as mesh=, or call outside of jax.set_mesh."
+        )
+    types = mesh.axis_types if context.empty else context.axis_types
+    if len(set(types)) > 1:
+        named = ", ".join(f"{name!r} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
+        raise ValueError(
+            f"mesh.spmd needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got {named}. Take mesh.make, "
+            f"or axis_types=(AxisType.Auto,) * {len(types)} in jax.make_mesh."
+        )
+    return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
+
+
+def _laid_out(arrays: Tree, specs: PyTree, mesh: Mesh) -> Tree:
+    """`arrays` as `specs` say, where Explicit axes are part of their types; `shard_map` does so itself on Auto axes alone.
+
+    On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit mesh on an Auto one.
+    """
+
+    def leaf(array, spec):
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.reshard(array, NamedSharding(mesh, spec))
+        if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
+            return jax.device_put(array, NamedSharding(mesh, spec))
+        return array
+
+    return jax.tree.map(leaf, arrays, jax.tree.broadcast(specs, arrays, is_leaf=is_spec))
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
@@ -109,11 +157,25 @@ def check(tree: PyTree, specs: PyTree, mesh: Mesh) -> None:
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
+        _check_none(specs, tree)
         raise ValueError(
             f"The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, "
             f"or a tree as rules.specs makes. {error}"
         ) from error
     jax.tree.map_with_path(lambda path, leaf, spec: check_leaf(dotted(path), leaf, spec, mesh), tree, fitted)
+
+
+def _check_none(specs: PyTree, tree: PyTree) -> None:
+    """Refuse an array where the specs have None, as they do for a leaf that is none."""
+    specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
+    static = [tuple(path) for path, spec in specs_and_none if spec is None]
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if any(tuple(path[: len(each)]) == each for each in static):
+            raise ValueError(
+                f"{dotted(path)}: the specs have None, as for a leaf that is no array (a Python number, a function), and an "
+                f"array came, {leaf.dtype}{list(leaf.shape)}. jax.jit makes arrays of Python numbers: take eqx.filter_jit, which "
+                "leaves them as they are. If it was an array from the beginning, give it a PartitionSpec, as rules.specs does."
+            )
 
 
 def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: Mesh, rule: str = "") -> None:
@@ -137,6 +199,26 @@ def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: Mesh, rule: str 
                 f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh axis "
                 f"{' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or replicate this leaf with P()."
             )
+
+
+def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
+    """Each spec of a tree, by its dotted path.
+
+    Raises:
+        ValueError: two specs have one path.
+    """
+    named = [(dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
+    if same := twice([path for path, _ in named]):
+        raise ValueError(f"The specs have two leaves of the path {same[0]}: {RENAME}.")
+    return dict(named)
+
+
+RENAME = "rename one of them, such as a dict's key that has a dot in it, since leaves are told apart by path"
+
+
+def twice(paths: Sequence[str]) -> list[str]:
+    """The paths that several leaves have."""
+    return [path for path, count in Counter(paths).items() if count > 1]
 
 
 def entry_axes(entry: Any) -> tuple:

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Shaped
 
 from parallax.collectives.axis import AllToAll, Mover
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import AxisName, axes, linear, replicated, size, varying
+from parallax.collectives.types import AxisName, axes, cast, index, linear, pending, size, varying
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -61,26 +61,34 @@ def mover(
             dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
             check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, size(axis_name), tiled)
             gather = gathers[scatter_dimension == 0]
-            return linear(
+            return moved(
                 x,
+                axis_name,
                 forward=lambda x: scatter_blocks(split(x, dim, axis_name, tiled), axis_name),
                 backward=lambda ct: merge(gather(computed_once(ct), axis_name), dim, tiled),
             )
 
-        return in_turn(lambda x: leaf(varying(summable(x), axis_name)), x, axis_name)
+        return in_turn(lambda x: leaf(summand("reduce_scatter", summable(x), axis_name)), x, axis_name)
 
-    def all_gather(x, axis_name, *, axis=0, tiled=False):
+    def all_gather(x, axis_name, *, axis=0, tiled=False, to="varying"):
+        if to not in ("varying", "invarying", "reduced"):
+            raise ValueError(f"all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got {to!r}.")
+
         def leaf(x):
             if not axes(axis_name):  # there `lax` adds no dim
                 return x
             dim, gather = dim_of("axis", axis, x.ndim + (not tiled)), gathers[axis == 0]
-            return linear(
+            blocks = lambda ct: split(ct, dim, axis_name, tiled)
+            own = lambda ct: lax.dynamic_index_in_dim(blocks(ct), index(axis_name), 0, keepdims=False)
+            return moved(
                 x,
+                axis_name,
                 forward=lambda x: merge(gather(computed_once(x), axis_name), dim, tiled),
-                backward=lambda ct: scatter_blocks(split(ct, dim, axis_name, tiled), axis_name),
+                backward=own if to == "invarying" else lambda ct: scatter_blocks(blocks(ct), axis_name),
+                to=to,
             )
 
-        return in_turn(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x, axis_name)
+        return in_turn(lambda x: leaf(block("all_gather", jnp.asarray(x), axis_name)), x, axis_name)
 
     def all_reduce_(x, axis_name):
         return all_reduce(x, axis_name, in_blocks(axis_name, scatter_blocks, gather_blocks))
@@ -95,14 +103,74 @@ def all_reduce(x: Tree, axis_name: AxisName, total: Callable[..., Any]) -> Tree:
     Its transpose costs nothing: the result is the same everywhere, so its cotangent is too.
     """
     return in_turn(
-        lambda x: linear(
-            varying(summable(x), axis_name),
-            forward=lambda x: replicated(total(x), axis_name),
-            backward=lambda ct: varying(ct, axis_name),
+        lambda x: moved(
+            summand("all_reduce", summable(x), axis_name), axis_name, forward=total, backward=lambda ct: ct, to="invarying"
         ),
         x,
         axis_name,
     )
+
+
+def moved(
+    x: Shaped[Array, "..."],
+    axis_name: AxisName,
+    *,
+    forward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    backward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    to: str = "varying",
+) -> Shaped[Array, "..."]:
+    """`linear` of two functions of varying arrays, for an `x` that varies or is unreduced along all of `axis_name`.
+
+    The result is declared `to`, "varying", "invarying" or "reduced" there, and the transpose's result what belongs to `x`:
+    reduced for unreduced. Along other axes both stay as they are.
+    """
+
+    def on_terms(f, state):
+        def g(x):
+            other = {axis: was for axis, was in pending(x).items() if axis not in axes(axis_name)}
+            inside = dict.fromkeys((*axes(axis_name), *other), "varying")
+            after: dict[str, Any] = other | dict.fromkeys(axes(axis_name), state)
+            return cast(f(cast(x, inside)), after)
+
+        return g
+
+    unreduced = any(axis in axes(axis_name) for axis in pending(x))
+    return linear(x, forward=on_terms(forward, to), backward=on_terms(backward, "reduced" if unreduced else "varying"))
+
+
+def summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+    """`x` for a sum over `axis_name`, as varying or as unreduced along all of it.
+
+    Raises:
+        ValueError: it is reduced along one of the axes, or unreduced along some of them only; `lax` refuses those too.
+    """
+    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
+        return x
+    if "unreduced" in states.values():
+        raise ValueError(
+            f"{name} along {axis_name!r} needs an x that is unreduced along all of these axes or along none; this one, of shape "
+            f"{x.shape}, is {_spelt(states)}. Sum it over its unreduced axes first, and over the others then."
+        )
+    return block(name, x, axis_name)
+
+
+def block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+    """`x` as varying along `axis_name`. Raises `ValueError` where it is unreduced or reduced there, as `lax` does."""
+    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    if states:
+        cure = "Sum it first, by all_reduce or reduce_scatter"
+        if "reduced" in states.values():
+            cure = f'Cast it first: lax.pcast(x, {next(a for a in states if states[a] == "reduced")!r}, to="varying")'
+        raise ValueError(
+            f"{name} along {axis_name!r} needs an x that varies or is the same there; this one, of shape {x.shape}, is "
+            f"{_spelt(states)}. {cure}."
+        )
+    return varying(x, axis_name)
+
+
+def _spelt(states: dict[str, str]) -> str:
+    return " and ".join(f"{was} along {axis!r}" for axis, was in states.items())
 
 
 def in_turn(one: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:

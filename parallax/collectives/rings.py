@@ -25,7 +25,7 @@ from jaxtyping import Array, Shaped
 
 from parallax.collectives import drop_in
 from parallax.collectives.drop_in import apart, send
-from parallax.collectives.types import AxisName, index, linear, size, varying, varying_axes
+from parallax.collectives.types import AxisName, index, size, varying, varying_axes
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -51,13 +51,14 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
     def leaf(x):
         split, concat = drop_in.dim_of("split_axis", split_axis, x.ndim), drop_in.dim_of("concat_axis", concat_axis, x.ndim)
         drop_in.check_divides("all_to_all", "split_axis", x.shape, split, size(axis_name), tiled)
-        return linear(
+        return drop_in.moved(
             x,
+            axis_name,
             forward=lambda x: drop_in.merge(_exchange(drop_in.split(x, split, axis_name, tiled), axis_name), concat, tiled),
             backward=lambda ct: drop_in.merge(_exchange(drop_in.split(ct, concat, axis_name, tiled), axis_name), split, tiled),
         )
 
-    return jax.tree.map(lambda x: leaf(varying(jnp.asarray(x), axis_name)), x)
+    return jax.tree.map(lambda x: leaf(drop_in.block("all_to_all", jnp.asarray(x), axis_name)), x)
 
 
 def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1) -> Shaped[Array, "*dims"]:

@@ -1,14 +1,15 @@
 """What JAX's replication types cannot say: that a result is the same on all devices, and what its transpose is.
 
 Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast` goes from invariant to
-varying only, so a ring that is written out of `ppermute` could never leave the map under `out_specs=P()`, and its transpose
-would be derived hop by hop. Two primitives mend that: `replicated` declares a value invariant at no cost, and `linear` pairs
-a linear function with its transpose (like `jax.custom_derivatives.linear_call`, and it batches too).
+varying, so a ring that is written out of `ppermute` could never leave the map under `out_specs=P()`, and its transpose
+would be derived hop by hop. Three primitives mend that: `replicated` declares a value invariant at no cost, `cast` hands out
+the terms of an unreduced one, and `linear` pairs a linear function with its transpose (like
+`jax.custom_derivatives.linear_call`, and it batches too).
 
 This is the one file that touches types which JAX does not document.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -70,6 +71,50 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(leaf, x)
+
+
+def pending(x: Shaped[Array, "..."]) -> dict[str, str]:
+    """The mesh axes along which `x` is "unreduced" or "reduced", `lax.pcast`'s words, and which of the two.
+
+    An unreduced value is a sum over the axis that was not taken: each device has a term. A reduced one is the same on all
+    devices, and its cotangent is unreduced. Raises `TypeError` as `varying_axes` does.
+    """
+    return pending_of_type(jax.typeof(x))
+
+
+def pending_of_type(aval: Any) -> dict[str, str]:
+    """`pending` of all arrays of the type `aval`."""
+    try:
+        return dict.fromkeys(sorted(aval.mat.unreduced), "unreduced") | dict.fromkeys(sorted(aval.mat.reduced), "reduced")
+    except AttributeError as error:
+        raise TypeError(type_error) from error
+
+
+def cast(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
+    """`x`, declared "varying", "invarying", "unreduced" or "reduced" along each axis of `states`: free, and unchecked.
+
+    As honest as `replicated`, and differentiable as little: wrap what uses it in `linear`.
+    """
+    for axis, was in pending(x).items():
+        if axis in states:
+            x = terms_p.bind(x, axis=axis) if was == "unreduced" else lax.pcast(x, axis, to="varying")
+    x = varying(x, tuple(states))
+    same = tuple(axis for axis, state in states.items() if state in ("invarying", "reduced"))
+    x = replicated(x, same) if same else x
+    for axis, state in states.items():
+        x = lax.pcast(x, axis, to=state) if state in ("unreduced", "reduced") else x
+    return x
+
+
+def _terms_type(x, *, axis):
+    kind = x.mat
+    others = {"unreduced": kind.unreduced - {axis}, "reduced": kind.reduced}
+    return x.update(manual_axis_type=type(kind)(varying=kind.varying | {axis}, **others))
+
+
+terms_p = Primitive("terms")  # unreduced -> varying, the one cast that `lax.pcast` lacks: each device's own term
+terms_p.def_abstract_eval(_terms_type)
+mlir.register_lowering(terms_p, lambda context, x, *, axis: [x])
 
 
 def size(axis_name: AxisName) -> int:
@@ -162,6 +207,7 @@ def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) 
 
     def body():
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
+        zeros = cast(zeros, pending_of_type(x))
         found.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
         return ()
 
