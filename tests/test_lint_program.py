@@ -448,6 +448,7 @@ def test_our_steps_are_silent_wherever(layout, mover):
 MODEL = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
 DATA = (jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32))
 FSDP = rules.fsdp("data", size=8, min_size=1)
+SPLIT_DIMS = {name: list(spec).index("data") for name, spec in rules.specs(MODEL, FSDP).items()}
 
 
 def loss(params, batch):
@@ -466,6 +467,13 @@ def gathered(loss):
     return zero.gathered(loss, rules.specs(MODEL, FSDP), ring("data"))
 
 
+def gathered_by_hand(loss):
+    def whole(path, x):
+        return lax.all_gather(x, "data", axis=SPLIT_DIMS[path[0].key], tiled=True)
+
+    return lambda params, batch: loss(jax.tree.map_with_path(whole, params), batch)
+
+
 def unsharded(grad):
     return zero.unsharded(grad, ring("data"), specs=rules.specs(MODEL, FSDP))
 
@@ -474,7 +482,8 @@ ARROWS = {
     "reduced once a step": (averaged(accumulated(jax.value_and_grad(loss))), P(), []),
     "reduced once a microbatch": (accumulated(averaged(jax.value_and_grad(loss))), P(), [EACH, EACH]),
     "gathered once a step": (averaged(unsharded(accumulated(jax.value_and_grad(loss)))), FSDP, []),
-    "gathered once a microbatch": (averaged(accumulated(jax.value_and_grad(gathered(loss)))), FSDP, [SAME, SAME]),
+    "gathered once a microbatch": (averaged(accumulated(jax.value_and_grad(gathered(loss)))), FSDP, []),
+    "gathered by hand": (averaged(accumulated(jax.value_and_grad(gathered_by_hand(loss)))), FSDP, [SAME, SAME]),
     "averaged twice": (averaged(averaged(jax.value_and_grad(loss))), P(), [TWICE]),  # the loss; `averaged` knows the others
     "in bfloat16": (averaged(precision.mixed(jax.value_and_grad(loss), jnp.bfloat16)), P(), [WIDE]),  # but for the batch
 }

@@ -171,6 +171,8 @@ def taken(parts: list, found: lint.Finding) -> list:
             return without(parts, of)
         return [shrunk(part, of) if name(part) == around and has_idle(part, of) else part for part in parts]
     where = next((i for i, part in enumerate(parts) if name(part) == found.where and is_meant(part, found)), None)
+    if "all leaves have this dim split there" in found.cure:  # other sizes are advised, which this tree does not take
+        return [rules.match(found.where, P()), *parts]
     if where is None:
         return [rules.match(found.where, evaluated(r"(P(?:artitionSpec)?\([^.]*\)) would fit\.$", found.cure)), *parts]
     return taken_by_fsdp(parts, where, found)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from parallax.lint import jaxprs
+from parallax import jaxprs
 from parallax.lint.values import VIEWS, Value
 
 Part = tuple[str, int]  # ("sum", k): the k-th sum in the loop's body; ("carry", i): its i-th carry as the trip begins

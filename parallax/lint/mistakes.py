@@ -4,8 +4,8 @@ import math
 
 from jax.extend.core import JaxprEqn
 
+from parallax.jaxprs import types
 from parallax.lint.finding import Finding
-from parallax.lint.jaxprs import types
 from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -69,6 +69,52 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
         f"carry: {_bytes(nbytes(aval))} each time instead of once.",
         "Add up the parts of each device in the loop and sum over the devices after it: grads.averaged round grads.accumulated. "
         "If JAX made this sum, of a gradient, cast the parameters to varying before they are differentiated, as these do.",
+    )
+
+
+def update_mixes_a_shard(operation: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """A reduction of a shard that goes into the shard's update."""
+    return Finding(
+        "update-mixes-a-shard",
+        where,
+        f"this {operation} takes {shown(aval)}, a shard along {named(axes)}, and goes into the update of that shard with no "
+        f"collective between: each of {size} devices takes its own number for that of the whole array.",
+        "Wrap the optimizer: optimizers.whole or optimizers.by_matrix; clip with step.make(max_norm=...) or grads.clipped. By "
+        f"hand, sum the squares over {named(axes)} before the root.",
+    )
+
+
+def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """A sum over devices that adds the gradients of different shards."""
+    return Finding(
+        "shards-summed",
+        where,
+        f"this sum adds {shown(aval)} over {named(axes)}, {size} devices, and goes into the update of an array that is split "
+        f"along {named(axes)}: the gradients of different shards are added up, and each shard gets the sum.",
+        f"Leave {named(axes)} out of the sum of this leaf. grads.averaged and grads.summed reduce each leaf over its own axes.",
+    )
+
+
+def gathered_out_of_order(aval, dim: int, split: tuple[str, ...], over: tuple[str, ...], where: str) -> Finding:
+    """A gather of blocks that do not lie one after another."""
+    return Finding(
+        "gathered-out-of-order",
+        where,
+        f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and is gathered over {over}: the "
+        "blocks that come together do not lie one after another in the whole array.",
+        f"Gather over {split[-len(over) :]} first, or name the axes of dim {dim} in another order in its spec.",
+    )
+
+
+def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """A loop over layers of which each replica has others."""
+    return Finding(
+        "layers-not-gathered",
+        where,
+        f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)}, whose layers dim is split over "
+        f"{named(axes)}, as the batch is, and gathers none: each of {size} replicas runs other layers, on its own rows.",
+        "Split another dim, rules.fsdp(..., keep={'blocks.**': (0,)}), and gather each layer with zero.gathered; or split the "
+        "layers over an axis of their own, as pipeline.value_and_grad does.",
     )
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
+from parallax.jaxprs import opened
 from parallax.lint import values
 from parallax.lint.finding import Finding
-from parallax.lint.jaxprs import opened
 from parallax.lint.walk import Walk
 
 
@@ -23,11 +23,27 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
       gradients (jax #40823).
     * `summed-twice`: a sum over devices of what is the same on all of them.
     * `sum-in-a-loop`: a sum whose result is only added to a loop's carry; one sum of that carry after the loop is the same.
-    * `same-every-trip`: a collective in a loop, of something that the loop does not change.
+    * `same-every-trip`: a collective in a loop, of something that the loop does not change. `zero.gathered` and
+      `sequence.enter` are left alone: parameters that are gathered again for each microbatch need not be held.
+    * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with no collective over its axes
+      between: `optax.lamb`, or clipping by a norm, on shards. Sought are reductions of all elements to one number, and in
+      optax's own lines those of single dims, of whatever elementwise operations join to an output `w + u` whose spec is that
+      of the argument `w`.
+    * `shards-summed`: a sum over an axis along which such a `w` is split, of what goes into its update and was made by a
+      product, a reduction or a loop, as gradients are: it adds different shards.
+    * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes that split a dim, or over both in
+      another order than its spec has, so that the blocks do not lie one after another. A batch is none the worse for it.
+    * `layers-not-gathered`: a `scan` over layers, in their own order, that are split over the axis of the batch and meet no
+      collective over it, while its carry comes from that batch. Layers are told by an output of the same shape and spec
+      (their gradient, or their update), and the batch by none; programs that also send along that axis, as pipelines do, are
+      left alone.
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from bfloat16 or float16.
 
     Devices differ along the axes of `in_specs` and of `lax.axis_index`; what a sum, a maximum or a gather gives is the same
-    again, even where it is typed as varying. Axes of one device do not count.
+    again, even where it is typed as varying. Axes of one device do not count. `update-mixes-a-shard` and `shards-summed`
+    leave alone a dim of which a device has one row, since it may count models; and the first an argument whose elements are
+    rounded to whole numbers or to 8 bits, since its scale may be that of a shard. A pipeline by hand whose stages all hold the
+    same layers is not sought: a recurrent net that hands its state to the next device is the same program.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`, or what `jax.make_jaxpr` gave, then without `args`.

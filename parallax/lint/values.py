@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax.lint import jaxprs
+from parallax import jaxprs
 
 # The result holds the numbers of the first operand, by no index that is computed.
 VIEWS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice", "squeeze", "transpose"})

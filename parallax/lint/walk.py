@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import mesh
+from parallax import jaxprs, mesh, remat
 from parallax.collectives import types
-from parallax.lint import jaxprs, mistakes, values
+from parallax.lint import mistakes, shards, values
 from parallax.lint.finding import Finding
 from parallax.lint.loops import Loop
 from parallax.lint.values import LINEAR, Sent, Value, either, joined
@@ -26,6 +26,7 @@ class Walk:
         self.mesh: Any = None  # of the shard_map around
         self.checked = True  # its check_vma
         self.where: str | None = None  # the line of an equation whose inner equations have no line of the caller's
+        self.gathering = False  # inside what `zero.gathered` or `sequence.enter` gathers: each trip does so on purpose
         self.loops: list[Loop] = []
         self.predicates: list[tuple[str, frozenset[str]]] = []  # around: what it is, and the axes it differs along
         self.ours: dict[int, Jaxpr] = {}
@@ -50,6 +51,11 @@ class Walk:
         control = {"shard_map": self._shard_map, "cond": self._cond, "scan": self._scan, "while": self._while}
         if eqn.primitive.name in control:
             return control[eqn.primitive.name](eqn, operands)
+        if eqn.primitive.name == LINEAR and eqn.params["name"] == remat.GATHERED and not self.gathering:
+            self.gathering = True
+            results = self._equation(eqn, operands)
+            self.gathering = False
+            return results
         ours = self._ours(eqn) if eqn.primitive.name == LINEAR else None
         if sent := values.sent(eqn, ours):
             return self._collective(eqn, sent, operands)
@@ -81,7 +87,12 @@ class Walk:
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         split = [self._large(axis for entry in spec for axis in mesh.entry_axes(entry)) for spec in eqn.params["in_specs"]]
         arguments = [value._replace(differs=value.differs | axes) for value, axes in zip(operands, split, strict=True)]
-        results = self(jaxprs.inner(eqn)[0], arguments)
+        (body,) = jaxprs.inner(eqn)
+        results = self(body, arguments)
+        if not self.silent:
+            specs = eqn.params["in_specs"], eqn.params["out_specs"]
+            for found in shards.findings(body, *specs, self.mesh.shape, self._ours):
+                self._note(found)
         self.mesh, self.checked = outside
         return [value._replace(differs=frozenset()) for value in results]  # whole again
 
@@ -167,7 +178,8 @@ class Walk:
             if same and sent.kind in ("sum", "scatter"):
                 self._note(mistakes.summed_twice(value, aval, same, self._devices(same), where))
             elif loop and value.trip < loop.depth:
-                self._note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
+                if not self.gathering:
+                    self._note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
             elif loop:

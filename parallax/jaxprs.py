@@ -13,10 +13,13 @@ import jaxtyping
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-_HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_HOUSE = os.path.dirname(__file__) + os.sep
 _ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
 _LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping))
 _STANDARD, _INSTALLED = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
+
+
+UNKNOWN = "unknown line"
 
 
 def opened(jaxpr: Any) -> Jaxpr:
@@ -68,7 +71,7 @@ def is_literal(atom: Any) -> bool:
 
 def source(eqn: JaxprEqn) -> str:
     """The line that an equation is from, "file.py:12": the caller's innermost, or else the one of this library that made it."""
-    ours = "unknown line"
+    ours = UNKNOWN
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if frame.file_name.startswith(_ROOMS[0]):  # from here on, who called the lint
@@ -76,9 +79,31 @@ def source(eqn: JaxprEqn) -> str:
         line = f"{frame.file_name}:{frame.line_num}"
         if _is_callers(frame.file_name):
             return line
-        if ours == "unknown line" and frame.file_name.startswith(_HOUSE) and not frame.file_name.startswith(_ROOMS):
+        if ours == UNKNOWN and frame.file_name.startswith(_HOUSE) and not frame.file_name.startswith(_ROOMS):
             ours = line
     return ours
+
+
+def origin(eqn: JaxprEqn) -> str:
+    """The line that made an equation, wherever it is but in JAX: "clipping.py:77"; "" where that is unknown."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if frame.file_name.endswith(".py") and not frame.file_name.startswith((_LIBRARIES[0], _STANDARD)):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def maker(eqn: JaxprEqn) -> str:
+    """The file of the innermost function round an equation that is not of JAX; "" where that is unknown."""
+    traceback = eqn.source_info.traceback
+    names = [frame.file_name for frame in (traceback.frames if traceback else ()) if frame.file_name.endswith(".py")]
+    others = (name for name in names if name.startswith(_INSTALLED) or not name.startswith(_STANDARD))
+    return next((name for name in others if not name.startswith(_LIBRARIES[0])), "")
+
+
+def is_of_optax(file_name: str) -> bool:
+    """Whether a file is one of optax."""
+    return file_name.startswith(_LIBRARIES[2])
 
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
