@@ -23,14 +23,15 @@ def mean(
     targets: Int[Array, "*batch"],
     axis: AxisLike,
     *,
+    weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
     block_tokens: int = 512,
 ) -> Float[Array, ""]:
     """The mean of -log softmax(x · table^T)[targets] in nats: `x[B, D], W[V_X, D], targets[B] -> scalar`.
 
-    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, ...))`, with three matrix products for value and gradient,
-    as there, and one for the value alone. The products' terms are of `x`'s type, their sums, the softmax and the loss in
-    float32 or wider.
+    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`, with three matrix products for
+    value and gradient, as there, and one for the value alone. The products' terms are of `x`'s type, their sums, the softmax
+    and the loss in float32 or wider.
 
     It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes these, so that blocks
     of some hundred tokens cost no time. What moves over `axis` is that of `tensor.cross_entropy`, block by block.
@@ -40,8 +41,10 @@ def mean(
     Args:
         x: what the head multiplies, after `tensor.enter`.
         table: the rows of the vocabulary, or this device's, split over `axis`.
-        targets: they count over the whole vocabulary.
+        targets: they count over the whole vocabulary. One outside it makes the loss nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` where the table is whole.
+        weights: each token's loss is multiplied by its weight, and still divided by the number of tokens; constants, that are
+            not differentiated. Pass `normalized` ones for a mean over the weighted tokens.
         vocabulary: rows from here on are padding: their logits are minus infinity, their gradients zero.
         block_tokens: at most so many tokens' logits are there at once.
 
@@ -57,8 +60,9 @@ def mean(
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
-    # All three vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
-    union = varying_axes(x) + varying_axes(table) + varying_axes(targets)
+    # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
+    each = (targets,) if weights is None else (targets, lax.stop_gradient(weights))  # what else a token has
+    union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, each), start=())
     count, width, wide = targets.size, x.shape[-1], precision.wide(x.dtype)
     blocks = -(-count // block_tokens)
 
@@ -73,29 +77,51 @@ def mean(
     def make_logits(x, table):
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
-    def losses_of(logits, targets):
-        return tensor.cross_entropy(logits, targets, axis, vocabulary=vocabulary)
+    def losses_of(logits, targets, weights=None):
+        return tensor.cross_entropy(logits, targets, axis, weights=weights, vocabulary=vocabulary)
 
     @jax.custom_vjp
-    def loss(x, table, targets):
-        block = lambda _, each: (None, losses_of(make_logits(each[0], table), each[1]))
-        return jnp.mean(whole(lax.scan(block, None, (in_blocks(x, width), in_blocks(targets)))[1]))
+    def loss(x, table, *each):
+        block = lambda _, parts: (None, losses_of(make_logits(parts[0], table), *parts[1:]))
+        return jnp.mean(whole(lax.scan(block, None, (in_blocks(x, width), *map(in_blocks, each)))[1]))
 
-    def forward(x, table, targets):
-        def block(sums, each):
-            part, target = each
-            losses, transposed = jax.vjp(lambda logits: losses_of(logits, target), make_logits(part, table))
+    def forward(x, table, *each):
+        def block(sums, parts):
+            part, *of_tokens = parts
+            losses, transposed = jax.vjp(lambda logits: losses_of(logits, *of_tokens), make_logits(part, table))
             error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
             sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
             return sums, (losses, jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide))
 
         zeros = like(jnp.zeros(table.shape, wide), table)
-        sums, (losses, shares) = lax.scan(block, zeros, (in_blocks(x, width), in_blocks(targets)))
+        sums, (losses, shares) = lax.scan(block, zeros, (in_blocks(x, width), *map(in_blocks, each)))
         return jnp.mean(whole(losses)), (whole(shares, width).reshape(x.shape), sums)
 
     def backward(gradients, ct):
         scaled = [(g * (ct / count)).astype(leaf.dtype) for g, leaf in zip(gradients, (x, table), strict=True)]
-        return *scaled, None
+        return *scaled, *(None for _ in each)
 
     loss.defvjp(forward, backward)
-    return loss(*varying((x, table, targets), union))
+    return loss(*varying((x, table), union), *each)
+
+
+def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
+    """`weights` over their mean in the global batch: a mean over tokens, times these, is Σ weight · loss / Σ weight.
+
+    A weighted mean is no mean of means: devices and microbatches have different sums of weights. Divided by the global mean
+    once, before the grad arrow, the weights can go through `mean`, `grads.accumulated`, `grads.averaged`, `zero.scattered` and
+    a pipeline, which all take means of equal parts. One scalar moves.
+
+        def weighted(params, batch):                                     # inside mesh.spmd
+            windows, weights = batch
+            return grad(params, (windows, cross_entropy.normalized(weights, "data")))
+
+    Where all weights are 0, the result is nan.
+
+    Args:
+        weights: of this device's tokens, at least 0; those that are ignored have 0.
+        axis: the axis or axes that split the batch.
+    """
+    axis = Axis.of(axis)
+    wide = weights.astype(precision.wide(weights.dtype))
+    return wide * (weights.size * axis.size() / axis.all_reduce(jnp.sum(wide)))

@@ -9,7 +9,7 @@ it rises when none has for a while.
 
     def grad_of(scale):                                                         # scale: a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
-        return precision.unscaled(grads.averaged(grad, "data", all_reduce=ring.all_reduce), scale)
+        return precision.unscaled(grads.averaged(grad, ring("data")), scale)
 
 Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
 """
@@ -23,7 +23,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from parallax import mesh
 from parallax.collectives.types import wide
+from parallax.grads import beside, on_parts
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -42,19 +44,19 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """
 
     def wrapped(params, batch):
-        loss, gradients = grad(cast(params, dtype), batch)
-        weights = eqx.filter(params, eqx.is_inexact_array)
-        return loss.astype(wide(loss.dtype)), jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+        value, gradients = grad(cast(params, dtype), batch)
+        value = on_parts(value, lambda loss: loss.astype(wide(loss.dtype)), lambda aux: aux)
+        return value, jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, beside(gradients, params))
 
     return wrapped
 
 
-def scaled(loss: Callable[..., Float[Array, ""]], scale: Float[Array, ""]) -> Callable[..., Float[Array, ""]]:
-    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline."""
+def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
+    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline. Auxiliary values stay as they are."""
 
     def wrapped(*arguments):
-        value = loss(*arguments)
-        return value.astype(wide(value.dtype)) * scale.astype(wide(value.dtype))
+        times = lambda value: value.astype(wide(value.dtype)) * scale.astype(wide(value.dtype))
+        return on_parts(loss(*arguments), times, lambda aux: aux)
 
     return wrapped
 
@@ -66,7 +68,9 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     """
 
     def wrapped(params, batch):
-        return jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype)), grad(params, batch))
+        over = lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype))
+        value, gradients = grad(params, batch)
+        return on_parts(value, over, lambda aux: aux), jax.tree.map(over, gradients)
 
     return wrapped
 
@@ -112,7 +116,7 @@ def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, fac
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
     """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then holds: a skipped step."""
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if eqx.is_array(a) else a, new, old)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if mesh.is_array(a) else a, new, old)
 
 
 def _is_float(leaf) -> bool:

@@ -1,6 +1,6 @@
 """From a grad arrow to a train step, for any model: `(state, batch) -> (state, info)`."""
 
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,16 +8,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from parallax import grads, mesh, precision, rules
+from parallax import elementwise, grads, mesh, precision, rules
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import Grad
 from parallax.rules import Rule
-from parallax.typed import PyTree
+from parallax.typed import PyTree, Specs
 
 
 class State(eqx.Module):
@@ -49,117 +50,309 @@ class Info(NamedTuple):
     gradient_norm: Float[Array, ""]
     skipped: Bool[Array, ""]
 
+    @property
+    def aux(self) -> None:
+        """None: the grad arrow has no auxiliary values."""
+        return None
 
-Step = Callable[[State, PyTree], tuple[State, Info]]
+
+class InfoWithAux(NamedTuple):
+    """`Info` of a grad arrow with auxiliary values.
+
+    Attributes:
+        loss: as there, and so the next two.
+        gradient_norm: likewise.
+        skipped: likewise.
+        aux: the auxiliary values.
+    """
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    skipped: Bool[Array, ""]
+    aux: PyTree
+
+
+Step = Callable[[State, PyTree], tuple[State, Info | InfoWithAux]]
+After = Callable[[Any, Any], Any]
+
+
+def unchanged(model: PyTree, aux: PyTree) -> PyTree:
+    """The model: nothing but gradients changes it."""
+    return model
+
+
+def value_of(info: Info | InfoWithAux) -> dict[str, Any]:
+    """The loss as `value`, which optimizers that look at it take, such as `optax.polyak_sgd`."""
+    return {"value": info.loss}
 
 
 def make(
-    grad: Grad, optimizer: optax.GradientTransformation, *, max_norm: float | None = None, axes: Sequence[AxisLike] = ()
+    grad: Grad,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    max_norm: float | None = None,
+    axes: Sequence[AxisLike] = (),
+    after: After = unchanged,
+    extra: Callable[[Any], dict[str, Any]] = value_of,
+    specs: Specs | None = None,
 ) -> Step:
     """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
 
-    A step whose loss or gradient norm is not finite changes nothing but the step's number, and says so in its `Info`.
+    A step whose loss or gradient norm is not finite changes nothing but the step's number, and says so in its `Info`. A leaf
+    whose gradient is None stays as it is.
 
     Args:
         grad: a grad arrow whose gradients are reduced already.
-        optimizer: any that acts leaf by leaf, since each device updates its own shards.
+        optimizer: one that acts element by element, since each device updates its own shards, or one of
+            `parallax.optimizers`.
         max_norm: scale the gradients down to this global norm, over all shards, where they exceed it.
         axes: who joins the shards' sums of squares, one scalar for each set of axes in use; by default `jax.lax`.
+        after: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch statistics.
+        extra: the extra arguments of `optimizer.update`, from the step's `Info`.
+        specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may depend on.
 
     Raises:
-        ValueError: a gradient varies along an axis along which its parameter is the same: it was not reduced.
+        ValueError: a gradient varies along an axis along which its parameter is the same, since it was not reduced, or is the
+            same where its parameter differs, or is one of a Python number; other leaves have gradients than have optimizer state;
+            auxiliary values differ between devices; the optimizer mixes the elements of a leaf that is split; or `after` changes
+            the form of the model, or a leaf of it that is no array.
     """
-    return make_scaled(lambda _: grad, optimizer, max_norm=max_norm, axes=axes)
+    return make_scaled(lambda _: grad, optimizer, max_norm=max_norm, axes=axes, after=after, extra=extra, specs=specs)
 
 
 def make_scaled(
     grad_of: Callable[[Any], Grad],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
     axes: Sequence[AxisLike] = (),
+    after: After = unchanged,
+    extra: Callable[[Any], dict[str, Any]] = value_of,
+    specs: Specs | None = None,
 ) -> Step:
     """`make` of a grad arrow that depends on the loss scale, as float16 needs: `grad_of(scale)`, its gradients unscaled.
 
     The state's `scale`, a `precision.Scale`, follows what becomes of the steps (`precision.adjusted`). Where the state has
     none, `grad_of` is given None. Arguments and errors are otherwise those of `make`.
     """
+    optimizer = elementwise.with_extra(optimizer)
 
     def step(state, batch):
-        weights = eqx.filter(state.model, eqx.is_inexact_array)
-        loss, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
+        value, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
+        loss, aux = value if isinstance(value, tuple) else (value, None)
+        weights = grads.beside(gradients, state.model)
         _check_reduced(gradients, weights)
+        _check_joined(aux)
         norm = grads.norm(gradients, axes=axes)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        info = InfoWithAux(loss, norm, ~finite, aux) if isinstance(value, tuple) else Info(loss, norm, ~finite)
         gradients = gradients if max_norm is None else grads.scaled(gradients, norm, max_norm)
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, weights)
+        also = extra(info)
+        update = lambda g, s, w: optimizer.update(g, s, w, **also)
+        _check_trained(update, gradients, state, weights)
+        wholes = elementwise.wholes(weights, {} if specs is None else mesh.by_path(specs))
+        elementwise.check(update, gradients, state.optimizer, weights, wholes=wholes, at="step.make")
+        updates, optimizer_state = update(gradients, state.optimizer, weights)
+        model = eqx.apply_updates(state.model, updates)
+        if after is not unchanged:
+            model = _same_form(after(model, aux), state.model)
         new = State(
-            precision.select(finite, eqx.apply_updates(state.model, updates), state.model),
+            precision.select(finite, model, state.model),
             precision.select(finite, optimizer_state, state.optimizer),
             state.step + 1,
             None if state.scale is None else precision.adjusted(state.scale, finite),
         )
-        return new, Info(loss, norm, ~finite)
+        return new, info
 
     return step
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     def check(path, gradient, weight):
-        local = set(varying_axes(gradient)) - set(varying_axes(weight))
-        if local and gradient.shape == weight.shape and math.prod(map(jax.lax.axis_size, local)) > 1:
+        many = lambda names: sorted(name for name in names if lax.axis_size(name) > 1)
+        ours, theirs = set(varying_axes(gradient)), set(varying_axes(weight))
+        if gradient.shape == weight.shape and (local := many(ours - theirs)):
             raise ValueError(
-                f"step.make needs gradients that are reduced; that of {mesh.dotted(path)} differs along {sorted(local)}, where "
+                f"step.make needs gradients that are reduced; that of {mesh.dotted(path)} differs along {local}, where "
                 f"the parameter is the same. Wrap the grad arrow in grads.averaged or zero.scattered."
+            )
+        if mixed := many(theirs - ours):
+            raise ValueError(
+                f"step.make: the parameter {mesh.dotted(path)} differs along {mixed}, and its gradient is the same there, so "
+                "the gradients of different shards were summed. Reduce it along the axes alone along which the parameter is the "
+                "same, as grads.averaged and grads.summed do."
             )
 
     jax.tree.map_with_path(check, gradients, weights)
 
 
+def _check_joined(aux: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, mesh.is_array)):
+        local = sorted(name for name in varying_axes(leaf) if lax.axis_size(name) > 1)
+        if local:
+            raise ValueError(
+                f"step.make: the auxiliary value {mesh.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
+                f"all devices. Join it: grads.averaged(grad, axis, aux=...) takes a function of the values and the axis."
+            )
+
+
+def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, weights: PyTree) -> None:
+    """Refuse gradients of other leaves than those that the optimizer has state for, where it cannot work with them."""
+    paths = {tuple(path) for path, _ in jax.tree.leaves_with_path(state.model)}
+    suffixes = lambda path: (tuple(path[begin:]) for begin in range(len(path) + 1))
+    owners = (next(filter(paths.__contains__, suffixes(path)), None) for path, _ in jax.tree.leaves_with_path(state.optimizer))
+    with_state = {owner for owner in owners if owner is not None}
+    with_gradient = {tuple(path) for path, _ in jax.tree.leaves_with_path(gradients)}
+    if not with_state or with_state == with_gradient:
+        return
+    try:  # some optimizers have state for some leaves alone
+        jax.eval_shape(lambda: update(gradients, state.optimizer, weights))
+    except elementwise.Mixes:
+        raise
+    except (TypeError, ValueError) as error:
+        path = min(with_state ^ with_gradient, key=mesh.dotted)
+        has, lacks = ("a gradient", "no state in the optimizer") if path in with_gradient else ("optimizer state", "no gradient")
+        leaves = dict(jax.tree.leaves_with_path(state.model))
+        split = tuple(name for name in varying_axes(leaves[path]) if lax.axis_size(name) > 1)
+        axis = repr(split[0] if len(split) == 1 else split)
+        by_size = (
+            f" Or, if the optimizer chooses leaves by their size, which is another on a shard along {axis}, wrap it in "
+            f"optimizers.whole(optimizer, specs, {axis})."
+        )
+        raise ValueError(
+            f"step.make: {mesh.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the grad arrow "
+            f"differentiates ({len(with_gradient)}; it gives None for the others) must be those that the optimizer has state for "
+            f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by the same in the grad arrow."
+            + by_size
+            * bool(split)
+        ) from error
+
+
+def _same_form(model: PyTree, before: PyTree) -> PyTree:
+    """`model`, which `after` returned: refused where a leaf is of another form than before."""
+    new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
+    if jax.tree.structure(model) != jax.tree.structure(before):
+        gone = [f"{mesh.dotted(path)} is gone" for path in old if path not in new]
+        apart = gone + [f"{mesh.dotted(path)} is new" for path in new if path not in old]
+        raise ValueError(
+            "step.make: after must return a model of the structure that it takes, as eqx.tree_at does; of what it returned "
+            f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
+        )
+    for path, leaf in old.items():
+        _check_form(mesh.dotted(path) or "the model", new[path], leaf)
+    return model
+
+
+def _check_form(path: str, new: Any, old: Any) -> None:
+    if mesh.is_array(new) != mesh.is_array(old) or (not mesh.is_array(old) and not (new is old or new == old)):
+        shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if mesh.is_array(leaf) else repr(leaf)
+        raise ValueError(
+            f"step.make: after must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array is "
+            "static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
+        )
+    form = lambda x: (jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x))
+    if mesh.is_array(old) and form(new) != form(old):
+        raise ValueError(
+            f"step.make: after must keep the form of {path}, (shape, type, axes along which it differs) = {form(old)}; it "
+            f"returned {form(new)}. Take means over the axes first: aux=... of grads.averaged does."
+        )
+
+
 def init(
     make_model: Callable[[], PyTree],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
     mesh_: Mesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
+    trainable: PyTree = rules.is_inexact,
+    batch_axes: Sequence[str] = ("data",),
 ) -> tuple[State, State]:
     """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its specs.
 
     Args:
-        make_model: makes the model, of arrays and static fields, from nothing: a function of no arguments, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`.
+        make_model: makes the model from nothing: a function of no arguments, such as
+            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy's too, go to the devices; other leaves (functions,
+            Python numbers, None) stay as they are.
         rule: the sharding rule of the model, for `rules.specs`.
         optimizer_rule: the rule that the optimizer's state follows, where it is split further (ZeRO-1); by default `rule`.
         scale: the first loss scale, for `make_scaled`.
+        trainable: which leaves the optimizer has state for: a function of a leaf (an array or its shape), or a tree of truth
+            values, a prefix of the model. The grad arrow gives None for the others.
+        batch_axes: the mesh axes that split the batch, for `rules.specs`.
 
     Raises:
         ValueError: as `rules.specs` and `rules.optimizer_specs` do, of the model and of the optimizer's state.
     """
-    make_state, specs = planned(make_model, optimizer, rule, mesh_, optimizer_rule=optimizer_rule, scale=scale)
-    return jax.jit(make_state, out_shardings=mesh.shardings(specs, mesh_))(), specs
+    plan = planned(
+        make_model,
+        optimizer,
+        rule,
+        mesh_,
+        optimizer_rule=optimizer_rule,
+        scale=scale,
+        trainable=trainable,
+        batch_axes=batch_axes,
+    )
+    return plan.init(), plan.specs
+
+
+class Planned(NamedTuple):
+    """A state that can be made.
+
+    Attributes:
+        init: makes it, in its place.
+        shapes: its `jax.ShapeDtypeStruct`s, with their shardings; leaves that are no arrays are those of the state.
+        specs: the spec of each array.
+    """
+
+    init: Callable[[], State]
+    shapes: State
+    specs: State
 
 
 def planned(
     make_model: Callable[[], PyTree],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
     mesh_: Mesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
-) -> tuple[Callable[[], State], State]:
-    """The function that makes what `init` makes, and its specs; arguments and errors as there. Nothing is computed."""
+    trainable: PyTree = rules.is_inexact,
+    batch_axes: Sequence[str] = ("data",),
+) -> Planned:
+    """What `init` makes, before it is made; arguments and errors as there. Nothing is computed."""
 
-    def make_state():
+    trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
+    statics = []
+
+    def made():
         model = make_model()
-        return State(model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), jnp.zeros((), jnp.int32), scale)
+        arrays, static = eqx.partition(model, mesh.is_array)
+        statics.append(static)
+        return jax.tree.map(jnp.asarray, arrays)
 
-    shapes = eqx.filter_eval_shape(make_model)
-    model_specs = rules.specs(shapes, rule, mesh_)
-    owned = model_specs if optimizer_rule is None else rules.specs(shapes, optimizer_rule, mesh_)
-    scale_specs = jax.tree.map(lambda _: P(), scale)
-    specs = State(model_specs, rules.optimizer_specs(optimizer, shapes, owned), P(), scale_specs)
-    return make_state, specs
+    def made_leaves():
+        model = made()
+        return jax.tree.leaves(State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale))
+
+    def traced():
+        model = made()
+        return model, trained(model)
+
+    model, seen = jax.eval_shape(traced)
+    static = statics[0]
+    model_specs = rules.specs(model, rule, mesh_, batch_axes=batch_axes)
+    owned = model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)
+    of_optimizer = rules.optimizer_specs(optimizer, seen, owned)
+    specs = State(model_specs, of_optimizer, P(), jax.tree.map(lambda _: P(), scale))
+    placed = mesh.shardings(specs, mesh_)
+    # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
+    make = jax.jit(made_leaves, out_shardings=jax.tree.leaves(placed))
+    state = State(model, jax.eval_shape(optimizer.init, seen), jax.ShapeDtypeStruct((), jnp.int32), scale)
+    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed)
+    whole = lambda state: dataclasses.replace(state, model=eqx.combine(state.model, static))
+    return Planned(lambda: whole(jax.tree.unflatten(jax.tree.structure(shapes), make())), whole(shapes), specs)

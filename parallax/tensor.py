@@ -147,23 +147,40 @@ def cross_entropy(
     targets: Int[Array, "*batch"],
     axis: AxisLike,
     *,
+    weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch"]:
     """-log softmax(logits)[targets] in nats, for logits split over `axis`, which are never gathered.
 
     What moves is one maximum (`lax.pmax`) and two sums a position, in one all-reduce. Rows from `vocabulary` on are
     padding and count as logits of minus infinity.
+
+    A target that is not in the vocabulary has a loss of nan, unless its weight is 0. So -100, by which some data marks what is
+    ignored, needs `weights=(targets != -100).astype(logits.dtype)`.
+
+    Args:
+        logits: this device's columns.
+        targets: they count over the whole vocabulary.
+        axis: the axis or axes that the columns are split over; `()` where they are whole.
+        weights: each position's loss is multiplied by its weight. For a mean over all of them, see
+            `parallax.cross_entropy.normalized`.
+        vocabulary: how many rows there are without padding; by default all.
     """
     axis, rows = Axis.of(axis), logits.shape[-1]
+    vocabulary = rows * axis.size() if vocabulary is None else vocabulary
     row, _ = _held(targets, rows, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    if vocabulary is not None:
+    if vocabulary < rows * axis.size():
         logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
     target = jnp.sum(jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1)
+    unknown = (targets < 0) | (targets >= vocabulary)
+    nothing = jnp.full((), jnp.nan, target.dtype)
+    target = jnp.where(unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target)
     total, target = leave(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
-    return jnp.log(total) - target
+    losses = jnp.log(total) - target
+    return losses if weights is None else weights.astype(losses.dtype) * losses
 
 
 def _held(ids, rows: int, axis: Axis):

@@ -10,15 +10,17 @@ The first moves what data parallelism moves, 2 (n - 1)/n of the parameters' byte
 all-gather; the second scatters once a microbatch; the third gathers twice (again in the backward pass) and scatters once a
 microbatch.
 
-Which dim of a leaf is split is told by a tree of specs, as `rules.specs` makes with `rules.fsdp`: the dim whose entry is
+Which dim of a leaf is split is told by a tree of specs, as `rules.specs` makes with `rules.fsdp`: the dim whose entry names
 the axis. A leaf without one stays whole (`rules.explain` says why) and is all-reduced. Sums are taken in float32 or wider.
-For a split inside a group with copies across groups, put `grads.averaged(..., "group")` round it.
+With a tuple of axes each leaf is scattered over those that its spec names, summed over the others, and left alone along
+those that split the parameter itself (experts); a mean divides by the size of all of them.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (arXiv 1910.02054).
 """
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -27,12 +29,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from parallax import mesh, precision, remat, rules
+from parallax import elementwise, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import axes, linear, replicated, varying
-from parallax.grads import Grad, varies
+from parallax.collectives.types import linear, replicated, varying, varying_axes
+from parallax.grads import TELLING, Grad, NotGathered, axes_of, beside, mean_of_devices, missing, on_parts, reduced
 from parallax.typed import PyTree, Specs
+
+
+class Split(NamedTuple):
+    """A dim of a leaf, and the axes that split it."""
+
+    dim: int
+    axis: Axis
 
 
 def scattered(
@@ -40,6 +49,7 @@ def scattered(
     axis: AxisLike,
     *,
     specs: Specs | None = None,
+    aux: Callable[[Any, Axis], Any] = mean_of_devices,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, of which each keeps its share: `A[I] {U_X} -> A[I_X]`.
 
@@ -48,24 +58,34 @@ def scattered(
 
     Args:
         grad: a grad arrow.
-        axis: the axis that splits the batch.
+        axis: the axis, or the axes, that split the batch.
         specs: of the shares, a tree like the parameters; by default those of `rules.fsdp(axis, size=n)`.
+        aux: as in `grads.averaged`.
+
+    Raises:
+        ValueError: a dim of `specs` is split over `axis` and, inside that, over another axis.
     """
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        weights = eqx.filter(params, eqx.is_inexact_array)
-        n, split = axis.size(), _dims(weights, axis, specs)
-        local = grad(varying(params, axis.names), batch)
-        loss, gradients = ordered(local, local)
+        n, found = axis.size(), specs_by_path(params, axis, specs)
+        value, gradients = local = grad(varying(params, axis.names), batch)
+        value, gradients = ordered((value, gradients), local)
+        weights = beside(gradients, params)
+        splits = lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
 
-        def own(dim, gradient, weight):
-            if dim is None:
-                return axis.all_reduce(_wide(gradient))
-            return _scatter(gradient, dim, axis) if gradient.shape == weight.shape else gradient
+        def own(path, gradient, weight):
+            return _wide(_scatter(gradient, splits(path, weight)) if gradient.shape == weight.shape else gradient)
 
-        sums = _mapped(own, split, gradients, weights)
-        return axis.all_reduce(loss) / n, jax.tree.map(lambda g: g / n, sums)
+        def rest(path, weight):
+            done = {name for split in splits(path, weight) for name in axes_of(split.axis)}
+            return tuple(name for name in missing(weight, axis) if name not in done)
+
+        shares = jax.tree.map_with_path(own, gradients, weights)
+        loss = value[0] if isinstance(value, tuple) else value
+        total, sums = reduced((loss, shares), (axes_of(axis), jax.tree.map_with_path(rest, weights)), axis, after=shares)
+        value = on_parts(value, lambda _: total / n, lambda values: aux(ordered(values, (total, sums)), axis))
+        return value, jax.tree.map(lambda g: g / n, sums)
 
     return wrapped
 
@@ -73,65 +93,86 @@ def scattered(
 def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
     """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay whole are left local.
 
-    It is the half of `scattered` that goes into `pipeline.Shares(scatter)`, with `scattered` round it.
+    It is the half of `scattered` that goes into `pipeline.Shares(scatter)`, with `scattered` round it. `axis` is that of the
+    shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
     """
     axis = Axis.of(axis)
-    own = lambda dim, g: g if dim is None else _scatter(g, dim, axis)
-    return _mapped(own, _dims(gradients, axis, specs), gradients)
+    found = specs_by_path(gradients, axis, specs)
+    return jax.tree.map_with_path(lambda path, g: _scatter(g, splits_of(path, found, axis)), gradients)
 
 
 def sharded(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     axis: AxisLike,
     *,
     specs: Specs | None = None,
-) -> optax.GradientTransformation:
-    """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any optimizer that acts leaf by leaf.
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that acts element by element.
 
     Its `update` takes each device's share of the gradients (from `scattered`), updates that share of the parameters, and gathers
     the updates: (n - 1)/n of the parameters' bytes. Local gradients of full shape it first averages and scatters itself,
     and of gradients averaged already it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
-    arrays are global, the whole, to be placed by `rules.optimizer_specs(optimizer, params, specs)`.
+    arrays are global, the whole, to be placed by `rules.optimizerspecs_by_path(optimizer, params, specs)`.
 
-    Arguments are those of `scattered`. A transformation that looks at all leaves at once, such as clipping by global norm,
-    would see the shares alone: clip in `step.make` or `grads.clipped`, which know shares from wholes.
+    Arguments are those of `scattered`. An optimizer that looks at more than one element at a time would see the shares alone,
+    and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
+    which know shares from wholes.
 
     Raises:
-        ValueError: `update` is called without the parameters.
+        ValueError: `update` is called without the parameters; or the optimizer mixes the elements of a leaf that is split.
     """
 
-    axis = Axis.of(axis)
+    axis, optimizer = Axis.of(axis), elementwise.with_extra(optimizer)
 
-    def shares(params):
-        own = lambda dim, w: w if dim is None else _share(w, dim, axis)
-        return _mapped(own, _dims(params, axis, specs), params)
+    def ownsplits_of(params):
+        found = specs_by_path(params, axis, specs)
+        return lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
+
+    def shares(weights, splits):
+        return jax.tree.map_with_path(lambda path, w: share(w, splits(path, w)), weights)
 
     def init(params):
-        return optimizer.init(shares(params) if _inside(axis) else params)
+        weights = eqx.filter(params, rules.is_inexact)
+        return optimizer.init(shares(weights, ownsplits_of(params)) if inside(axis) else weights)
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
-        weights = eqx.filter(params, eqx.is_inexact_array)
-        n, split = axis.size(), _dims(weights, axis, specs)
+        splits, weights = ownsplits_of(params), beside(updates, params)
+        if elementwise.COMPARES.get():
+            return elementwise.right((weights, state))
 
-        def own(dim, gradient, weight):
-            local = varies(gradient, axis) and not varies(weight, axis)
-            if dim is None:
-                return axis.all_reduce(_wide(gradient)) / n if local else gradient
+        def own(path, gradient, weight):
             if gradient.shape != weight.shape:
                 return gradient
-            if local:
-                return _scatter(gradient, dim, axis) / n
-            return _share(gradient, dim, axis)
+            local = [name for name in missing(weight, axis) if name in varying_axes(gradient)]
+            if not local:
+                return share(gradient, splits(path, weight))
+            gradient, left = _wide(gradient), set(local)
+            for dim, part in splits(path, weight):
+                if left >= set(axes_of(part)):
+                    gradient, left = _scatter(gradient, [Split(dim, part)]), left - set(axes_of(part))
+                else:
+                    over = part.over(tuple(left))
+                    gradient = share(over.all_reduce(gradient) if over.names else gradient, [Split(dim, part)])
+                    left -= set(axes_of(over))
+            over = axis.over(tuple(name for name in axes_of(axis) if name in left))
+            total = over.all_reduce(gradient) if over.names else gradient
+            return total / axis.over((*local, *(name for name in axes_of(axis) if name in varying_axes(weight)))).size()
 
-        def whole(dim, share):
-            return share if dim is None else replicated(axis.all_gather(share, axis=dim, tiled=True), axis.names)
+        def whole(path, share, weight):
+            for dim, part in splits(path, weight):
+                share = replicated(part.all_gather(share, axis=dim, tiled=True), part.names)
+            return share
 
-        shared, state = optimizer.update(_mapped(own, split, updates, weights), state, shares(weights))
-        return _mapped(whole, split, shared), state
+        own_gradients, own_weights = jax.tree.map_with_path(own, updates, weights), shares(weights, splits)
+        one = lambda g, s, w: optimizer.update(g, s, w, **extra)
+        wholes = elementwise.wholes(weights, specs_by_path(params, axis, specs))
+        elementwise.check(one, own_gradients, state, own_weights, wholes=wholes, at="zero.sharded")
+        shared, state = one(own_gradients, state, own_weights)
+        return elementwise.right((jax.tree.map_with_path(whole, shared, weights), state))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def gathered(
@@ -151,6 +192,9 @@ def gathered(
         function: a loss arrow, or a block; its first argument is the tree of parameters.
         specs: of the shares, a tree like that argument.
         axis: the axis that splits the batch.
+
+    Raises:
+        ValueError: a dim is split over `axis` and, inside that, over another axis: then what is gathered is not one block.
     """
 
     def wrapped(params, *arguments):
@@ -174,65 +218,140 @@ def unsharded(
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        wholes, dims = _wholes(params, axis, specs), _dims(params, axis, specs)
-        gathered = _mapped(lambda dim, x: None if dim is None else x, dims, wholes)
+        wholes, found = _wholes(params, axis, specs), specs_by_path(params, axis, specs)
+        gathered = jax.tree.map_with_path(lambda path, x: x if splits_of(path, found, axis) else None, wholes)
         local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
-        loss, gradients = ordered(local, local)
-        return loss, scatter(gradients, axis, specs=specs)
+        value, gradients = ordered(local, local)
+        return value, scatter(gradients, axis, specs=specs)
 
     return wrapped
 
 
-def _dims(tree: PyTree, axis: Axis, specs: Specs | None) -> dict[str, int | None]:
-    """The dim that each array of `tree`, by its path, is split along; None where it stays whole."""
+class Parts(NamedTuple):
+    """The specs that the parts of a model need whose parameters live as shares.
+
+    Attributes:
+        ends: of what is needed in all microbatches, with None for the blocks: for `unsharded`, or `gathered` round the loss.
+        stage: of the blocks as a stage of a pipeline sees them, [layers, ...]; without a pipeline, as the model has them.
+        layer: of one layer: for `gathered` round the block that a loop runs.
+    """
+
+    ends: Specs
+    stage: Specs
+    layer: Specs
+
+
+def parts(specs: Specs, axis: AxisLike, *, where: Callable[[Any], Any] = lambda specs: specs.blocks, loops: int = 1) -> Parts:
+    """The specs for `unsharded` and `gathered` from those of the whole model, whose blocks are stacked.
+
+    Args:
+        specs: of the model, as `rules.specs` gives them.
+        axis: the axis of the shares.
+        where: picks the blocks.
+        loops: how many first dims of the blocks' arrays are looped over: 1, the layers, or 2, the chunks and layers of a
+            pipeline.
+
+    Raises:
+        ValueError: a dim that is looped over is split over `axis`: each device would run some of the layers.
+    """
+    names = set(axes_of(Axis.of(axis)))
+
+    def without(count):
+        def inner(path, spec):
+            split = [dim for dim, entry in enumerate(spec[:count]) if names & set(mesh.entry_axes(entry))]
+            if split:
+                raise ValueError(
+                    f"zero.parts: dim {split[0]} of {mesh.dotted(path) or 'the blocks'}, which is looped over, is split over "
+                    f"{axis!r} by {spec}, so each device would run some of the layers. Spare it: "
+                    f"rules.fsdp(..., keep={{'blocks.**': {tuple(range(loops))}}})."
+                )
+            return PartitionSpec(*spec[count:])
+
+        return jax.tree.map_with_path(inner, where(specs), is_leaf=mesh.is_spec)
+
+    ends = eqx.tree_at(where, specs, None, is_leaf=mesh.is_spec)
+    return Parts(ends, stage=without(loops - 1), layer=without(loops))
+
+
+def specs_by_path(tree: PyTree, axis: Axis, specs: Specs | None) -> dict[str, PartitionSpec]:
+    """The spec of each array of `tree`, by its path."""
     if specs is None:
-        specs = rules.specs(eqx.filter(tree, eqx.is_array), rules.fsdp(axis.names, size=axis.size()))
-    return {mesh.dotted(path): _dim(spec, axis) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=mesh.is_spec)}
+        arrays = eqx.filter(tree, eqx.is_inexact_array)
+        specs = rules.specs(arrays, rules.fsdp(axis.names, size=axis.size()))
+    return mesh.by_path(specs)
 
 
-def _dim(spec: PartitionSpec, axis: Axis) -> int | None:
-    """The dim whose entry names the axis."""
-    found = [dim for dim, entry in enumerate(spec) if set(axes(axis.names)) & set(mesh.entry_axes(entry))]
-    return found[0] if found else None
-
-
-def _mapped(f: Callable[..., Any], dims: dict[str, int | None], tree: PyTree, *others: PyTree) -> PyTree:
-    """`f(dim, leaf, ...)` of each leaf of `tree`, which may lack leaves that `dims` has."""
-    return jax.tree.map_with_path(lambda path, *leaves: f(dims.get(mesh.dotted(path)), *leaves), tree, *others)
+def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
+    """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do."""
+    found = []
+    for dim, entry in enumerate(specs.get(mesh.dotted(path), ())):
+        names = mesh.entry_axes(entry)
+        own = tuple(name for name in names if name in axes_of(axis))
+        if own and names[-len(own) :] != own:
+            inner = tuple(name for name in names if name not in own)
+            raise ValueError(
+                f"zero: dim {dim} of {mesh.dotted(path) or 'the leaf'} is split over {names!r}, the last of them innermost, and "
+                f"gathered or scattered over {own!r}. A device's blocks would not lie one after another. Name those axes last, "
+                f"{(*inner, *own)!r}, or split another dim over them."
+            )
+        if own:
+            found.append(Split(dim, axis.over(own)))
+    return found
 
 
 def _wholes(params: PyTree, axis: Axis, specs: Specs) -> PyTree:
     axis.size()  # refuses an axis that is not there
+    found = specs_by_path(params, axis, specs)
 
-    def whole(dim, x):
-        if dim is None:
-            return x
-        return linear(
-            x,
-            forward=lambda x: axis.all_gather(x, axis=dim, tiled=True),
-            backward=lambda ct: _scatter(ct, dim, axis).astype(ct.dtype),
-            name=remat.GATHERED,
+    def whole(path, x):
+        _check_share(path, x, found, axis)
+        for dim, part in splits_of(path, found, axis):
+            x = linear(
+                x,
+                forward=lambda x, dim=dim, part=part: part.all_gather(x, axis=dim, tiled=True),
+                backward=lambda ct, dim=dim, part=part: _scatter(ct, [Split(dim, part)]).astype(ct.dtype),
+                name=remat.GATHERED,
+            )
+        return x
+
+    return jax.tree.map_with_path(whole, params)
+
+
+def _check_share(path: Sequence[Any], x: Any, specs: dict[str, PartitionSpec], axis: Axis) -> None:
+    """Refuse a leaf that is a share along an axis which its spec does not name."""
+    name = mesh.dotted(path)
+    if name not in specs:
+        return
+    split = {axis_name for entry in specs[name] for axis_name in mesh.entry_axes(entry)}
+    local = sorted(TELLING.get() & set(varying_axes(x)) & set(axes_of(axis)) - split)
+    if local and math.prod(map(lax.axis_size, local)) > 1:
+        raise NotGathered(
+            f"zero.gathered: {name or 'the parameter'}, here of shape {x.shape}, differs along {local}, and its spec "
+            f"{specs[name]} does not split it there, so each device would compute with other numbers. Perhaps the layers dim "
+            f"that a loop runs over is split: spare it with rules.fsdp(..., keep={{'blocks.**': (0,)}})."
         )
 
-    return _mapped(whole, _dims(params, axis, specs), params)
 
-
-def _scatter(x: Array, dim: int, axis: Axis) -> Array:
-    """The sum over devices, in a wide type, of which each keeps its share: `A[I] {U_X} -> A[I_X]`."""
-    return axis.reduce_scatter(_wide(x), scatter_dimension=dim, tiled=True)
+def _scatter(x: Array, splits: Sequence[Split]) -> Array:
+    """The sum over devices, in a wide type, of which each keeps its share: `A[I] {U_X} -> A[I_X]`; without splits, `x`."""
+    for dim, axis in splits:
+        x = axis.reduce_scatter(_wide(x), scatter_dimension=dim, tiled=True)
+    return x
 
 
 def _wide(x: Array) -> Array:
     return x.astype(precision.wide(x.dtype))
 
 
-def _share(x: Array, dim: int, axis: Axis) -> Array:
+def share(x: Array, splits: Sequence[Split]) -> Array:
     """This device's share of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
-    share = x.shape[dim] // axis.size()
-    return lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
+    for dim, axis in splits:
+        share = x.shape[dim] // axis.size()
+        x = lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
+    return x
 
 
-def _inside(axis: Axis) -> bool:
+def inside(axis: Axis) -> bool:
     """Whether this runs inside a map over the axis, on blocks, and not outside, on global arrays."""
     try:
         lax.axis_size(axis.names)

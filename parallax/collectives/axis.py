@@ -131,6 +131,11 @@ class Axis:
         names = tuple(name for name in axis if isinstance(name, str))
         return Axis(names) if len(names) == len(axis) else _in_order([Axis.of(part) for part in axis])
 
+    def over(self, names: AxisName) -> "Axis":
+        """The same mover along some of these axes, in the order given; those that are not of this axis are left out."""
+        kept = tuple(name for name in axes(names) if name in axes(self.names))
+        return Axis(kept, self.mover)
+
     def size(self) -> int:
         """The number of devices. Raises `ValueError` where the code does not run over the axis."""
         return types.size(self.names)
@@ -190,10 +195,15 @@ def _in_order(parts: list[Axis]) -> Axis:
     """Works along one axis after the other."""
 
     def along(axis_name):
-        named = set(axes(axis_name))
-        found = [part for part in parts if named & set(axes(part.names))]
-        if named != {name for part in found for name in axes(part.names)}:
-            raise ValueError(f"{axis_name!r} is not made of axes that {parts} have. Name those, one or several.")
+        found: list[Axis] = []
+        for name in axes(axis_name):
+            part = next((part for part in parts if name in axes(part.names)), None)
+            if part is None:
+                raise ValueError(f"{name!r} is not one of the axes that {parts} have. Name those, one or several.")
+            if found and found[-1].mover is part.mover:
+                found[-1] = Axis((*axes(found[-1].names), name), part.mover)
+            else:
+                found.append(Axis(name, part.mover))
         return found
 
     def all_reduce(x, axis_name):

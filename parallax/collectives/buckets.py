@@ -16,7 +16,7 @@ from jaxtyping import Array, Shaped
 
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import varying, varying_axes
+from parallax.collectives.types import pending, varying, varying_axes
 
 NBYTES = 25 * 2**20
 
@@ -26,7 +26,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
     It equals that `all_reduce` leaf by leaf, where it adds up number by number, whatever array a number stands in; types and
     gradients are the same too. A bucket takes leaves of one dtype which vary along the same axes, in the order of the tree,
-    until the next would take it over `nbytes`. It is padded to a multiple of the devices, so that a ring need not copy it again.
+    until the next would take it over `nbytes`. An unreduced or reduced leaf has one to
+    itself. It is padded to a multiple of the devices, so that a ring need not copy it again.
     Round `quantized`, numbers of neighbouring leaves share a scale: a loss among gradients would spoil them.
 
         grads.averaged(grad, bucketed(ring("data")))
@@ -63,10 +64,13 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
 
 def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
-    """The indices of the leaves in each bucket of at most `nbytes` (or of one leaf), by dtype and by the axes they vary along."""
+    """The indices of the leaves in each bucket of at most `nbytes` (or of one leaf), by dtype and by the axes they vary along.
+
+    A leaf that is unreduced or reduced along an axis is alone in its bucket: JAX does not join such arrays.
+    """
     buckets, last = [], {}  # last: of each kind, the bucket that is filled at present, and its bytes
     for i, leaf in enumerate(leaves):
-        kind, size = (leaf.dtype, varying_axes(leaf)), leaf.size * leaf.dtype.itemsize
+        kind, size = (leaf.dtype, varying_axes(leaf), i if pending(leaf) else None), leaf.size * leaf.dtype.itemsize
         bucket, filled = last.get(kind, (None, 0))
         if bucket is None or filled + size > nbytes:
             bucket, filled = [], 0

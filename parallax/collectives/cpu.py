@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from parallax.collectives.types import replicated, varying_axes
+from parallax.collectives.types import pending, replicated, varying_axes
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -20,9 +20,10 @@ def ordered(x: Tree, after: PyTree) -> Tree:
     loop's in a rendezvous of the same name, which aborts the process. An optimization barrier is gone before the program
     runs; what waits here is a selection by a condition that is always true, and that no compiler knows to be.
     """
+    # Random keys do not, nor do unreduced and reduced arrays, which JAX does not index: those are not ordered.
     counts = lambda leaf: (
-        isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    )  # random keys do not
+        isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) and not pending(leaf)
+    )
     arrays = [leaf for leaf in jax.tree.leaves(after) if counts(leaf) and leaf.size]
     if not arrays:
         return x

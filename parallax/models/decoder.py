@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
-from parallax import grads, mesh, pipeline, precision, remat, rules, sequence, zero
+from parallax import cross_entropy, grads, mesh, pipeline, precision, remat, rules, sequence, zero
 from parallax.collectives import Axis, AxisLike, ring
 from parallax.grads import Grad
 from parallax.layout import Layout
@@ -69,11 +69,13 @@ def along(layout: Layout, axes: Mapping[str, AxisLike] | None = None) -> dict[st
 class Train(Protocol):
     """A compiled step, as `jax.jit` makes it: it donates the state."""
 
-    def __call__(self, state: State, windows: Int[ArrayLike, "batch window"], /) -> tuple[State, Info]:
+    def __call__(
+        self, state: State, windows: Int[ArrayLike, "batch window"], weights: Float[ArrayLike, "batch tokens"] | None = None, /
+    ) -> tuple[State, Info]:
         """The state after the step, and what the step measured."""
         ...
 
-    def lower(self, state: PyTree, windows: Any, /) -> Any:
+    def lower(self, state: PyTree, windows: Any, weights: Any = None, /) -> Any:
         """The program for these arrays, or shapes with shardings, to `compile()`: a `jax.stages.Lowered`."""
         ...
 
@@ -84,7 +86,8 @@ class Prepared(NamedTuple):
     Attributes:
         init: makes the state in its place: no device ever holds the whole.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
-        train: the step `(state, windows) -> (state, info)`, under `jit`; it donates the state.
+        train: the step `(state, windows, weights=None) -> (state, info)`, under `jit`; it donates the state. With weights,
+            [batch, T], the loss is the mean over the tokens that they weigh: 0 leaves one out.
     """
 
     init: Callable[[], State]
@@ -119,7 +122,7 @@ def prepare(
 
     Args:
         config: the model's sizes.
-        optimizer: any that acts leaf by leaf.
+        optimizer: one that acts element by element, or one of `parallax.optimizers`.
         layout: the sizes of the axes, and what is split, shortened or computed again; with stages, the model in the state is
             `gpt2.chunked`.
         mesh_: its mesh, as `mesh.make(**layout.axes)` makes it.
@@ -139,9 +142,7 @@ def prepare(
     make_model, rule, shared = _model(config, layout, weights_key, compute.dtype)
     specs = rules.specs(eqx.filter_eval_shape(make_model), shared, mesh_)
     scale = precision.Scale() if layout.precision == "float16" else None
-    make_state, state_specs = planned(
-        make_model, optimizer, shared if layout.zero == 3 else rule, mesh_, optimizer_rule=shared, scale=scale
-    )
+    state = planned(make_model, optimizer, shared if layout.zero == 3 else rule, mesh_, optimizer_rule=shared, scale=scale)
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, over["data"], specs=specs)
 
@@ -149,26 +150,24 @@ def prepare(
         loss_scale = (lambda loss: loss) if scale is None else functools.partial(precision.scaled, scale=scale)
         made = accumulated_grad if layout.stage == 1 else pipelined_grad
         grad = reduced(made(config, layout, specs, over, loss_scale, compute), layout, specs, over)
-        return grad if scale is None else precision.unscaled(grad, scale)
+        grad = grad if scale is None else precision.unscaled(grad, scale)
+        return lambda model, batch: grad(model, _weighted(batch, over["data"]))
 
-    local = make_scaled(grad_of, optimizer, max_norm=compute.max_norm, axes=tuple(over.values()))
-    step = mesh.spmd(local, mesh=mesh_, in_specs=(state_specs, P("data")), out_specs=(state_specs, P()))
+    local = make_scaled(grad_of, optimizer, max_norm=compute.max_norm, axes=tuple(over.values()), specs=state.specs.model)
+    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P("data")), out_specs=(state.specs, P()))
     drops = config.dropout > 0 or config.attention_dropout > 0
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(state, windows):
-        return step(state, (windows, sequence_keys(dropout_key, state.step, batch) if drops else None))
+    def train(state, windows, weights=None):
+        keys = sequence_keys(dropout_key, state.step, batch) if drops else None
+        return step(state, gpt2.Batch(windows, keys, weights))
 
-    placed = mesh.shardings(state_specs, mesh_)
-    return Prepared(
-        init=jax.jit(make_state, out_shardings=placed),
-        shapes=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(make_state),
-            placed,
-        ),
-        train=cast("Train", train),
-    )
+    return Prepared(state.init, state.shapes, cast("Train", train))
+
+
+def _weighted(batch: gpt2.Batch, data: Axis) -> gpt2.Batch:
+    """The batch with weights whose mean over the tokens of all devices is 1, where it has any."""
+    return batch if batch.weights is None else batch._replace(weights=cross_entropy.normalized(batch.weights, data))
 
 
 REMAT = {
@@ -188,7 +187,7 @@ def accumulated_grad(
     config: gpt2.Config, layout: Layout, specs: PyTree, over: Mapping[str, Axis], loss_scale: Callable[..., Any], compute: Compute
 ) -> Grad:
     """GPT-2's grad arrow over data x tensor, microbatches one after another: local to data, or scattered once a microbatch."""
-    options = _blocks(layout, specs.blocks, over["data"], compute.attend, compute.checkpoint or REMAT[layout.remat])
+    options = _blocks(layout, specs, over["data"], compute.attend, compute.checkpoint or REMAT[layout.remat])
     grad = jax.value_and_grad(loss_scale(functools.partial(gpt2.loss, axis=over["tensor"], **options)))
 
     def scattering(params, part):
@@ -202,8 +201,7 @@ def pipelined_grad(
     config: gpt2.Config, layout: Layout, specs: PyTree, over: Mapping[str, Axis], loss_scale: Callable[..., Any], compute: Compute
 ) -> Grad:
     """GPT-2's grad arrow over data x stage x tensor, microbatches one behind another."""
-    own_chunk = jax.tree.map(lambda spec: P(*spec[1:]), specs.blocks, is_leaf=mesh.is_spec)  # a stage sees [L/v, ...]
-    options = _blocks(layout, own_chunk, over["data"], compute.attend, compute.checkpoint or REMAT[layout.remat])
+    options = _blocks(layout, specs, over["data"], compute.attend, compute.checkpoint or REMAT[layout.remat])
     enter, stage, head = gpt2.stages(config, over["stage"], over["tensor"], **options)
     shares = pipeline.Shares(gathers=layout.zero == 3)
     if layout.zero == 2:
@@ -217,8 +215,7 @@ def reduced(grad: Grad, layout: Layout, specs: PyTree, over: Mapping[str, Axis])
     if layout.sequence:
         grad = grads.summed(grad, over["tensor"])
     if layout.zero == 3:
-        ends = eqx.tree_at(lambda specs: specs.blocks, specs, None)
-        grad = zero.unsharded(grad, over["data"], specs=ends)
+        grad = zero.unsharded(grad, over["data"], specs=parts_of(layout, specs).ends)
     if layout.precision in DTYPES:
         grad = precision.mixed(grad, DTYPES[layout.precision])
     if layout.zero in (1, 2):
@@ -236,12 +233,16 @@ def _blocks(
     if layout.sequence:
         options["joins"] = sequence.joins
     if layout.zero == 3:
-        one_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=mesh.is_spec)
-        gather = functools.partial(zero.gathered, specs=one_layer, axis=data)
+        gather = functools.partial(zero.gathered, specs=parts_of(layout, specs).layer, axis=data)
         again = remat.gathers if checkpoint is remat.none else checkpoint  # or every layer's weights would be kept
         # Two layers in the loop's body: the second's gather waits for nothing that the first computes.
         options |= {"checkpoint": lambda block: again(gather(block)), "unroll": 2}
     return options
+
+
+def parts_of(layout: Layout, specs: PyTree) -> zero.Parts:
+    """The specs of the ends, of a stage and of one layer."""
+    return zero.parts(specs, "data", loops=1 if layout.stage == 1 else 2)
 
 
 def loss_step(
@@ -251,8 +252,8 @@ def loss_step(
     *,
     axes: Mapping[str, AxisLike] | None = None,
     compute: Compute = PLAIN,
-) -> Callable[[PyTree, Int[Array, "batch window"]], Float[Array, ""]]:
-    """The compiled `(model, windows) -> loss` of `train_step`'s model, without dropout, to evaluate with.
+) -> Callable[..., Float[Array, ""]]:
+    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, without dropout, to evaluate with.
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend` and
@@ -262,22 +263,20 @@ def loss_step(
     make_model, rule, shared = _model(config, layout, jax.random.key(0), jnp.dtype(jnp.float32))
     shapes = eqx.filter_eval_shape(make_model)
     specs = rules.specs(shapes, shared if layout.zero == 3 else rule, mesh_)
-    drop = 0 if layout.stage == 1 else 1
-    blocks = jax.tree.map(lambda spec: P(*spec[drop:]), specs.blocks, is_leaf=mesh.is_spec)
-    options = _blocks(layout, blocks, over["data"], compute.attend, remat.none)
+    options = _blocks(layout, specs, over["data"], compute.attend, remat.none)
     if layout.stage == 1:
         loss = functools.partial(gpt2.loss, axis=over["tensor"], **options)
     else:
         stages = gpt2.stages(config, over["stage"], over["tensor"], **options)
         loss = pipeline.value(*stages, compute.schedule or layout.table(), over["stage"])
     if layout.zero == 3:
-        ends = eqx.tree_at(lambda specs: specs.blocks, specs, None)
-        loss = zero.gathered(loss, ends, over["data"])
+        loss = zero.gathered(loss, parts_of(layout, specs).ends, over["data"])
 
-    def local(model, windows):
-        return over["data"].all_mean(loss(model, (windows, None)))
+    def local(model, batch):
+        return over["data"].all_mean(loss(model, _weighted(batch, over["data"])))
 
-    return jax.jit(mesh.spmd(local, mesh=mesh_, in_specs=(specs, P("data")), out_specs=P()))
+    evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(specs, P("data")), out_specs=P())
+    return jax.jit(lambda model, windows, weights=None: evaluate(model, gpt2.Batch(windows, None, weights)))
 
 
 def _model(config: gpt2.Config, layout: Layout, key, dtype) -> tuple[Callable[[], gpt2.GPT2], rules.Rule, rules.Rule]:

@@ -16,15 +16,13 @@ the shared vocabulary.
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.cpu import ordered
 from parallax.collectives.types import varying
-from parallax.grads import Grad, varies
+from parallax.grads import Grad, axes_of, beside, missing, reduced, varies
 from parallax.pipeline.executor import WHOLE, Run, Shares, Stages, check
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
@@ -65,7 +63,7 @@ def value_and_grad(
 
     Raises:
         ValueError: the schedule has other stages than the axis, or a weight lane; the batch does not divide by M; an array of
-            `where(params)` has no first dim of v; or `stage` changes the shape of `x`.
+            `where(params)` is not split over `axis`, or has no first dim of v; or `stage` changes the shape of `x`.
     """
     if schedule.weight is not None:
         raise ValueError(
@@ -77,15 +75,12 @@ def value_and_grad(
 
     def grad(params, batch):
         check(schedule, axis, where(params))
-        weights = eqx.filter(params, eqx.is_inexact_array)
         stages = Stages(enter, stage, head, where, remat, shares)
         loss, sums = Run(stages, schedule, axis, varying(params, axis.names), batch, backward=True)()
-        means = jax.tree.map(lambda total: total / schedule.microbatches, sums)
+        results = jax.tree.map(lambda total: total / schedule.microbatches, (loss, sums))
         # What was the same on all stages is reduced; what is split over them is done.
-        same = jax.tree.map(lambda w: not varies(w, axis), weights)
-        results = loss / schedule.microbatches, means
-        shared, own = eqx.partition(results, (varies(loss, axis), same))
-        return eqx.combine(axis.all_reduce(ordered(shared, results)), own)
+        over = jax.tree.map(lambda w: missing(w, axis), beside(sums, params))
+        return reduced(results, (axes_of(axis) if varies(loss, axis) else (), over), axis)
 
     return grad
 

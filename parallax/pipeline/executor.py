@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks a stage, F forward, B backward.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from parallax import precision
 from parallax.collectives import Axis, send_next
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying
-from parallax.grads import in_parts, varies
+from parallax.grads import in_parts, missing, varies
 from parallax.pipeline.rows import Row, loops, rows, stretches
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
@@ -280,6 +281,14 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
             f"Make the schedule for stages={devices}."
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
+        same = missing(leaf, axis)
+        if math.prod(Axis(name).size() for name in same) > 1:
+            raise ValueError(
+                f"pipeline: the blocks' array {jax.tree_util.keystr(path) or 'itself'}, of shape {leaf.shape} on a stage, is the "
+                f"same along {axis.names!r}, so each of the {devices} stages would run all layers. Split its layers dim, as "
+                f"[{schedule.chunks}, L / {schedule.chunks}, ...] under P(None, {axis.names!r}); L must divide by "
+                f"{schedule.chunks * devices}, the chunks of all stages."
+            )
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
                 f"pipeline: the blocks' array {jax.tree_util.keystr(path) or 'itself'} has shape {leaf.shape} on a stage, "

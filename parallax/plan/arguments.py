@@ -76,7 +76,7 @@ def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -
 
 
 def optimizer_bytes(config: gpt2.Config, layout: Layout, optimizer: optax.GradientTransformation, *, itemsize: int = 4) -> int:
-    """Bytes of the optimizer's state on a device, if it acts leaf by leaf, for parameters of `itemsize` bytes each."""
+    """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of `itemsize` bytes each."""
     copies, rest = _state(optimizer, itemsize)
     return copies * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout)) + rest
 

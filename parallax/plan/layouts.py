@@ -45,7 +45,7 @@ def search(
         hardware: one of them.
         batch: sequences in the global batch.
         precision: that of `Layout`.
-        optimizer: any that acts leaf by leaf.
+        optimizer: one that acts element by element.
         sequences: of a microbatch on a device, to choose from.
 
     Raises:

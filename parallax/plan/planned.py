@@ -170,7 +170,7 @@ def plan(
         layout: which devices share what.
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
-        optimizer: any that acts leaf by leaf.
+        optimizer: one that acts element by element.
         axes: who moves data along which axis, as in `decoder.prepare`: movers that `cost` has a formula for.
 
     Raises:

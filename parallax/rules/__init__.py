@@ -5,9 +5,25 @@ rule gave. Any function of your own is a rule too. `specs` asks a rule about eve
 run and train something else.
 """
 
-from parallax.rules.applied import Survey, explain, paths, specs, survey
-from parallax.rules.makers import Rule, first, fsdp, match
-from parallax.rules.optimizer import optimizer_specs
+from parallax.rules.applied import Survey, explain, is_inexact, paths, specs, survey
+from parallax.rules.makers import Rule, covers, first, fsdp, match
+from parallax.rules.optimizer import Owned, optimizer_specs, owner
 from parallax.rules.placement import Refusal
 
-__all__ = ["Refusal", "Rule", "Survey", "explain", "first", "fsdp", "match", "optimizer_specs", "paths", "specs", "survey"]
+__all__ = [
+    "Owned",
+    "Refusal",
+    "Rule",
+    "Survey",
+    "covers",
+    "explain",
+    "first",
+    "fsdp",
+    "is_inexact",
+    "match",
+    "optimizer_specs",
+    "owner",
+    "paths",
+    "specs",
+    "survey",
+]

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import entry_axes
+from parallax.mesh import RENAME, entry_axes, is_array, twice
 from parallax.rules.makers import Rule, covers, first, fsdp, match
-from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused
+from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
 from parallax.typed import PyTree, Specs
 
 
@@ -32,17 +32,17 @@ def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, 
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
     of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
 
-    Raises `ValueError` at the first of these (`survey` lists all): a rule or `keep` pattern that matches no leaf, or only
-    leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a
-    spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other than `fsdp`,
-    since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide the dim.
-    Without a mesh, what needs its sizes is not checked.
+    Raises `ValueError` at the first of these (`survey` lists all): two arrays of one path; a rule or `keep` pattern that matches
+    no leaf, or only leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then,
+    leaf by leaf, a spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
+    than `fsdp`, since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide
+    the dim. Without a mesh, what needs its sizes is not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
     found = iter(placed.values())
-    return jax.tree.unflatten(treedef, [next(found) if is_leaf_array(leaf) else None for leaf in leaves])
+    return jax.tree.unflatten(treedef, [next(found) if is_array(leaf) else None for leaf in leaves])
 
 
 class Survey(NamedTuple):
@@ -63,9 +63,9 @@ def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *,
     if mesh is not None:
         for wrapper in {id(wrapper): wrapper for p in placements for wrapper in p.wrappers}.values():
             refusals += _size_refusals(wrapper, mesh)
-    specs = {}
+    specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
-        found = refused(placement, batch_axes, mesh)
+        found = refused(placement, batch_axes, mesh, stacked)
         refusals += found
         if not found:
             specs[placement.path] = placement.spec
@@ -90,9 +90,9 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
     """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of leaves that get no spec."""
-    arrays = [(path, leaf) for path, leaf in paths(tree) if is_leaf_array(leaf)]
+    arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     taken: dict[int, Placement] = {}
-    refusals, unplaced = [], set()
+    refusals, unplaced = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])], set()
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}
         for i, (path, leaf) in enumerate(arrays):
@@ -120,6 +120,12 @@ def _placement(path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers:
         spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
     return Placement(path, leaf, rule, given, wrappers, spec, tuple(why))
+
+
+def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
+    shapes = " and ".join(str(leaf.shape) for each, leaf in arrays if each == path)
+    what = f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape {shapes}"
+    return Refusal("same-path", path, what, RENAME)
 
 
 def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
@@ -188,6 +194,6 @@ def _nearest(text: str, choices: list[str]) -> str:
     return "".join(f" (the nearest is {choice})" for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0))
 
 
-def is_leaf_array(leaf: Any) -> bool:
-    """Whether a rule is asked about a leaf: arrays and their shapes."""
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their shapes."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -59,9 +59,11 @@ class fsdp:
     """The rule of ZeRO-3: what `inside` gives, with the largest free dim that divides by `size` split over `axis_name`.
 
     Of equally large dims the first is taken. A leaf of fewer than `min_size` elements (counted before any split), or in which
-    no free dim divides, stays as `inside` gave it; `explain` says which and why. `keep` maps globs to dims not to be split:
-    `keep={"blocks.**": (0,)}` spares the layers dim that a scan runs over. To spare whole leaves, ask another rule first:
+    no free dim divides, stays as `inside` gave it; `explain` says which and why. To spare whole leaves, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
+
+    `keep` maps globs to dims not to be split: `keep={"blocks.**": (0,)}` spares the layers dim that a scan runs over. Where it
+    is forgotten, each replica would run some of the layers; `zero.gathered` refuses that.
 
     `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no mesh; `specs` checks it.
 

@@ -1,6 +1,7 @@
 """Where the optimizer's state lives: beside the parameters that it belongs to."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,10 +10,32 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import entry_axes
-from parallax.rules.applied import is_leaf_array, paths
+from parallax.mesh import by_path, dotted, entry_axes
+from parallax.rules.applied import is_inexact
 from parallax.rules.placement import padded, spec_of
 from parallax.typed import PyTree, Specs
+
+
+class Owned(eqx.Module):
+    """The state of an optimizer that works on leaves which are whole, as `parallax.optimizers` makes them.
+
+    Attributes:
+        groups: the state of each group of leaves with the same layers.
+        names: the axes along which leaves are whole; layers are split over them.
+        members: the paths of each group's leaves.
+        leads: how many of their first dims are layers, and so of every array of the group's state.
+    """
+
+    groups: list[PyTree]
+    names: tuple[str, ...] = eqx.field(static=True)
+    members: tuple[tuple[str, ...], ...] = eqx.field(static=True)
+    leads: tuple[int, ...] = eqx.field(static=True)
+
+
+def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
+    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
+    fitting = [i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)]
+    return max(fitting, key=lambda i: len(paths[i]), default=None)
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs) -> Specs:
@@ -23,33 +46,53 @@ def optimizer_specs(optimizer: optax.GradientTransformation | optax.MultiSteps, 
     Where equal sizes leave open which dim was reduced, only the splits that all readings share are kept. Any other shape is a
     `ValueError`, unless the parameter is whole: then so is all its state.
 
-    The specs say where the state lives, not that an update on shards equals one on the whole. Under `jit` on global arrays it
-    always does; inside `shard_map` only for elementwise optimizers (Adam, momentum, Lion): a mean or norm over a leaf, such as
-    Adafactor's clipping, is taken over the shard, and nothing raises.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are those that `specs` has and `tree` has
+    not: pass `eqx.filter(tree, trained)` where some leaves are frozen. State of `parallax.optimizers` is whole along its axes.
+
+    The specs say where the state lives, not that an update on shards equals one on the whole; `step.make` asks that.
     """
-    arrays = eqx.filter(tree, is_leaf_array)
-    treedef = jax.tree.structure(arrays)
-    if treedef != jax.tree.structure(specs):
+    arrays = eqx.filter(tree, is_inexact)
+    given = by_path(specs)
+    paths = [path for path, _ in jax.tree.leaves_with_path(arrays)]
+    missing = [path for path in paths if dotted(path) not in given]
+    if missing:
         raise ValueError(
-            f"optimizer_specs needs one PartitionSpec for each of the {treedef.num_leaves} arrays of the tree, in its structure, "
-            f"but got {jax.tree.structure(specs)}; pass what rules.specs(tree, rule) gives for this very tree."
+            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the tree, in its structure, and "
+            f"{dotted(missing[0]) or 'the tree itself'} has none in {jax.tree.structure(specs)}; pass what "
+            f"rules.specs(tree, rule) gives for this very tree."
         )
-    names = jax.tree.unflatten(treedef, [path for path, _ in paths(arrays)])
-    return optax.tree_map_params(
-        optimizer,
-        _moment_spec,
-        jax.eval_shape(optimizer.init, arrays),
-        arrays,
-        specs,
-        names,
-        transform_non_params=lambda leaf: P(),
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
+    leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
+
+    def of(path, moment, spec_of, other):
+        i = owner(path, paths)
+        return other if i is None else _moment_spec(moment, leaves[dotted(paths[i])], spec_of(dotted(paths[i])), dotted(paths[i]))
+
+    def node(path, each):
+        if not isinstance(each, Owned):
+            return of(path, each, given.get, P())
+        groups = []
+        for group, members, lead in zip(each.groups, each.members, each.leads, strict=True):
+            spec_of = lambda name, lead=lead: _owned_spec(padded(given[name], leaves[name].ndim), lead, each.names)
+            other = P(*spec_of(members[0])[:lead])
+            groups.append(jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group))  # noqa: B023
+        return Owned(groups, each.names, each.members, each.leads)
+
+    state = jax.eval_shape(optimizer.init, arrays)
+    return jax.tree.map_with_path(node, state, is_leaf=lambda each: isinstance(each, Owned))
 
 
-def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec | optax.MaskedNode:
-    if isinstance(moment, optax.MaskedNode):
-        return moment
+def _owned_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
+    """The spec of a leaf that is whole along the axes `names`, its layers split over them."""
+    split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
+    done = {name for entry in entries for name in entry_axes(entry)}
+    left = [tuple(name for name in entry_axes(entry) if name not in names) for entry in entries[lead:]]
+    layers = [entry_axes(entry) for entry in entries[:lead]]
+    if lead:
+        layers[-1] = (*layers[-1], *split, *(name for name in names if name not in done))
+    return spec_of([(entry[0] if len(entry) == 1 else entry) if entry else None for entry in (*layers, *left)])
+
+
+def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
     if moment.shape == leaf.shape:
         return spec
     entries = padded(spec, leaf.ndim)
@@ -63,7 +106,7 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     if not readings:
         raise ValueError(
             f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape {leaf.shape}, which is not "
-            f"that leaf reduced over some dims, so it cannot follow the spec {spec}; replicate the leaf with P(), or write "
-            f"the specs of this state by hand."
+            f"that leaf reduced over some dims, so it cannot follow the spec {spec}; wrap the optimizer in optimizers.whole, "
+            f"which keeps its state whole, replicate the leaf with P(), or write the specs of this state by hand."
         )
     return spec_of([column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)])

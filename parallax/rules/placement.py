@@ -1,7 +1,7 @@
 """One leaf and the spec that a rule gave it: where it fits, and in which words it is refused where it does not."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,12 +66,30 @@ class Placement:
         return name_of(self.rule, self.wrappers)
 
 
-def refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> list[Refusal]:
-    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes is not asked."""
+def refused(
+    p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: Collection[str] = ()
+) -> list[Refusal]:
+    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes is not asked.
+
+    Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a leaf without that split would
+    have each device run all of them, and is never advised.
+    """
     found = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     if mesh is not None and not found:
-        found = list(_sizes_refused(p, mesh))
-    return [replace(refusal, fits=_fitting(p, batch_axes, mesh)) for refusal in found]
+        found = list(_sizes_refused(p, mesh, stacked))
+    layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
+    advised = lambda refusal: refusal.kind != "does-not-divide" or not layers
+    return [replace(refusal, fits=_fitting(p, batch_axes, mesh)) if advised(refusal) else refusal for refusal in found]
+
+
+def stacked_axes(placements: Sequence[Placement]) -> set[str]:
+    """The axes that split the same dim, of the same size, of two leaves or more, and no other: as stages split layers."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for p in placements:
+        for dim, entry in enumerate(p.given[: p.leaf.ndim]):
+            for axis in entry_axes(entry):
+                found.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
+    return {axis for axis, dims in found.items() if len(dims) > 1 and len(set(dims)) == 1}
 
 
 def _entries_refused(p: Placement) -> Iterator[Refusal]:
@@ -106,7 +124,7 @@ def _batch_refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | Abstrac
                 yield Refusal("split-like-the-batch", p.path, what, cure)
 
 
-def _sizes_refused(p: Placement, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
+def _sizes_refused(p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.spec):
         of = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -119,7 +137,11 @@ def _sizes_refused(p: Placement, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]
             others = f"split dim {' or '.join(map(str, fit))}, which does" if fit else "no other dim that is free does"
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = f"{of} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
-            yield Refusal("does-not-divide", p.path, what, f"{others}, or replicate this leaf with P()")
+            cure = f"{others}, or replicate this leaf with P()"
+            if set(entry_axes(entry)) & set(stacked):
+                more = -(-p.leaf.shape[dim] // size) * size
+                cure = f"all leaves have this dim split there: make it {more}, a multiple of {size}, or the mesh axis smaller"
+            yield Refusal("does-not-divide", p.path, what, cure)
 
 
 def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:

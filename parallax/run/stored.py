@@ -22,19 +22,20 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays and the plain numbers of a tree, by path.
+    """The arrays and the plain numbers of a tree, by path; a complex number as a list of two.
 
     Raises:
         ValueError: two leaves have one path, or a plain number is not finite.
     """
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
     arrays = {name: leaf for name, leaf in named if mesh.is_array(leaf)}
-    numbers = {name: leaf for name, leaf in named if isinstance(leaf, bool | int | float)}
+    plain = (pair for pair in named if isinstance(pair[1], bool | int | float | complex) and not mesh.is_array(pair[1]))
+    numbers = {name: [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf for name, leaf in plain}
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             raise ValueError(f"The state has {count} leaves of the path {name}. Rename one of them: they are stored by path.")
     for name, number in numbers.items():
-        if not math.isfinite(number):
+        if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
             raise ValueError(f"{name}: a plain number to store must be finite; got {number}. Store it as an array.")
     return arrays, numbers
 
@@ -76,8 +77,9 @@ def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Cal
 
 def check_same(folder: Path, record: dict[str, Any], arrays: dict[str, list], numbers: dict[str, Any]) -> None:
     """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message names them."""
-    there = record["arrays"] | {name: ["number", []] for name in record["numbers"]}
-    wanted = arrays | {name: ["number", []] for name in numbers}
+    kind = lambda number: "complex" if isinstance(number, list) else type(number).__name__
+    there = record["arrays"] | {name: [kind(number), []] for name, number in record["numbers"].items()}
+    wanted = arrays | {name: [kind(number), []] for name, number in numbers.items()}
     words = lambda entry: "nothing" if entry is None else f"{entry[0]}{entry[1]}"
     wrong = [
         f"{name}: needed {words(wanted.get(name))}, the checkpoint has {words(there.get(name))}"
@@ -98,7 +100,7 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     def leaf(path, leaf):
         name = mesh.dotted(path) or "state"
         if name in numbers:
-            return type(leaf)(numbers[name])
+            return complex(*numbers[name]) if isinstance(leaf, complex) else type(leaf)(numbers[name])
         if name not in arrays:
             return leaf
         return jax.random.wrap_key_data(arrays[name], impl=KEYS[str(leaf.dtype)]) if _is_key(leaf) else arrays[name]

@@ -1,6 +1,6 @@
 """GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
 
-from parallax.models.gpt2.forward import block, embed, head, logits, loss, run_blocks
+from parallax.models.gpt2.forward import Batch, block, embed, head, logits, loss, run_blocks
 from parallax.models.gpt2.model import (
     GPT2,
     LARGE,
@@ -30,6 +30,7 @@ __all__ = [
     "SMALL",
     "XL",
     "Attention",
+    "Batch",
     "Block",
     "Config",
     "Linear",

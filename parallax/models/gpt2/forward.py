@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,23 @@ from parallax.models.gpt2.model import GPT2, Block, Config, attention
 ONE_DEVICE = tensor.joins(())
 
 
+class Batch(NamedTuple):
+    """What a loss is computed of; a tuple of the first two does too.
+
+    Attributes:
+        windows: sequences of T + 1 tokens.
+        keys: a random key for each sequence; None: no dropout.
+        weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
+    """
+
+    windows: Int[Array, "batch window"]
+    keys: Key[Array, " batch"] | None = None
+    weights: Float[Array, "batch tokens"] | None = None
+
+
 def loss(
     model: GPT2,
-    batch: tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
     axis: AxisLike = (),
     joins: Callable[..., Any] = tensor.joins,
@@ -33,8 +47,8 @@ def loss(
 
     Args:
         model: whole, or a shard of it along `axis`.
-        batch: token windows, and a random key for each sequence (None: no dropout). Dropout depends on that key, the layer
-            and the head only, so it is the same under every layout.
+        batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is the same under every
+            layout.
         axis: the axis or axes that the weights are split over.
         joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
@@ -47,12 +61,12 @@ def loss(
     Raises:
         ValueError: T is more than the model's context.
     """
-    windows, keys = batch
+    windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
     made = joins(axis)
     x = embed(model, windows[:, :-1], keys, joins=made)
     apply = functools.partial(block, config=model.config, joins=made, attend=attend)
     x = run_blocks(model.blocks, x, keys, apply, checkpoint=checkpoint, unroll=unroll)
-    return head(model, x, windows[:, 1:], joins=made)
+    return head(model, x, windows[:, 1:], weights=weights, joins=made)
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
@@ -143,15 +157,17 @@ def head(
     x: Float[Array, "batch tokens_shard width"],
     targets: Int[Array, "batch tokens"],
     *,
+    weights: Float[Array, "batch tokens"] | None = None,
     joins: tensor.Joins = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of `targets` after the last norm and the tied head, in nats a token.
+    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the tied head, in nats a token.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    return cross_entropy.mean(x, model.wte, targets, joins.everywhere, vocabulary=model.config.vocabulary)
+    vocabulary = model.config.vocabulary
+    return cross_entropy.mean(x, model.wte, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 
 def _at(keys, layer, site: int):

@@ -41,7 +41,7 @@ def stages(
     """
 
     def enter(model, part):
-        windows, keys = part
+        windows, keys, _ = forward.Batch(*part)
         across = functools.partial(tensor.enter, axis=stage_axis)
         return forward.embed(model, windows[:, :-1], keys, joins=joins(axis, shared=stage_axis), across=across)
 
@@ -53,7 +53,8 @@ def stages(
 
     def head(model, x, part):
         across = functools.partial(pipeline.from_last, axis=stage_axis)
-        return forward.head(model, x, part[0][:, 1:], joins=joins(axis, shared=stage_axis), across=across)
+        windows, _, weights = forward.Batch(*part)
+        return forward.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
 
     return enter, stage, head
 
