@@ -129,18 +129,58 @@ LAYERS = (
         "test_cross_entropy.py::test_narrow_inputs_have_wide_sums",
     ),
     Mutant("accumulated", "total / microbatches", "total", "test_grads.py::test_accumulated_equals_the_whole_batch"),
-    Mutant("accumulated", "dtype=precision.wide(g.dtype)", "dtype=g.dtype", "test_grads.py::test_sums_are_kept_wide"),
-    Mutant("norm", "jnp.conj(wide)", "wide", "test_grads.py"),
+    Mutant("accumulated", "dtype=wide(g.dtype)", "dtype=g.dtype", "test_grads.py::test_sums_are_kept_wide"),
+    Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
+    Mutant("averaged", "lambda g: g / n", "lambda g: g", "test_tuples.py::test_experts_over_data_and_expert"),
+    Mutant("missing", "if name not in varying_axes(x)", "if True", "test_tuples.py::test_experts_over_data_and_expert"),
+    Mutant("reduced", "if own == each", "if set(own) <= set(each)", "test_tuples.py::test_hybrid_shares"),
+    Mutant(
+        "_try_out",
+        "_set(TELLING, telling)",
+        "_set(TELLING, frozenset())",
+        "test_tuples.py::test_layers_that_are_shared_out_are_refused_where_they_are_looped_over",
+    ),
+    Mutant("splits_of", "names[-len(own) :] != own", "False", "test_tuples.py -k outer"),
+    Mutant(
+        "parts",
+        "if split:",
+        "if False:",
+        "test_tuples.py::test_layers_that_are_shared_out_are_refused_where_they_are_looped_over",
+    ),
+    Mutant(
+        "_check_reduced",
+        "many(theirs - ours)",
+        "many(theirs - theirs)",
+        "test_tuples.py::test_a_gradient_that_mixes_shards_is_refused",
+    ),
+    Mutant(
+        "normalized",
+        "weights.size * axis.size()",
+        "weights.size",
+        "test_cross_entropy.py::test_a_weighted_mean_is_that_of_the_whole_batch",
+    ),
+    Mutant(
+        "cross_entropy",
+        "targets >= vocabulary",
+        "targets > vocabulary",
+        "test_cross_entropy.py::test_a_target_outside_the_vocabulary_has_no_loss",
+    ),
+    Mutant(
+        "stacked_axes",
+        "len(set(dims)) == 1",
+        "False",
+        "test_rules.py::test_layers_that_do_not_divide_are_never_advised_to_be_whole",
+    ),
     Mutant(
         "scattered",
-        "axis.all_reduce(loss) / n",
-        "axis.all_reduce(loss)",
+        "lambda _: total / n",
+        "lambda _: total",
         "test_zero.py::test_five_steps_are_those_of_one_device",
     ),
     Mutant(
         "sharded",
-        "return axis.all_reduce(_wide(gradient)) / n if local else gradient",
-        "return axis.all_reduce(_wide(gradient)) if local else gradient",
+        "over.all_reduce(gradient) if over.names else gradient\n            return total /",
+        "over.all_reduce(gradient) if over.names else gradient\n            return total *",
         "test_zero.py::test_a_sharded_optimizer_is_the_optimizer",
     ),
     Mutant(
@@ -227,7 +267,7 @@ PLACEMENT = (
     Mutant("loss_step", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
     Mutant(
         "planned",
-        "model_specs if optimizer_rule is None else rules.specs(shapes, optimizer_rule, mesh_)",
+        "model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)",
         "model_specs",
         "test_zero.py::test_five_steps_are_those_of_one_device",
     ),
@@ -455,7 +495,48 @@ GPT2 = (
     ),
 )
 
-BY_HAND = (*COLLECTIVES, *LAYERS, *PIPELINE, *PLACEMENT, *RUN, *TOLD, *GPT2)
+ORDINARY = (
+    Mutant("joined", "{GATHERED, SAME}", "{GATHERED}", "test_optimizers_holes.py -k behind_a_wrapper"),
+    Mutant(
+        "Walk.compare",
+        "value) != str(twin.params[name])",
+        "value) != str(value)",
+        "test_optimizers_holes.py::test_a_hole_is_closed -k power",
+    ),
+    Mutant(
+        "Walk.results", "if bad is None and sizes", "if bad is None and False", "test_optimizers_holes.py::test_a_hole_is_closed"
+    ),
+    Mutant(
+        "Walk.branches", "choice not in (UNIFORM, SAME)", "False", "test_optimizers_holes.py::test_a_hole_is_closed -k branch"
+    ),
+    Mutant("wholes", "min(chosen, leaf.ndim - 1)", "0", "test_optimizers_holes.py -k by_the_shape_is_right"),
+    Mutant("_reads", "read[0].union(*each)", "frozenset().union(*each)", "test_by_matrix.py -k looks_at_a_leaf"),
+    Mutant(
+        "_to_shares",
+        "reversed(way.splits)",
+        "way.splits",
+        "test_by_matrix.py::test_by_matrix_of_shares_of_shards",
+        long=True,
+    ),
+    Mutant("_to_owner", "if axes_of(way.rest) else x", "if False else x", "test_by_matrix.py -k is_the_optimizer"),
+    Mutant(
+        "_owned_spec",
+        "layers[-1] = (*layers[-1], *split",
+        "layers[-1] = (*split, *layers[-1]",
+        "test_by_matrix.py::test_by_matrix_of_shares_of_shards",
+        long=True,
+    ),
+    Mutant("planned", "eqx.filter(model, trainable)", "model", "test_frozen.py"),
+    Mutant("_try_out", "telling & set(varying_axes(leaf))", "False", "test_tuples.py -k looped_over"),
+    Mutant("mean_of_parts", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
+    Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
+    Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
+    Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
+    Mutant("_Reading._layers", " - self.exchanged - sent", " - self.exchanged", "test_lint_shards.py -k layers_that_are_no"),
+    Mutant("_Reading._gathered", "set(last) == set(over)", "False", "test_lint_shards.py"),
+)
+
+BY_HAND = (*COLLECTIVES, *LAYERS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2)
 
 # Those that may survive: why the behaviour is the same.
 NO_FAULT: dict[tuple[str, str, str], str] = {}

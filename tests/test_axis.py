@@ -76,7 +76,7 @@ def test_one_after_the_other_is_the_group(axis):
 def test_a_part_of_several_is_moved_by_its_own_mover():
     several = Axis.of((halving("a"), ring("b"))).mover
     np.testing.assert_array_equal(on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b")))
-    with pytest.raises(ValueError, match=re.escape("'c' is not made of axes that")):
+    with pytest.raises(ValueError, match=re.escape("'c' is not one of the axes that")):
         on(lambda x: several.all_reduce(x, "c"))
 
 

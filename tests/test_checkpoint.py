@@ -304,7 +304,7 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
         checkpoints(tmp_path).restore(wrong)
     for words in (
         "more: needed float64[], the checkpoint has nothing",
-        "position: needed nothing, the checkpoint has number[]",
+        "position: needed nothing, the checkpoint has int[]",
         "weight: needed float32[4, 4], the checkpoint has float32[8, 4]",
     ):
         assert words in str(caught.value)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, assert_close
 
-from parallax import cross_entropy, mesh, pipeline, schedule, tensor
+from parallax import cross_entropy, grads, mesh, pipeline, schedule, tensor
 from parallax.collectives import ring, xla
 
 MOVERS = {"ring": ring, "psum": xla}
@@ -240,3 +240,73 @@ def test_refusals():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)
+
+
+# Weights, and targets that are not in the vocabulary
+
+IGNORED = -100
+
+
+@functools.cache
+def weighted(layout):
+    """Loss and gradients of a weighted batch, its weights normalised: as `blocked`, in two microbatches."""
+    _, axis, block_tokens = LAYOUTS[layout]
+
+    def loss(params, batch):
+        x, targets, weights = batch
+        x = tensor.enter(jnp.tanh(params["scale"] * x), axis)
+        options = {"weights": weights, "vocabulary": VOCABULARY, "block_tokens": block_tokens}
+        return cross_entropy.mean(x, params["table"], targets, axis, **options)
+
+    grad = grads.averaged(grads.accumulated(jax.value_and_grad(loss), microbatches=2), "data")
+
+    def body(params, x, targets, weights):
+        return grad(params, (x, targets, cross_entropy.normalized(weights, "data")))
+
+    specs = {"scale": P(), "table": P("V")}
+    return over(layout, body, (specs, P("data"), P("data"), P("data")), (P(), specs))
+
+
+@jax.jit
+def plain_weighted(params, x, targets, weights):
+    def loss(params):
+        every = jax.nn.log_softmax((jnp.tanh(params["scale"] * x) @ params["table"].T)[..., :VOCABULARY])
+        nats = -jnp.take_along_axis(every, jnp.clip(targets, 0)[..., None], -1)[..., 0]
+        return jnp.sum(weights * nats) / jnp.sum(weights)
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize("layout", ["one", "data", "tensor", "stage x tensor"])
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_weighted_mean_is_that_of_the_whole_batch(layout, data):
+    """No mean of means: microbatches and devices have different sums of weights. Ignored targets may be anything."""
+    x, table, targets = drawn(data)
+    shape = targets.shape
+    weights = data.draw(hnp.arrays(np.float64, shape, elements=st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0])), label="weights")
+    weights[data.draw(st.integers(0, B - 1)), 0] = 1.0
+    targets = np.where(weights == 0, IGNORED, targets).astype(np.int32)
+    params = {"scale": np.array(0.7), "table": table}
+    found, expected = weighted(layout)(params, x, targets, weights), plain_weighted(params, x, targets, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE), found, expected)
+
+
+@pytest.mark.parametrize("layout", ["one", "tensor"])
+@pytest.mark.parametrize("wrong", [-1, IGNORED, VOCABULARY, VOCABULARY + 1, 10**6])
+def test_a_target_outside_the_vocabulary_has_no_loss(layout, wrong):
+    x, table = np.ones((B, T, D)), np.linspace(-1, 1, V * D).reshape(V, D)
+    targets = np.full((B, T), 2, np.int32)
+    targets[0, 0] = wrong
+    assert np.isnan(blocked(layout, "ring")(x, table, targets)[0])
+    logits = jnp.asarray(x @ table.T)
+    nats = tensor.cross_entropy(logits, jnp.asarray(targets), (), vocabulary=VOCABULARY)
+    np.testing.assert_array_equal(np.isnan(nats), targets == wrong)
+    weights = jnp.asarray(targets != wrong, jnp.float64)
+    kept = tensor.cross_entropy(logits, jnp.asarray(targets), (), weights=weights, vocabulary=VOCABULARY)
+    np.testing.assert_array_equal(kept, np.where(targets == wrong, 0, nats))
+
+
+def test_a_batch_without_weight_has_no_mean():
+    assert np.isnan(cross_entropy.normalized(jnp.zeros(3), ())).all()
+    np.testing.assert_array_equal(cross_entropy.normalized(jnp.asarray([1, 0, 2], jnp.bfloat16), ()), np.float32([1, 0, 2]))

@@ -18,6 +18,8 @@ GALLERY = [
     "three_ways_to_split",
     "wrong_on_purpose",
     "custom_training",
+    "lora",
+    "inside_jit",
 ]
 PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory"}
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
@@ -148,6 +150,35 @@ def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     assert "restored step 60" in text
     assert "Both end with the same bits in all weights and moments; of the copies on other devices 0 differ." in text
     assert numbers(text, "step 120 .* told right #%")[0] > 90
+
+
+@pytest.mark.sweep(3, "together")
+@pytest.mark.slow
+def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
+    text = printed("lora")
+    whole, factors = (re.sub(r"(?<=\d),(?=\d)", "", part) for part in text.split("Factors of rank"))
+    for part, count in ((whole, 85_002), (factors, 4_392)):
+        trained, kept, sent = numbers(part, "trained # numbers; a device kept # bytes of moments, and sent # bytes a step")
+        assert (trained, kept) == (count, 8 * count)
+        assert sent == pytest.approx(2 * 7 / 8 * 4 * count, rel=0.01)  # and of the loss
+    before, after = numbers(whole, "in a mirror #%")[0], numbers(factors, "in a mirror told right: #%")[0]
+    assert before < 50
+    assert after > 90
+    assert "Of the frozen net 0 numbers differ" in text
+
+
+def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
+    text = printed("inside_jit")
+    assert numbers(text, "differ by # of the loss at most")[0] < ROUNDING
+    first, last = numbers(text, "loss of step 1: #, of step 20: #")
+    assert last < first / 2
+    sent = {tuple(line.split()[:2]) for line in text.splitlines()[2:] if line.startswith(("data", "tensor"))}
+    assert sent == {
+        ("data", "all-reduce"),
+        ("data", "collective-permute"),
+        ("tensor", "all-reduce"),
+        ("tensor", "collective-permute"),
+    }
 
 
 def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):

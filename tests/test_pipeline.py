@@ -506,6 +506,54 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
             jax.eval_shape(f, change(model(pairs, 1, 8)), batch_of(rows))
 
 
+@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
+def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
+    """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8 divide."""
+    table = one_f_one_b(4, 4)
+    on_stages = lambda specs: mesh.spmd(
+        arrow(*functions(pairs), table, "stage"),
+        mesh=on(1, 4, 1),
+        in_specs=(Model(P(), specs, P()), P()),
+        out_specs=P() if arrow is pipeline.value else (P(), Model(P(), specs, P())),
+    )
+    for specs, at in ((P(), "['down']"), ({"up": P(), "down": P(None, "stage")}, "['up']")):
+        layers = 6 if specs == P() else 8
+        message = (
+            f"pipeline: the blocks' array {at}, of shape (1, {layers}, 8, 8) on a stage, is the same along 'stage', so each of "
+            "the 4 stages would run all layers. Split its layers dim, as [1, L / 1, ...] under P(None, 'stage'); L must divide "
+            "by 4, the chunks of all stages."
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(on_stages(specs), model(pairs, 1, layers), batch_of(16))
+    params, batch = model(pairs, 1, 8), batch_of(16)
+    found = jax.jit(on_stages(P(None, "stage")))(params, batch)
+    plain = one_device(*functions(pairs), 4)
+    expected = plain(params, batch) if arrow is pipeline.value else jax.value_and_grad(plain)(params, batch)
+    assert_close(found, expected, EXACT)
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_stages_may_be_two_axes(mover):
+    """Four stages over (a, b), in row-major order; the ends split over one of them are summed over the other."""
+    table, axis = one_f_one_b(4, 4), mover(("a", "b"))
+    enter, stage, head = functions(pairs)
+    params, batch = model(pairs, 1, 8), batch_of(16)
+    gathered = lambda params: eqx.tree_at(
+        lambda p: p.w_in, params, jnp.concatenate([tensor.leave(_at(params.w_in, k), "b") for k in range(2)])
+    )
+
+    def _at(w, k):
+        return jnp.where(lax.axis_index("b") == k, w, jnp.zeros((), w.dtype))
+
+    params = eqx.tree_at(lambda p: (p.w_in,), params, (jnp.concatenate([params.w_in, params.w_in[:1]]),))
+    batch["x"] = jnp.concatenate([batch["x"], batch["x"][:, :1]], axis=1)
+    grad = pipeline.value_and_grad(lambda p, part: enter(gathered(p), part), stage, head, table, axis)
+    specs = Model(P("b"), P(None, ("a", "b")), P())
+    world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
+    found = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(params, batch)
+    assert_close(found, jax.value_and_grad(one_device(enter, stage, head, 4))(params, batch), EXACT)
+
+
 def test_a_weight_lane_is_refused():
     message = (
         "pipeline.value_and_grad runs schedules of a forward and a backward lane, and this one has a weight lane. "

@@ -112,7 +112,7 @@ def residuals(layout, dtype):
     config = gpt2.Config(layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
-    specs = rules.specs(model, decoder.rules_of(layout)[layout.zero == 3], world).blocks
+    specs = rules.specs(model, decoder.rules_of(layout)[layout.zero == 3], world)
     options = decoder._blocks(layout, specs, ring("data"), gpt2.attention, decoder.REMAT[layout.remat])
     make_joins, attend = options.pop("joins", tensor.joins), options.pop("attend")
 
@@ -123,7 +123,7 @@ def residuals(layout, dtype):
         return jnp.zeros(())
 
     x = jax.ShapeDtypeStruct((b * layout.data, 40, 48), dtype)
-    in_specs = (specs, P("data", "tensor" if layout.sequence else None))
+    in_specs = (specs.blocks, P("data", "tensor" if layout.sequence else None))
     jax.eval_shape(mesh.spmd(loss, mesh=world, in_specs=in_specs, out_specs=P()), model.blocks, x)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) / L, config
 

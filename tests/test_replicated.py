@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import grads, mesh, sequence, zero
 from parallax.collectives import ring, send_next
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import like, linear, replicated, varying, varying_axes
+from parallax.collectives.types import like, linear, pending, replicated, varying, varying_axes
 
 
 def spmd(f, in_specs, out_specs):
@@ -206,11 +206,15 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         r"parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 \(`jax.typeof\(x\).mat.varying`\), and JAX "
         rf"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
     )
-    f = spmd(lambda x: ring.all_reduce(x, "x"), (P("x"),), P())
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "typeof", lambda x: Unknown())
-        with pytest.raises(TypeError, match=fits_no_longer):
-            jax.eval_shape(f, jnp.ones((8, 2)))
+    for function in (varying_axes, pending, lambda x: ring.all_reduce(x, "x")):
+        with monkeypatch.context() as patch:
+
+            def body(x, function=function, patch=patch):
+                patch.setattr(jax, "typeof", lambda x: Unknown())  # inside: mesh.spmd asks for layouts
+                return function(x)
+
+            with pytest.raises(TypeError, match=fits_no_longer):
+                jax.eval_shape(spmd(body, (P("x"),), P()), jnp.ones((8, 2)))
     monkeypatch.delattr(jax.core.ShapedArray, "mat")
     with pytest.raises(TypeError, match=fits_no_longer):
         jax.eval_shape(lambda x: replicated(x, "x"), 1.0)

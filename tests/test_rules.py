@@ -185,6 +185,16 @@ def test_fsdp_splits_whenever_it_can(shape, size, min_size):
     assert [shape[dim] for dim, axis in enumerate(spec) if axis == "data"] == ([max(fit)] if fit else [])
 
 
+def test_layers_that_do_not_divide_are_never_advised_to_be_whole(mesh):
+    """Each stage of a pipeline would run all of them: as many layers as stages divide are."""
+    tree = {"blocks": {"w": jnp.zeros((6, 8, 8)), "b": jnp.zeros((6, 8))}, "head": jnp.zeros((8, 4))}
+    rule = rules.first(rules.match("blocks.**", P("data")), rules.match("**", P()))
+    with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 8\) must divide by 4.*make it 8, a multiple of 4") as refusal:
+        rules.specs(tree, rule, mesh, batch_axes=())
+    assert "P()" not in str(refusal.value).partition(";")[2]
+    assert rules.specs({**tree, "blocks": {"w": jnp.zeros((8, 8, 8)), "b": jnp.zeros((8, 8))}}, rule, mesh, batch_axes=())
+
+
 def test_fsdp_over_two_axes(mesh):
     specs = rules.specs({"w": jnp.zeros((3, 16))}, rules.fsdp(("data", "tensor"), size=8, min_size=1), mesh)
     assert specs == {"w": P(None, ("data", "tensor"))}

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, OPTIMIZER, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, moved_by, windows
 
-from parallax import mesh, rules, step
+from parallax import mesh, rules, step, tensor
 from parallax.collectives import halving, ring, two_rings, xla
 from parallax.compiled import certificate
 from parallax.layout import Layout
@@ -268,6 +268,48 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     split = gpt2.chunked(model, layout.chunks) if layout.stage > 1 else model
     loss = decoder.loss_step(config, layout, on(layout), axes=moved_by(mover))(split, windows)
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, tensor=2, microbatches=2, sequence=True),
+        Layout(data=2, microbatches=2, zero=2),
+        Layout(data=4, microbatches=2, zero=3),
+        Layout(data=2, stage=2, microbatches=4),
+    ],
+    ids=str,
+)
+def test_weighted_tokens(layout):
+    """The loss is the mean over the tokens that the weights leave in, wherever those are: three steps are those of one device."""
+    config = dataclasses.replace(SHAPES[0], dropout=0.0, attention_dropout=0.0)
+    state, train = adamw_step(config, layout)
+    theirs = jax.jit(lambda: gpt2.GPT2(config, key=jax.random.split(jax.random.key(0))[0], dtype=FLOAT64))()
+    optimizer = optax.adamw(1e-3)
+    seen = optimizer.init(theirs)
+
+    @jax.jit
+    def plain(model, seen, tokens, weights):
+        def loss(model):
+            nats = tensor.cross_entropy(gpt2.logits(model, tokens[:, :-1]), tokens[:, 1:], ())
+            return jnp.sum(nats * weights) / jnp.sum(weights)
+
+        value, gradients = jax.value_and_grad(loss)(model)
+        updates, seen = optimizer.update(gradients, seen, model)
+        return jax.tree.map(jnp.add, model, updates), seen, value
+
+    draw = np.random.default_rng(0)
+    with jax.numpy_dtype_promotion("standard"):
+        for number in range(3):
+            tokens = windows(config, 0, number, BATCH)
+            weights = draw.integers(0, 2, (BATCH, config.context)) * draw.uniform(size=(BATCH, 1))
+            weights[: BATCH // 4] = 0  # the whole of a microbatch, or of a device
+            state, info = train(state, tokens, weights)
+            theirs, seen, expected = plain(theirs, seen, tokens, weights)
+            np.testing.assert_allclose(info.loss, expected, rtol=EXACT)
+        loss = decoder.loss_step(config, layout, on(layout))(state.model, tokens, weights)
+        np.testing.assert_allclose(loss, plain(theirs, seen, tokens, weights)[2], rtol=EXACT)
 
 
 def test_every_sequence_and_step_has_a_key_of_its_own():

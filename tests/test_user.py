@@ -34,7 +34,7 @@ def test_a_state_and_the_steps():
     world, make = mesh.make(data=8), lambda: {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     state, specs = user.init(make, world)
     assert (int(state.step), specs.model["w"]) == (0, P("data"))
-    assert len(user.train_steps(specs.model)) == 4
+    assert len(user.train_steps(specs.model)) == 6
     assert callable(user.pipelined())
     total = user.mapped(lambda x: jax.lax.psum(x, "data"), world)
     np.testing.assert_array_equal(total(jnp.arange(8.0)), [28.0])

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from parallax import cross_entropy, data, grads, mesh, pipeline, plan, rules, schedule, step, tensor, zero
+from parallax import cross_entropy, data, grads, mesh, optimizers, pipeline, plan, rules, schedule, step, tensor, zero
 from parallax.collectives import (
     Axis,
     ErrorFeedback,
@@ -89,7 +89,16 @@ def train_steps(specs: PyTree) -> list[step.Step]:
     one = zero.scattered(grads.accumulated(grad, microbatches=4), ring("data"), specs=specs)
     three = grads.averaged(value_and_grad(zero.gathered(loss, specs, ring("data"))), "data")
     sharded = zero.sharded(optimizer, ring("data"), specs=specs)
-    return [step.make(plain, optimizer), step.make(tokens, optimizer), step.make(one, sharded), step.make(three, optimizer)]
+    whole = optimizers.whole(optax.lamb(1e-3), specs, "data")
+    muon = optimizers.by_matrix(optax.contrib.muon(1e-3), specs, ring("data"), layers={"blocks.**": 1})
+    return [
+        step.make(one, whole),
+        step.make(one, muon),
+        step.make(plain, optimizer),
+        step.make(tokens, optimizer),
+        step.make(one, sharded),
+        step.make(three, optimizer),
+    ]
 
 
 def pipelined() -> grads.Grad:

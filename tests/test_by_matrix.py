@@ -1,0 +1,207 @@
+"""Optimizers of matrices on shards: shares of shards, one matrix at a time, and the bytes that each way sends."""
+
+import functools
+import re
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from optimizers_steps import (
+    BATCH,
+    BATCHES,
+    DEVICES,
+    PARAMS,
+    SPECS,
+    STEPS,
+    Way,
+    as_it_is,
+    as_optax_computes,  # noqa: F401 (an autouse fixture)
+    local,
+    on_one_device,
+    on_shards,
+    refusal,
+)
+from optimizers_table import BARE, RATE, WRAPPED, of_leaves
+from reference import EXACT, assert_close
+
+from parallax import mesh, optimizers, rules, zero
+from parallax.collectives import ring
+
+# Shares of shards: ZeRO-1 over two devices of tensor shards over two
+
+BOTH = {"blocks": {"weight": P(None, "data", "tensor"), "bias": P("data", "tensor")}, "head": P("tensor", "data"), "scale": P()}
+OF_SHARDS = Way("tensor", zero.scattered(local, "data", specs=BOTH), True, lambda each: zero.sharded(each, "data", specs=BOTH))
+on_both = {"specs": BOTH, "live": SPECS["tensor"], "data": 2, "tensor": 2}
+
+
+def test_shares_of_shards_train_as_one_device():
+    table = {"adamw": BARE["adamw"], "muon": WRAPPED["muon"]}
+    plain = on_one_device(table)
+    table = {"adamw": OF_SHARDS.bare(table["adamw"]), "muon": optimizers.whole(table["muon"], BOTH, ("data", "tensor"))}
+    for name, (params, _) in on_shards(OF_SHARDS, table, **on_both).items():
+        assert_close(params, plain[name][0], EXACT)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
+    """A sum that appears above 200 elements: a leaf of 384 has shards of 192, and shares of 96."""
+    specs = BOTH if told else {"blocks": {"weight": P(None, "data"), "bias": P("data")}, "head": P(None, "data"), "scale": P()}
+    from_200 = of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 200 else g)
+    message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs=specs)}, **on_both)
+    assert "zero.sharded: each device updates its shards alone" in message
+    assert "on a whole leaf it is another program" in message
+
+
+# One matrix at a time
+
+BY_MATRIX = {name: WRAPPED[name] for name in ("muon", "lamb", "lars", "adafactor")}
+LAYERS = {"blocks.**": 1}
+SPLIT = {
+    "layers": lambda axis: {"blocks": {"weight": P(axis), "bias": P(axis)}, "head": P(None, axis), "scale": P()},
+    "rows": lambda axis: {"blocks": {"weight": P(None, axis), "bias": P(None, axis)}, "head": P(axis), "scale": P()},
+    "columns": lambda axis: {"blocks": {"weight": P(None, None, axis), "bias": P()}, "head": P(None, axis), "scale": P()},
+}
+
+
+def layer_by_layer(tree, lead=0):
+    """The stacked leaves as a list of layers."""
+    layer = lambda i: jax.tree.map(lambda leaf: np.take(leaf, i, axis=lead), tree["blocks"])
+    return tree | {"blocks": [layer(i) for i in range(4)]}
+
+
+def stacked(tree):
+    return tree | {"blocks": jax.tree.map(lambda *layers: np.stack(layers), *tree["blocks"])}
+
+
+@functools.cache
+def matrices_on_one_device():
+    """Five steps of each, whose layers are leaves of two dims, as optimizers of matrices want them; and LAMB's moments."""
+    runs = on_one_device(BY_MATRIX, layer_by_layer(PARAMS), layer_by_layer(BATCHES, lead=2))
+    return {name: stacked(params) for name, (params, _) in runs.items()}, stacked(runs["lamb"][1][0].mu)["blocks"]
+
+
+def assert_those_of_one_device(found):
+    """Of all parameters, and of the moments of LAMB, whose layers lie in order."""
+    plain, moments = matrices_on_one_device()
+    for name, (params, _) in found.items():
+        assert_close(params, plain[name], EXACT)
+    (of_layers,) = (group for group in found["lamb"][1].groups if group[0].count.ndim)
+    assert_close(of_layers[0].mu["blocks"], moments, EXACT)
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("axis", ["tensor", "data"])
+def test_by_matrix_is_the_optimizer_on_a_list_of_layers(axis, split):
+    """Of tensor shards, and of ZeRO-1's shares of gradients."""
+    specs = SPLIT[split](axis)
+    grad = local if axis == "tensor" else zero.scattered(local, "data", specs=specs)
+    table = {name: optimizers.by_matrix(each, specs, axis, layers=LAYERS) for name, each in BY_MATRIX.items()}
+    assert_those_of_one_device(on_shards(Way(axis, grad, axis == "tensor", as_it_is), table, specs))
+
+
+@pytest.mark.slow
+def test_by_matrix_of_shares_of_shards():
+    table = {name: optimizers.by_matrix(each, BOTH, ("data", "tensor"), layers=LAYERS) for name, each in BY_MATRIX.items()}
+    assert_those_of_one_device(on_shards(OF_SHARDS, table, **on_both))
+
+
+def test_muon_takes_a_stack_of_matrices_for_something_else_and_becomes_adam():
+    reshaped = lambda tree, *shape: tree | {"blocks": tree["blocks"] | {"weight": tree["blocks"]["weight"].reshape(shape)}}
+    muon = {"": BY_MATRIX["muon"]}
+    plain = on_one_device(muon)[""][0]
+    vector = on_one_device(muon, reshaped(PARAMS, -1), reshaped(BATCHES, STEPS, BATCH, -1))[""][0]
+    assert_close(reshaped(jax.tree.map(np.asarray, vector), 4, 8, 12), jax.tree.map(np.asarray, plain), EXACT)
+    assert np.max(np.abs(plain["blocks"]["weight"] - matrices_on_one_device()[0]["muon"]["blocks"]["weight"])) > RATE / 10
+
+
+def assert_refused_by_matrix(message, optimizer, specs=None, *, layers=LAYERS):
+    specs = specs or SPLIT["rows"]("tensor")
+    wrapped = optimizers.by_matrix(optimizer, specs, "tensor", layers=layers)
+    assert message in refusal(Way("tensor", local, True, as_it_is), {"": wrapped}, specs)
+
+
+def test_by_matrix_refuses_layers_that_do_not_divide():
+    specs = SPLIT["rows"]("tensor")
+    init = optimizers.by_matrix(BY_MATRIX["muon"], specs, "tensor", layers=LAYERS).init
+    run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
+    message = (
+        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must divide by the 8 devices that "
+        "own some each. Take optimizers.whole, or other axes."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(run, PARAMS)
+
+
+def test_by_matrix_refuses_outer_layers_that_are_split():
+    assert_refused_by_matrix(
+        "optimizers.by_matrix: blocks.weight has 2 dims of layers, and dim 0 of them is split over 'tensor'. Split dim 1, or a "
+        "dim of the matrices.",
+        BY_MATRIX["lars"],
+        SPLIT["layers"]("tensor"),
+        layers={"blocks.weight": 2, "blocks.bias": 1},
+    )
+
+
+def test_by_matrix_refuses_what_joins_leaves():
+    assert_refused_by_matrix(
+        "optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes 'blocks.bias' from "
+        "'blocks.weight'. Take optimizers.whole, or join leaves elsewhere: step.make and grads.clipped clip by the norm.",
+        optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
+    )
+
+
+def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
+    scales = optax.stateless(lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])})
+    assert_refused_by_matrix("this optimizer makes 'head' from 'scale'. Take optimizers.whole", scales, layers={})
+
+
+@pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
+def test_by_matrix_refuses_what_draws_noise(noise):
+    assert_refused_by_matrix(
+        "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones in every layer. Take "
+        "optimizers.whole, which draws them for whole leaves, as one device does.",
+        WRAPPED[noise],
+    )
+
+
+# Bytes on the wire: an update of one leaf of S bytes on n devices, in S
+
+n = DEVICES
+SENT = {  # by where parameters live, which wrapper, and which dim is split
+    ("shares", "whole", "rows"): 2 * (n - 1) / n,  # gradient and parameter
+    ("shares", "by_matrix", "rows"): 3 * (n - 1) / n**2,  # and the update
+    ("shares", "by_matrix", "columns"): 3 * (n - 1) / n**2,
+    ("shares", "by_matrix", "layers"): 0,
+    ("whole", "whole", "rows"): (n - 1) / n,  # gradient
+    ("whole", "by_matrix", "rows"): (n - 1) / n**2 + (n - 1) / n,  # gradient and update
+    ("whole", "by_matrix", "layers"): (n - 1) / n,  # update
+    ("whole", "sharded", "rows"): (n - 1) / n,  # of ZeRO-1, to compare
+}
+
+
+@pytest.mark.parametrize(("live", "wrapper", "split"), SENT)
+def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
+    weight, optimizer, axis = PARAMS["blocks"]["weight"], optax.adamw(RATE), ring("tensor")
+    spec = SPLIT[split]("tensor")["blocks"]["weight"]
+    wrapped = {
+        "whole": lambda: optimizers.whole(optimizer, spec, axis),
+        "by_matrix": lambda: optimizers.by_matrix(optimizer, spec, axis, layers={"*": 1, "": 1}),
+        "sharded": lambda: zero.sharded(optimizer, axis, specs=spec),
+    }[wrapper]()
+    where = spec if live == "shares" else P()
+    state_specs = rules.optimizer_specs(wrapped, weight, spec)
+    update = mesh.spmd(
+        wrapped.update,
+        mesh=mesh.make(tensor=n, devices=jax.devices()[:n]),
+        in_specs=(spec, state_specs, where),
+        out_specs=(where, state_specs),
+    )
+    ops = hlo.collectives(update, weight, wrapped.init(weight), weight)
+    assert {op.kind for op in ops} <= {"collective-permute"}
+    assert sum(op.bytes for op in ops) == SENT[live, wrapper, split] * weight.nbytes

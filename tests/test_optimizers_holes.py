@@ -1,0 +1,179 @@
+"""Optimizers that only seem to act element by element are refused, and those that are right on shards are not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from optimizers_steps import (
+    SPECS,
+    WAYS,
+    as_optax_computes,  # noqa: F401 (an autouse fixture)
+    assert_names_leaf_axis_and_cure,
+    assert_trains_something_else,
+    on_one_device,
+    on_shards,
+    refusal,
+    split_up,
+    whole,
+)
+from optimizers_table import RATE, downhill, large, of_leaves
+from reference import EXACT, assert_close
+
+from parallax import optimizers
+from parallax.collectives.types import varying_axes
+
+
+def sums_in_the_next_step():
+    """Elementwise by what the state says, which has looked at a whole leaf."""
+
+    def update(updates, state, params=None):
+        scaled = jax.tree.map(lambda g, s: -RATE * g / (1 + s), updates, state)
+        return scaled, jax.tree.map(lambda g: jnp.sum(g**2), updates)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(lambda w: jnp.zeros(()), params), update)
+
+
+def state_of(shape):
+    """A state of another shape than its leaf's, and an update that is elementwise with it."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g, s: -RATE * g * s.reshape(shape(g)), updates, state), state
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(lambda w: jnp.linspace(0, 1, shape(w)[0]), params), update)
+
+
+def rows(g):
+    """The running sum of rows, by a loop."""
+    return lax.scan(lambda total, row: (total + row, total + row), jnp.zeros_like(g[0]), g)[1]
+
+
+def halved_until_small(g):
+    return lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 0.5, lambda x: x / 2, g)
+
+
+HOST = lambda f: lambda g, w: jax.pure_callback(f, jax.ShapeDtypeStruct(g.shape, g.dtype), g)
+KEY = jax.random.key(0)
+# fmt: off
+HOLES = {
+    "a sum that appears at some sizes": of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 100 else g),
+    "factored from some size on": downhill(optax.scale_by_factored_rms(min_dim_size_to_factor=8)),
+    "masked by size": downhill(optax.masked(optax.scale(3.0), large)),
+    "masked by size, with a state": downhill(optax.masked(optax.trace(0.9), large)),
+    "a rate by the shape": of_leaves(lambda g, w: g / g.shape[-1]),
+    "a power by the shape": of_leaves(lambda g, w: jnp.tanh(g) ** g.shape[-1]),
+    "a branch by the shape": of_leaves(lambda g, w: lax.cond(g.shape[-1] > 5, jnp.tanh, jnp.sin, g)),
+    "sums in the next step": sums_in_the_next_step(),
+    "a state of one row": state_of(lambda w: (w.shape[0], *[1] * (w.ndim - 1))),
+    "rows": of_leaves(lambda g, w: rows(g)),
+    "a loop until": of_leaves(lambda g, w: halved_until_small(g)),
+    "a branch by elements": of_leaves(lambda g, w: lax.cond(jnp.max(g) > 2.5, jnp.tanh, jnp.sin, g)),
+    "a roll": of_leaves(lambda g, w: jnp.roll(g, 1, axis=-1)),
+    "a reversal": of_leaves(lambda g, w: g[..., ::-1]),
+    "a sort": of_leaves(lambda g, w: jnp.sort(g, axis=-1)),
+    "a running sum": of_leaves(lambda g, w: jnp.cumsum(g, axis=-1)),
+    "the largest": of_leaves(lambda g, w: jnp.where(g == jnp.max(g), g, 0)),
+    "an indexed update": of_leaves(lambda g, w: g.at[0].multiply(3.0)),
+    "a reshape that reorders": of_leaves(lambda g, w: lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])),
+    "a callback": of_leaves(HOST(lambda g: np.asarray(g) / np.sum(np.abs(g)))),
+    "noise": of_leaves(lambda g, w: g + jax.random.normal(jax.random.key(0), g.shape, g.dtype)),
+    "noise of a key from outside": of_leaves(lambda g, w: g + jax.random.normal(KEY, g.shape, g.dtype)),
+    "a count of ones": of_leaves(lambda g, w: g / jnp.sum(jnp.ones_like(g))),
+    "positions": of_leaves(lambda g, w: g * lax.broadcasted_iota(g.dtype, g.shape, g.ndim - 1)),
+    "constants of a leaf's shape": of_leaves(lambda g, w: g * np.linspace(0, 1, g.size).reshape(g.shape)),
+    "constants that broadcast": of_leaves(lambda g, w: g * np.linspace(0, 1, g.shape[-1])),
+    "a product with the transpose": of_leaves(lambda g, w: jnp.einsum("...ij,...kj,...kl->...il", g, g, g) if g.ndim > 1 else g),
+}
+# fmt: on
+LEFT_FOR_SHAPES = {"head": P(None, "tensor")}  # in place of its first dim, so that each hole above sees a split of the last
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_a_hole_is_closed(name):
+    specs = SPECS["tensor"] | LEFT_FOR_SHAPES
+    assert_names_leaf_axis_and_cure(refusal(WAYS["tensor"], {name: HOLES[name]}, specs), "tensor")
+
+
+@pytest.mark.slow
+def test_a_hole_is_one_and_whole_leaves_close_it():
+    specs = SPECS["tensor"] | LEFT_FOR_SHAPES
+    plain = on_one_device(HOLES)
+    assert_trains_something_else(HOLES, plain)
+    wrapped = {name: optimizers.whole(each, specs, "tensor") for name, each in HOLES.items()}
+    for name, (params, _) in on_shards(WAYS["tensor"], wrapped, specs).items():
+        assert_close(params, plain[name][0], EXACT)
+
+
+def scaled_by(rate):
+    """The gradient times `rate(extra arguments)`."""
+
+    def update(updates, state, params=None, **extra):
+        return jax.tree.map(lambda g: -RATE * rate(**extra) * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def its_number():
+    return lax.axis_index("tensor").astype(jnp.float64)
+
+
+def test_a_rate_that_differs_between_devices_is_refused():
+    ours = scaled_by(lambda value: its_number())
+    message = refusal(WAYS["tensor"], {"": ours})
+    assert_names_leaf_axis_and_cure(message, "tensor")
+    assert "axis_index at test_optimizers_holes.py" in message
+    assert "differs between devices" in message
+    theirs = refusal(WAYS["tensor"], {"": scaled_by(lambda value: value)}, extra=lambda info: {"value": its_number()})
+    assert "it uses a value from outside that differs between devices" in theirs
+
+
+def test_a_rate_by_the_shape_is_right_where_specs_tell_that_the_dim_is_whole():
+    by_rows = {"": of_leaves(lambda g, w: g / g.shape[0])}
+    columns = SPECS["tensor"] | LEFT_FOR_SHAPES
+    assert_close(on_shards(WAYS["tensor"], by_rows, columns)[""][0], on_one_device(by_rows)[""][0], EXACT)
+    assert "it has the number 4.0 where the shard's has" not in refusal(WAYS["tensor"], by_rows, SPECS["tensor"])
+    by_columns = {"": HOLES["a rate by the shape"]}
+    untold = [refusal(WAYS["tensor"], each, columns, told=False) for each in (by_rows, by_columns)]
+    for message in (*untold, refusal(WAYS["tensor"], by_rows, SPECS["tensor"])):
+        assert_names_leaf_axis_and_cure(message, "tensor")
+        assert "on a whole leaf it is another program: it has the number" in message
+
+
+def test_a_wrapper_vouches_for_itself_alone():
+    """What stands beside one in a chain is checked, sizes too."""
+    specs, by_shape = SPECS["tensor"] | LEFT_FOR_SHAPES, HOLES["a rate by the shape"]
+    for wrapper in (optimizers.on_shards, lambda each: optimizers.whole(each, specs, "tensor")):
+        for chain in ((wrapper(optax.identity()), by_shape), (by_shape, wrapper(optax.identity()))):
+            assert "on a whole leaf it is another program" in refusal(WAYS["tensor"], {"": optax.chain(*chain)}, specs)
+
+
+@pytest.mark.parametrize("way", ["zero-1", "tensor"])
+def test_what_stands_behind_a_wrapper_may_look_at_the_parameters(way):
+    """The updates of ZeRO-1 are whole on every device, as the parameters are; those of `whole` are shards, as those are."""
+    first = split_up if way == "zero-1" else functools.partial(whole, WAYS[way])
+    behind = (optax.add_decayed_weights(0.1), optax.scale(-1e-2))
+    plain = on_one_device({"": optax.chain(optax.scale_by_adam(), *behind)})
+    found = on_shards(WAYS[way], {"": optax.chain(first(optax.scale_by_adam()), *behind)})
+    assert_close(found[""][0], plain[""][0], EXACT)
+
+
+def clipped_on_shards(max_norm):
+    """`optax.clip_by_global_norm` by a sum over the shards, which keeps the norm."""
+
+    def update(updates, state, params=None):
+        over_tensor = lambda g: lax.psum(g, "tensor") if "tensor" in varying_axes(g) else g
+        norm = jnp.sqrt(sum(over_tensor(jnp.sum(g**2)) for g in jax.tree.leaves(updates)))
+        return jax.tree.map(lambda g: -RATE * g * jnp.minimum(1, max_norm / norm), updates), norm
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+def test_an_optimizer_with_collectives_of_its_own_is_let_through():
+    plain = on_one_device({"": downhill(optax.clip_by_global_norm(0.5))})
+    assert_names_leaf_axis_and_cure(refusal(WAYS["tensor"], {"": clipped_on_shards(0.5)}), "tensor")
+    found = on_shards(WAYS["tensor"], {"": optimizers.on_shards(clipped_on_shards(0.5))})
+    assert_close(found[""][0], plain[""][0], EXACT)
