@@ -16,7 +16,7 @@ COLLECTIVES = (
         "mover",
         "gather(computed_once(x), axis_name)",
         "gather(x, axis_name)",
-        f"{BITS} -k all_gather",
+        "test_collectives.py::test_what_a_device_sends_and_keeps_is_computed_once",
         bits=True,
     ),
     Mutant(

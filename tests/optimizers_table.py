@@ -142,7 +142,8 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "scale_by_madgrad": contrib.scale_by_madgrad(RATE),
     "scale_by_rprop": optax.scale_by_rprop(RATE),
     "schedule_free": contrib.schedule_free(optax.sgd(RATE), RATE),
-    "schedule_free_adamw": contrib.schedule_free_adamw(RATE, warmup_steps=3),
+    # Its warm-up is computed in float32, which two programs may round differently: here every number of it is exact.
+    "schedule_free_adamw": contrib.schedule_free_adamw(2**-4, warmup_steps=4),
     "schedule_free_sgd": contrib.schedule_free_sgd(RATE),
     "selective_transform": optax.selective_transform(optax.adam(RATE), freeze_mask=matrices),
     "set_to_zero": optax.set_to_zero(),

@@ -71,7 +71,7 @@ AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 mi
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", AUX_ARROWS)
 def test_auxiliary_values_go_through_every_wrapper(name):
     arrow, count = AUX_ARROWS[name]
@@ -163,6 +163,7 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     assert [int(each.step) for each in (one, two, three)] == [1, 2, 3]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -55,6 +55,7 @@ def both(axis, names):
         np.testing.assert_array_equal(ours, twin, err_msg=name)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mover", MOVERS, ids=str)
 def test_an_axis_is_its_mover_along_its_names(mover):
     both(mover("b"), "b")
@@ -68,6 +69,7 @@ def test_a_name_is_moved_by_lax():
     assert {ring("b"): 1}[ring("b")] == 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("axis", [("b", ring("a")), (halving("b"), ring("a")), (ring("b"), "a")], ids=str)
 def test_one_after_the_other_is_the_group(axis):
     both(Axis.of(axis), ("b", "a"))

@@ -83,6 +83,7 @@ def compiled(f, n, x):
     return jax.jit(mesh.spmd(f, mesh=over, in_specs=(P("x"),), out_specs=P())).lower(x).compile()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("turns", [1, 5])
 def test_counts_what_runs_in_loops(n, turns):

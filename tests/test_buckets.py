@@ -73,7 +73,7 @@ def both(n, mover, nbytes):
     return world, jax.jit(f)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("n", range(1, 9))
 @every_mover
 @settings(max_examples=3)

@@ -185,6 +185,7 @@ SENT = {  # by where parameters live, which wrapper, and which dim is split
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("live", "wrapper", "split"), SENT)
 def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     weight, optimizer, axis = PARAMS["blocks"]["weight"], optax.adamw(RATE), ring("tensor")

@@ -228,6 +228,7 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PREDICTED)
 def test_says_where_a_prediction_is_wrong(name):
     predicted, expected = PREDICTED[name]

@@ -88,7 +88,8 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        marks = () if sizes == QUICK[on_torus(f)] else (pytest.mark.slow, pytest.mark.sweep(8))
+        quick = sizes == QUICK[on_torus(f)]
+        marks = [pytest.mark.sweep(2)] if quick else [pytest.mark.slow, pytest.mark.sweep(8)]
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
     chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[1])]
@@ -164,7 +165,7 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
 
 
 @pytest.mark.bits
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @every_sum
 def test_replicas_have_the_same_bits(collective, sizes, axis):
     """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on the order."""
@@ -185,7 +186,8 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.sweep(3))])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
 def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
     """Products that meet a sum behind the collective: XLA may compute a device's own block once more, fused otherwise."""
@@ -205,7 +207,20 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
 
 
 @pytest.mark.bits
-@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("mover", "n"), [(ring, 2), (halving, 4)])
+def test_what_a_device_sends_and_keeps_is_computed_once(mover, n):
+    """In the compiled text one instruction reads the argument. Where two do, their bits are equal on some processors alone."""
+    world = mesh.make(x=n, devices=jax.devices()[:n])
+    gather = lambda x: mover.all_gather(x * 1.5 + 1, "x", tiled=True)
+    program = jax.jit(mesh.spmd(gather, mesh=world, in_specs=(P("x"),), out_specs=P("x")))
+    text = program.lower(jnp.ones((16, 8), jnp.float32)).compile().as_text()
+    entry = text[text.index("\nENTRY ") :]
+    (argument,) = re.findall(r"%([\w.]+) = \S+ parameter\(0\)", entry)
+    assert len(re.findall(rf"%{re.escape(argument)}[,)]", entry)) == 1
+
+
+@pytest.mark.bits
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
 def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     """XLA may join the blocks inside the operation that uses them, and round there by where each block comes from."""
@@ -225,7 +240,7 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "collective",
     [pytest.param(f, marks=pytest.mark.slow if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],

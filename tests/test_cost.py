@@ -71,7 +71,7 @@ DEVICES = range(1, 9)
 MESHES = [*DEVICES, (2, 4), (3, 2), (1, 4), (2, 2, 2)]
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("n", MESHES, ids=str)
 @pytest.mark.parametrize("collective", REDUCTIONS, ids=spelt)
 def test_all_reduces(collective, n):

@@ -119,6 +119,7 @@ def test_equals_the_plain_loss(layout, mover, data):
     near(blocked(layout, mover)(*arguments), plain(*arguments))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", ["one", "stage x tensor"])
 @settings(max_examples=3)
 @given(data=st.data())
@@ -140,6 +141,7 @@ def test_of_logits_beyond_the_reach_of_exp(mover):
     np.testing.assert_array_equal(dx.reshape(-1, D)[1:], 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mover", MOVERS)
 def test_as_the_head_of_a_pipeline(mover):
     """Its rows split over the stages; the gradients of one device."""
@@ -277,6 +279,7 @@ def plain_weighted(params, x, targets, weights):
     return jax.value_and_grad(loss)(params)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", ["one", "data", "tensor", "stage x tensor"])
 @settings(max_examples=5)
 @given(data=st.data())
@@ -292,6 +295,7 @@ def test_a_weighted_mean_is_that_of_the_whole_batch(layout, data):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE), found, expected)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layout", ["one", "tensor"])
 @pytest.mark.parametrize("wrong", [-1, IGNORED, VOCABULARY, VOCABULARY + 1, 10**6])
 def test_a_target_outside_the_vocabulary_has_no_loss(layout, wrong):

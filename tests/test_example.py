@@ -68,6 +68,7 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
     assert files(folder) == before
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -251,7 +252,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_told_in_a_line(argument, tmp_path):
     (tmp_path / "short.txt").write_text("Four score and seven years ago")

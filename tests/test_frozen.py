@@ -59,6 +59,7 @@ ARROWS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ARROWS)
 def test_frozen_leaves_have_no_gradient_and_move_no_bytes(name):
     arrow, rule, (split_params, split_gradients), expected = ARROWS[name]

@@ -70,6 +70,7 @@ def test_it_is_short_and_begins_with_the_sum_and_how_it_is_run(name):
     assert not re.search(r"(?<!\bos)\._", text)  # public names only
 
 
+@pytest.mark.sweep(3, "together")
 def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     text = printed("linear_regression")
     for name in ("slope", "intercept"):
@@ -167,6 +168,7 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     assert "Of the frozen net 0 numbers differ" in text
 
 
+@pytest.mark.sweep(3, "together")
 def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
     text = printed("inside_jit")
     assert numbers(text, "differ by # of the loss at most")[0] < ROUNDING

@@ -70,6 +70,7 @@ def evaluate(model, windows):
     return gpt2.logits(model, windows[:, :-1]), *jax.value_and_grad(gpt2.loss)(model, (windows, None))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
 def test_whole_model_computes_what_transformers_did(dtype, bound):
     logits, loss, gradients = evaluate(fixture(dtype=dtype), jnp.asarray(WINDOWS))
@@ -99,6 +100,7 @@ def test_fixture_has_a_gradient_in_every_leaf():
 # Save and load
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_round_trip_is_bit_for_bit_and_keeps_dtype_and_configuration(dtype, tmp_path):
     config = dataclasses.replace(TINY, dropout=0.25, attention_dropout=0.125, epsilon=1e-6)

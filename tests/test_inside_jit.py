@@ -108,6 +108,7 @@ def collectives(f, world, *arguments):
     return {(entry.kind, entry.axes): (entry.count, entry.bytes) for entry in entries}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_function_of_ours_in_a_jitted_program_equals_the_plain_one(case, world):
     plain, ours, _, weights = programs(case, world)
@@ -118,6 +119,7 @@ def test_a_function_of_ours_in_a_jitted_program_equals_the_plain_one(case, world
         assert gradient.sharding.is_equivalent_to(weight.sharding, weight.ndim)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_and_its_gradient_send_nothing_but_ours(case, world):
     _, ours, alone, weights = programs(case, world)
@@ -177,6 +179,7 @@ def summed(world):
     return mesh.spmd(body, mesh=world, in_specs=(P("data"),), out_specs=(P(), P("data")))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("array", ARRAYS)
 @pytest.mark.parametrize("over", ["auto", "explicit"])
 def test_arrays_of_an_explicit_mesh_come_in_and_go_out(over, array):

@@ -186,6 +186,7 @@ def test_what_is_refused_before_the_work_is_told_in_a_line():
         processes.together(lambda: 1 / 0, Job("hand"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("how", "code", "said"), [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")]
 )
@@ -215,6 +216,7 @@ def test_a_step_in_time_is_left_alone():
             watch.phase("train", waits=True)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("waits", "does"), [(False, "holds up the job"), (True, "waits for the other ranks")])
 def test_a_step_that_takes_too_long_is_named(waits, does):
     program = f"""

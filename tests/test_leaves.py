@@ -81,6 +81,7 @@ def test_a_gradient_of_a_python_number_is_refused():
         on(world, train, (specs, P("data")), (specs, P()))(state, np.ones((16, 8)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "trainable",
     [eqx.is_inexact_array, eqx.is_array, rules.is_inexact, True],

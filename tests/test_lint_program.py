@@ -293,6 +293,7 @@ def test_what_stands_outside_the_loop_computes_the_same(pair):
 # Every all-reduce is seen
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mover", MOVERS, ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"])
 @pytest.mark.parametrize("wrap", [mapped, unchecked], ids=["check_vma", "no check_vma"])
 def test_every_all_reduce(mover, wrap):
@@ -432,6 +433,7 @@ def findings(layout, mover=ring):
         return lint.program(prepared.train, prepared.shapes, windows, compute=compute)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
 def test_our_steps_are_silent(layout):
     assert findings(layout) == []
@@ -489,6 +491,7 @@ ARROWS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ARROWS)
 def test_arrows_in_their_order(name):
     grad, rule, kinds = ARROWS[name]

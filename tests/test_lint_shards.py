@@ -282,6 +282,7 @@ PAIRS = [
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.wrong.f.__name__)
 
 
+@pytest.mark.sweep(2)
 @every_pair
 def test_the_mistake_is_found_on_its_line(pair):
     (found,) = pair.wrong.lint()
@@ -291,6 +292,7 @@ def test_the_mistake_is_found_on_its_line(pair):
     assert found.cure.endswith(".")
 
 
+@pytest.mark.sweep(2)
 @every_pair
 def test_the_right_program_is_silent(pair):
     assert pair.right.lint() == []
@@ -344,6 +346,7 @@ def kinds_with(optimizer):
     return {found.kind for found in of_net(step).lint()}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", mixing())
 def test_optimizers_that_mix(name):
     assert kinds_with(mixing()[name]) == {MIXES}

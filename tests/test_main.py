@@ -9,6 +9,7 @@ import pytest
 from parallax.__main__ import main
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

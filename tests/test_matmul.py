@@ -233,6 +233,7 @@ def arrays(text):
     return {tuple(int(size) for size in dims.split(",") if size) for dims in re.findall(r"\w+\d+\[([\d,]*)\]", text)}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_the_compiled_program_gathers_nothing(n):
     """Forward and backward: hops of one block each, and no array of all rows by the width."""

@@ -66,7 +66,7 @@ def part_on_one_device(part):
     return on_one_device(part_of_table(part))
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("way", WAYS)
 def test_five_steps_are_those_of_one_device(way, part):
@@ -117,6 +117,7 @@ def test_a_chain_is_refused_exactly_if_one_of_it_mixes(drawn):
             assert_close(params, plain[name][0], EXACT)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
 def test_the_loss_reaches_the_optimizer_as_value(name):
     """As it is, the run is that of one device; with another value it is another."""

@@ -92,6 +92,7 @@ HOLES = {
 LEFT_FOR_SHAPES = {"head": P(None, "tensor")}  # in place of its first dim, so that each hole above sees a split of the last
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", HOLES)
 def test_a_hole_is_closed(name):
     specs = SPECS["tensor"] | LEFT_FOR_SHAPES

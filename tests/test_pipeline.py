@@ -227,6 +227,7 @@ def test_garbage_never_leaks(table, remat):
     check(fragile, table, remat=remat)
 
 
+@pytest.mark.sweep(2, "together")
 def test_a_table_written_by_hand(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)
     check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), mover=ring)
@@ -266,6 +267,7 @@ def test_the_forward_lane_alone_is_the_loss(table):
     assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
 
 
+@pytest.mark.sweep(2, "together")
 def test_five_steps_of_adamw():
     """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
     table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
@@ -340,6 +342,7 @@ def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=Non
     return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("remat", [False, True], ids=["stored", "remat"])
 def test_memory_does_not_grow_with_the_microbatches(remat):
     few, many = (program(M, remat=remat).memory_analysis().temp_size_in_bytes for M in (8, 64))
@@ -506,6 +509,7 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
             jax.eval_shape(f, change(model(pairs, 1, 8)), batch_of(rows))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8 divide."""
@@ -532,6 +536,7 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     assert_close(found, expected, EXACT)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mover", MOVERS)
 def test_stages_may_be_two_axes(mover):
     """Four stages over (a, b), in row-major order; the ends split over one of them are summed over the other."""

@@ -128,7 +128,7 @@ def residuals(layout, dtype):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) / L, config
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "layout",
@@ -156,6 +156,7 @@ def test_what_waits_is_what_the_pipeline_holds():
     assert temporaries.slots(4, 8, 1, "gpipe") == 9
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test_zero_3_has_two_gathered_layers_at_a_time(layers):
     config, layout = gpt2.Config(layers=layers, heads=2, width=32, context=8), Layout(data=2, zero=3)

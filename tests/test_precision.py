@@ -72,6 +72,7 @@ def test_exponentials_and_roots_are_wide(dtype):
     assert set(types) == {"f32"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_its_gradients_do_too(dtype):
     grad = precision.mixed(grads.accumulated(jax.value_and_grad(gpt2.loss), microbatches=2), jnp.dtype(dtype))

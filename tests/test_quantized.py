@@ -226,7 +226,7 @@ def test_bound(n, data):
         assert {block.tobytes() for block in result} == {result[0].tobytes()}  # the same bits on all devices
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @every_n
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_hidden(n, bad):

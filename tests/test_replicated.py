@@ -102,6 +102,7 @@ def both(transformation):
     return jax.jit(lambda x: [transform(f, x) for f in (apply, plain)])
 
 
+@pytest.mark.sweep(3)
 @every_transformation
 @given(x=VALUES)
 def test_linear_is_the_function_it_wraps(transformation, x):

@@ -270,7 +270,7 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -147,6 +147,7 @@ def lookup(layout, mover):
     return over(layout, body, (P("T"), P("data"), P("data")), (P("data"), P("T")))
 
 
+@pytest.mark.sweep(3)
 @every_layout
 @every_mover
 @settings(max_examples=5)

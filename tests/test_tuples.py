@@ -106,7 +106,7 @@ def on(case, f, out):
     return jax.jit(mesh.spmd(f, mesh=world, in_specs=(case.specs, P(case.over)), out_specs=(P(), out)))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("how", ["averaged", "summed", "scattered"])
 @settings(max_examples=8)
 @given(case=cases())
@@ -126,6 +126,7 @@ def test_equals_one_device(how, case):
     assert_close(found, expected, EXACT)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mover", MOVERS)
 def test_hybrid_shares(mover):
     """A parameter split inside a group of 4 and copied in 2 groups, the batch over all 8: five steps are those of one device."""

@@ -78,6 +78,7 @@ def on_devices(body):
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mover", MOVERS, ids=repr)
 def test_values_types_and_gradients_are_those_of_lax(mover, kind):

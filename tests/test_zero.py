@@ -244,7 +244,7 @@ def plain_steps(optimizer, count):
     return params
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("arrive", ["scattered", "local", "averaged"])
 @pytest.mark.parametrize(
     "optimizer", [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)], ids=["adam", "momentum", "lion"]

@@ -390,7 +390,7 @@ ONE = jnp.ones(())
 
 
 def step_of(optimizer=OPTIMIZER, *, sharded=False, trainable=FEW, grad=None, **options):
-    """The state, the compiled step on eight replicas, and its program's text."""
+    """The state, and the compiled step on eight replicas with the arrays that it takes."""
     world = mesh.make(data=8)
     with jax.numpy_dtype_promotion("standard"):
         rule = rules.match("**", P())
