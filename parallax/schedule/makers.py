@@ -9,11 +9,8 @@ The legend: P stages, M microbatches, v chunks a stage, F forward, B backward, I
 A schedule of your own is a `Schedule` of your own tables, or a CSV file (`from_csv`).
 """
 
-import itertools
-from collections.abc import Iterable
-
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from parallax.schedule.table import Schedule
 
@@ -24,29 +21,27 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     It is the order in which `jax.grad` walks back through a scan over forward ticks (arXiv 1811.06965).
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1 or that is no whole number, or a table of more than 2^26 cells.
     """
-    _check_sizes(stages, microbatches)
     P, M = stages, microbatches
-    forward = ((m + s, s, m) for s in range(P) for m in range(M))
-    backward = ((M + P - 1 + (M - 1 - m) + P - 1 - s, s, m) for s in range(P) for m in range(M))
-    ticks = 2 * (M + P - 1)
-    return Schedule(_table(ticks, P, forward), _table(ticks, P, backward))
+    ticks = _checked_ticks(P, M)
+    m, s = np.ogrid[:M, :P]
+    return Schedule(_table(ticks, P, (m + s, s, m)), _table(ticks, P, (M + P - 1 + (M - 1 - m) + P - 1 - s, s, m)))
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """One forward, one backward a tick: the bubble is (P-1)(F+B)/v, and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With more, microbatches go around the
-    ring in groups of P, so M must divide by P, and the v-fold smaller bubble is paid with v times as many exchanges
-    (arXiv 2104.04473). Ticks: M v + (v+1)P - 2.
+    ring in groups of P, and the v-fold smaller bubble is paid with v times as many exchanges (arXiv 2104.04473). Where M is no
+    multiple of P, the places that the last group leaves empty add (P - M mod P)(v-1)(F+B)/v. Ticks, where it is one:
+    M v + (v+1)P - 2.
 
     Raises:
-        ValueError: a size below 1, or several chunks and an M that does not divide by P.
+        ValueError: a size below 1 or that is no whole number, or a table of more than 2^26 cells.
     """
-    _check_sizes(stages, microbatches, chunks)
     P, M, v = stages, microbatches, chunks
-    ticks = M * v + (v + 1) * P - 2
+    ticks = _checked_ticks(P, M, v)
     return Schedule(_table(ticks, P, _forwards(P, M, v)), _table(ticks, P, _backwards(P, M, v)), chunks=v)
 
 
@@ -58,44 +53,53 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     (arXiv 2401.10241).
 
     Raises:
-        ValueError: a size below 1, or several chunks and an M that does not divide by P.
+        ValueError: as `one_f_one_b` does.
     """
-    _check_sizes(stages, microbatches, chunks)
     P, M, v = stages, microbatches, chunks
-    ticks = M * v + (v + 1) * P - 2
-    weight = ((tick + s, s, job) for tick, s, job in _backwards(P, M, v))
-    forward, backward = _forwards(P, M, v), _backwards(P, M, v)
-    return Schedule(_table(ticks, P, forward), _table(ticks, P, backward), _table(ticks, P, weight), chunks=v)
+    ticks = _checked_ticks(P, M, v)
+    tick, s, job = backward = _backwards(P, M, v)
+    lanes = _forwards(P, M, v), backward, (tick + s, s, job)
+    return Schedule(*(_table(ticks, P, lane) for lane in lanes), chunks=v)
 
 
-def _check_sizes(stages: int, microbatches: int, chunks: int = 1) -> None:
-    for name, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+MOST = 2**26  # cells of a lane's table: 268 MB, which some seconds make and check
+
+
+def _checked_ticks(stages: int, microbatches: int, chunks: int | None = None) -> int:
+    """The ticks of a schedule: of 1F1B and its kin with these chunks, or with None of GPipe. Refuses what has no table."""
+    sizes = {"stages": stages, "microbatches": microbatches} | ({} if chunks is None else {"chunks": chunks})
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise ValueError(f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an int.")
         if size < 1:
             raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
-    below = microbatches // stages * stages
-    if chunks > 1 and below != microbatches:
-        nearest = f"{below} or {below + stages}" if below else f"{stages}"
+    P, M, v = int(stages), int(microbatches), int(chunks or 1)
+    ticks = 2 * (M + P - 1) if chunks is None else (M - 1) // P * v * P + (M - 1) % P + 2 * v * P - 1
+    if ticks * P > MOST:
+        asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"With chunks={chunks}, microbatches must divide by stages={stages}, got {microbatches}. "
-            f"Take {nearest} microbatches, or chunks=1."
+            f"A schedule of {asked} has a table of {ticks:,} ticks x {P} stages, more than {MOST:,} cells. Take fewer "
+            "microbatches, and add up the rest outside: grads.accumulated(pipeline.value_and_grad(...), microbatches=...)."
         )
+    return ticks
 
 
-def _forwards(P: int, M: int, v: int) -> Iterable[tuple[int, int, int]]:
-    """(tick, stage, job): groups of P microbatches pass chunk 0 of all stages, then chunk 1 right behind, and so on."""
-    for m, c, s in itertools.product(range(M), range(v), range(P)):
-        yield m // P * v * P + c * P + m % P + s, s, m * v + c
+Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."], Int[np.ndarray, "..."]]  # ticks, stages, jobs, to be broadcast
 
 
-def _backwards(P: int, M: int, v: int) -> Iterable[tuple[int, int, int]]:
-    """(tick, stage, job): the same walk from the other end, which the first microbatch's loss sets off in its own tick."""
-    for m, c, s in itertools.product(range(M), range(v), range(P)):
-        yield v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, s, m * v + c
+def _forwards(P: int, M: int, v: int) -> Jobs:
+    """Groups of P microbatches pass chunk 0 of all stages, then chunk 1 right behind, and so on."""
+    m, c, s = np.ogrid[:M, :v, :P]
+    return m // P * v * P + c * P + m % P + s, s, m * v + c
 
 
-def _table(ticks: int, stages: int, jobs: Iterable[tuple[int, int, int]]) -> Int32[np.ndarray, "ticks stages"]:
+def _backwards(P: int, M: int, v: int) -> Jobs:
+    """The same walk from the other end, which the first microbatch's loss sets off in its own tick."""
+    m, c, s = np.ogrid[:M, :v, :P]
+    return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, s, m * v + c
+
+
+def _table(ticks: int, stages: int, jobs: Jobs) -> Int32[np.ndarray, "ticks stages"]:
     table = np.full((ticks, stages), -1, np.int32)
-    for tick, stage, job in jobs:
-        assert table[tick, stage] == -1
-        table[tick, stage] = job
+    table[jobs[0], jobs[1]] = jobs[2]
     return table

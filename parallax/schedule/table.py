@@ -89,8 +89,8 @@ class Schedule:
 
     def __post_init__(self):
         """Freeze the tables, then check them."""
-        if self.chunks < 1:
-            raise ValueError(f"A stage has at least one chunk, got chunks={self.chunks}.")
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int | np.integer) or self.chunks < 1:
+            raise ValueError(f"A stage has at least one chunk, a whole number of them, got chunks={self.chunks!r}.")
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
@@ -146,9 +146,10 @@ class Schedule:
 
         1F1B has three: forward alone, both, backward alone; the zero-bubble schedule has four.
         """
-        running = [tuple(lane for lane, table in self.lanes.items() if (table[t] >= 0).any()) for t in range(self.ticks)]
-        starts = [t for t in range(self.ticks) if t == 0 or running[t] != running[t - 1]]
-        return tuple(Phase(t, stop, running[t]) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
+        runs = np.stack([(table >= 0).any(axis=1) for table in self.lanes.values()], axis=1)
+        starts = [0, *(np.flatnonzero((runs[1:] != runs[:-1]).any(axis=1)) + 1).tolist()]
+        named = lambda row: tuple(itertools.compress(self.lanes, row))
+        return tuple(Phase(t, stop, named(runs[t])) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
 
     def makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> float:
         """The time of all ticks in lockstep, where a lane takes its time if any stage runs a job in it.
@@ -217,21 +218,37 @@ class Schedule:
         Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order
         of their start, each with the lowest free slot. A slot freed in tick t is written again in tick t + 1 at the earliest.
         """
-        slots = {lane: np.full_like(table, -1) for lane, table in self.lanes.items()}
-        for s in range(self.stages):
-            held: dict[int, int] = {}
-            free = list(range(self.microbatches * self.chunks))
-            for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
-                job = int(table[tick, s])
-                if job >= 0 and lane == "forward":
-                    held[job] = heapq.heappop(free)
-                if job >= 0:
-                    slots[lane][tick, s] = held[job]
-                if job >= 0 and lane == list(slots)[-1]:
-                    heapq.heappush(free, held[job])
+        slots = {lane: np.where(table < 0, np.int32(-1), self._places[lane]) for lane, table in self.lanes.items()}
         for table in slots.values():
             table.setflags(write=False)
         return slots
+
+    @cached_property
+    def written(self) -> Int32[np.ndarray, "ticks stages"]:
+        """The slot that each stage may write in each tick: that of its forward job; where it has none, the lowest free one."""
+        return self._places["forward"]
+
+    @cached_property
+    def _places(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """`slots`, and where the forward lane has no job, the lowest slot that is free then."""
+        places = {lane: np.full_like(table, -1) for lane, table in self.lanes.items()}
+        last = list(self.lanes)[-1]
+        for s in range(self.stages):
+            held: dict[int, int] = {}
+            free = list(range(self.microbatches * self.chunks + 1))
+            columns = {lane: (table[:, s].tolist(), []) for lane, table in self.lanes.items()}
+            for jobs in zip(*(jobs for jobs, _ in columns.values()), strict=True):
+                for (lane, (_, found)), job in zip(columns.items(), jobs, strict=True):
+                    if lane == "forward" and job >= 0:
+                        held[job] = heapq.heappop(free)
+                    found.append(held[job] if job >= 0 else free[0])
+                    if lane == last and job >= 0:
+                        heapq.heappush(free, held.pop(job))
+            for lane, (_, found) in columns.items():
+                places[lane][:, s] = found
+        for table in places.values():
+            table.setflags(write=False)
+        return places
 
     @property
     def slot_count(self) -> int:
@@ -278,15 +295,16 @@ def _check(schedule: Schedule) -> None:
                 f"there in tick {walk[m, k] + 1} only. Move it to tick {walk[m, k] + 1}.",
             )
     # Forwards and backwards are unbroken walks, so the rest follows from the place where one sets off the other.
-    for lane, cause, positions in (("backward", "forward", [v * P - 1]), ("weight", "backward", range(v * P))):
-        for m, position in itertools.product(range(schedule.microbatches), positions if lane in when else ()):
-            if when[lane][m, position] < when[cause][m, position]:
-                raise CannotRun(
-                    int(when[lane][m, position]),
-                    position % P,
-                    f"{_job(schedule, lane, m, position // P)} comes before its {cause}, which runs in tick "
-                    f"{when[cause][m, position]}. Move it to that tick or a later one.",
-                )
+    for lane, cause, positions in (("backward", "forward", [v * P - 1]), ("weight", "backward", list(range(v * P)))):
+        early = np.argwhere(when[lane][:, positions] < when[cause][:, positions]).tolist() if lane in when else []
+        if early:
+            m, position = early[0][0], positions[early[0][1]]
+            raise CannotRun(
+                int(when[lane][m, position]),
+                position % P,
+                f"{_job(schedule, lane, m, position // P)} comes before its {cause}, which runs in tick "
+                f"{when[cause][m, position]}. Move it to that tick or a later one.",
+            )
     idle = np.argwhere((np.stack(list(schedule.lanes.values())) < 0).all(axis=(0, 2))).tolist()
     if idle:
         raise CannotRun(idle[0][0], 0, "no job runs here, nor on any other stage. Leave this tick out.")
@@ -295,15 +313,20 @@ def _check(schedule: Schedule) -> None:
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches positions"]:
     """The tick of every job of `lane`, by microbatch and place along the ring (chunk * P + stage): each runs exactly once."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
-    when = np.full((M, v * P), -1)
-    for tick, s in np.argwhere(schedule.lanes[lane] >= 0).tolist():
-        m, c = divmod(int(schedule.lanes[lane][tick, s]), v)
-        if when[m, c * P + s] >= 0:
-            raise CannotRun(tick, s, f"{_job(schedule, lane, m, c)} has already run in tick {when[m, c * P + s]}. Keep one.")
-        when[m, c * P + s] = tick
-    absent = np.argwhere(when < 0).tolist()
-    if absent:
-        m, position = absent[0]
+    when = np.full((M, v * P), -1, np.int32)
+    jobs = schedule.lanes[lane].reshape(-1)
+    runs = np.flatnonzero(jobs >= 0).astype(np.int32)
+    (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
+    place = c * P + stages
+    when[m, place] = ticks
+    if (when >= 0).sum() < len(ticks):
+        _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
+        again = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
+        tick, s, microbatch, chunk = (int(each[again]) for each in (ticks, stages, m, c))
+        what = _job(schedule, lane, microbatch, chunk)
+        raise CannotRun(tick, s, f"{what} has already run in tick {ticks[first[job[again]]]}. Keep one.")
+    if (when < 0).any():
+        m, position = np.argwhere(when < 0)[0].tolist()
         there = np.flatnonzero(when[m] >= 0)
         job = _job(schedule, lane, m, position // P)
         if not len(there):
