@@ -41,7 +41,7 @@ def enter(model, part):  # an image of 8 x 8 pixels: 16 patches of 4
     return part[0].reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, PATCHES, 4).astype(model.embed.dtype) @ model.embed
 
 
-def stage(blocks, x, part, position, *, axis: AxisLike = TENSOR):  # one stage's layers
+def stage(model, x, part, position, *, axis: AxisLike = TENSOR):  # one stage's layers
     def mixed(x, w):  # columns, then rows: one sum over the tensor axis forward, one backward
         hidden = jax.nn.gelu(tensor.column(x, w["up"], None, axis))
         return tensor.row(hidden, w["down"], None, axis)
@@ -50,7 +50,7 @@ def stage(blocks, x, part, position, *, axis: AxisLike = TENSOR):  # one stage's
         x = x + mixed(jax.nn.standardize(x).swapaxes(1, 2), w["patches"]).swapaxes(1, 2)
         return x + mixed(jax.nn.standardize(x), w["channels"]), None
 
-    return jax.lax.scan(layer, x, blocks)[0]
+    return jax.lax.scan(layer, x, model.blocks)[0]
 
 
 logits = lambda model, x: (jnp.mean(jax.nn.standardize(x), axis=1) @ model.out).astype(jnp.float32)
@@ -62,8 +62,8 @@ def head(model, x, part):  # the loss, on the last stage
 
 @jax.jit
 def right(model, images, labels):  # the share of digits told right: the same functions on one device
-    x = stage(jax.tree.map(lambda w: w[0], model.blocks), enter(model, (images,)), None, 0, axis=())
-    return jnp.mean(jnp.argmax(logits(model, x), axis=1) == labels)
+    share = lambda model, x, part: jnp.mean(jnp.argmax(logits(model, x), axis=1) == labels)
+    return pipeline.unsplit(enter, functools.partial(stage, axis=()), share)(model, (images,))
 
 
 def session(folder, fresh, train, learn, held_out):

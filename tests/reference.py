@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from parallax import pipeline
 from parallax.collectives import ring
 from parallax.grads import in_parts
 from parallax.models import decoder, gpt2
@@ -28,10 +29,15 @@ def one_device(enter: Callable, stage: Callable, head: Callable, positions: int)
         blocks = jax.tree.map(lambda w: w.reshape(positions, -1, *w.shape[2:]), blocks)
         for k in range(positions):
             own = eqx.combine(jax.tree.map(lambda w: w[k], blocks), functions)  # noqa: B023
-            x = stage(own, x, batch, jnp.asarray(k, jnp.int32))
+            made = stage(_with_blocks(params, own), x, batch, jnp.asarray(k, jnp.int32))
+            x = made.x if isinstance(made, pipeline.Output) else made
         return head(params, x, batch)
 
     return loss
+
+
+def _with_blocks(params, blocks):
+    return eqx.tree_at(lambda params: params.blocks, params, blocks)
 
 
 def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str) -> Callable:
@@ -49,7 +55,7 @@ def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatche
         def tick(carry, t):
             x, total = carry
             part = jax.tree.map(lambda leaf: leaf[jnp.clip(t - s, 0, microbatches - 1)], parts)
-            y = stage(own, jnp.where(s == 0, enter(params, part), x), part, s)
+            y = stage(_with_blocks(params, own), jnp.where(s == 0, enter(params, part), x), part, s)
             counts = (s == P - 1) & (t >= s) & (t - s < microbatches)
             total += jnp.where(counts, head(params, y, part), jnp.zeros((), total.dtype))
             return (lax.ppermute(y, axis_name, [(i, i + 1) for i in range(P - 1)]), total), None
@@ -129,10 +135,10 @@ def moved_by(mover):
 
 def gpt2_on(layout, mesh, config: gpt2.Config, seed: int, steps: int, batch: int, *, mover=ring, **compute) -> Run:
     """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
-    host = lambda model: jax.tree.map(np.asarray, gpt2.unchunked(model) if layout.stage > 1 else model)
+    host = lambda model: jax.tree.map(np.asarray, decoder.joined(gpt2.FAMILY, layout, model))
     with jax.numpy_dtype_promotion("standard"):
         state, train = decoder.train_step(
-            *(config, OPTIMIZER, layout, mesh),
+            *(gpt2.FAMILY, config, OPTIMIZER, layout, mesh),
             batch=batch,
             key=jax.random.key(seed),
             axes=moved_by(mover),

@@ -216,6 +216,11 @@ def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) 
     return found[0]
 
 
+def operands(x: Any) -> tuple[Any, ...]:
+    """The traced values that the traced value `x` was computed from, as far as JAX remembers: inside one trace."""
+    return tuple(getattr(getattr(x, "parent", None), "in_tracers", ()))
+
+
 def _batched(arguments, dims, *, forward, backward, name):
     (x,), (dim,) = arguments, dims
     over = {"forward": jax.vmap(forward, in_axes=dim), "backward": jax.vmap(backward, out_axes=dim)}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
+from parallax import pipeline
 from parallax.jaxprs import opened
 from parallax.lint import values
 from parallax.lint.finding import Finding
@@ -37,6 +38,8 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
       collective over it, while its carry comes from that batch. Layers are told by an output of the same shape and spec
       (their gradient, or their update), and the batch by none; programs that also send along that axis, as pipelines do, are
       left alone.
+    * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a pipeline reads what it has no
+      gradient of, or all stages have the same layers. The trace ends there with an error, and this is the one finding.
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from bfloat16 or float16.
 
     Devices differ along the axes of `in_specs` and of `lax.axis_index`; what a sum, a maximum or a gather gives is the same
@@ -57,7 +60,10 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
         raise ValueError(
             f"lint.program: compute is the 16-bit type of a region; got {compute}. Take jnp.bfloat16, or leave it out."
         )
-    jaxpr = f if isinstance(f, ClosedJaxpr) else eqx.filter_make_jaxpr(f)(*args)[0]
+    try:
+        jaxpr = f if isinstance(f, ClosedJaxpr) else eqx.filter_make_jaxpr(f)(*args)[0]
+    except pipeline.Misused as error:
+        return [Finding(error.kind, error.where, error.harm, error.cure)]
     walk = Walk(narrow=compute is not None)
     walk(opened(jaxpr), [values.Value()] * len(jaxpr.in_avals))
     return list(walk.findings.values())

@@ -1,6 +1,29 @@
 """Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional and in constant memory."""
 
-from parallax.pipeline.arrows import from_last, value, value_and_grad
-from parallax.pipeline.executor import Shares
+from parallax.pipeline.arrows import Aux, from_last, unsplit, value, value_and_grad
+from parallax.pipeline.checks import Output
+from parallax.pipeline.exchange import WHOLE, Exchange, split_over
+from parallax.pipeline.kept import inputs, residuals
+from parallax.pipeline.on_disk import stored
+from parallax.pipeline.traced import Misused
+from parallax.pipeline.uneven import dealt, padded, run_layers, unpadded
 
-__all__ = ["Shares", "from_last", "value", "value_and_grad"]
+__all__ = [
+    "WHOLE",
+    "Aux",
+    "Exchange",
+    "Misused",
+    "Output",
+    "dealt",
+    "from_last",
+    "inputs",
+    "padded",
+    "residuals",
+    "run_layers",
+    "split_over",
+    "stored",
+    "unpadded",
+    "unsplit",
+    "value",
+    "value_and_grad",
+]

@@ -2,30 +2,49 @@
 
 Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all devices. In each tick every
 stage runs the same lanes (F, the head, B), and where the table gives it no job, it computes on what is there and throws the
-result away. Which lanes run anywhere is constant over stretches of ticks, so each stretch is one `lax.scan`: a
-collective never stands under a predicate that differs between devices, where it would hang.
+result away. A collective never stands under a predicate that differs between devices, where it would hang.
 
-What a microbatch needs for its backward pass (the residuals of `jax.vjp`, weights left out, or with `remat` the stage's input)
-waits in as many slots as the schedule holds at once: 2P - 1 for 1F1B, whatever M is.
+What a microbatch needs for its backward pass waits in as many slots as the schedule holds at once: 2P - 1 for 1F1B, whatever M
+is. `kept` makes what a slot holds, `executor` runs the ticks, `lanes` say what happens in one.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv 2104.04473), section 2.2, for
 1F1B and its interleaved form; Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288), for
 the shared vocabulary.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jax import lax
+from jaxtyping import Array, Float
 
+from parallax import rules
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import varying
-from parallax.grads import Grad, axes_of, beside, missing, reduced, varies
-from parallax.pipeline.executor import WHOLE, Run, Shares, Stages, check
+from parallax.collectives.cpu import ordered
+from parallax.grads import Grad, axes_of, beside, mean_of_parts, missing, reduced, varies
+from parallax.pipeline import checks, kept, lanes
+from parallax.pipeline.exchange import WHOLE, Exchange
+from parallax.pipeline.executor import run
+from parallax.pipeline.model import Functions, Model
+from parallax.pipeline.rows import rows, stretches
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
+
+
+class Aux(NamedTuple):
+    """Auxiliary values of a pipeline whose stages have some.
+
+    Attributes:
+        head: the head's; None if it has none.
+        stages: those of each chunk of layers, by its place in the model: as a last dim of vP.
+    """
+
+    head: PyTree
+    stages: PyTree
 
 
 def value_and_grad(
@@ -36,8 +55,11 @@ def value_and_grad(
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
-    remat: bool = False,
-    shares: Shares = WHOLE,
+    trainable: PyTree = rules.is_inexact,
+    keep: kept.Keep = kept.residuals,
+    exchange: Exchange = WHOLE,
+    scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
+    aux: Callable[[Any], Any] = mean_of_parts,
 ) -> Grad:
     """The grad arrow of `head(stage(... stage(enter(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
 
@@ -45,42 +67,53 @@ def value_and_grad(
     first dim of every leaf, and is cut into M parts in order. Gradients are summed, and returned, in float32 or wider; those of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` each. The time is
-    that of `schedule.makespan`; what is held at once is `schedule.slot_count` times a chunk's residuals.
+    `params`, the first argument of all three functions, has all parameters; in `stage`, `where(params)` is the chunk of layers
+    at hand, without the dim of chunks. What is read there has a gradient, wherever it is read.
+
+    Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` for each array. The
+    time is that of `schedule.makespan`; what is held at once is `schedule.slot_count` times what `keep` keeps of a chunk.
 
     Args:
-        enter: `(params, part) -> x`: the array that enters the first stage. It runs on all stages in each forward tick, and
-            counts on the first. It may be shared out over them, with collectives over `axis` inside.
-        stage: `(blocks, x, part, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model.
-        head: `(params, x, part) -> loss`: a microbatch's mean loss. It runs on all stages, in the ticks in which the last one
-            has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is the same on
-            all was shared out (begin with `from_last`).
+        enter: `(params, part) -> x`: what enters the first stage, a tree of arrays. Those of floating-point numbers have a
+            cotangent; others, such as masks, travel without. It runs on all stages in each forward tick, and counts on the
+            first. It may be shared out over them, with collectives over `axis` inside.
+        stage: `(params, x, part, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model. It
+            returns a tree like `x`, or an `Output` with a term of the loss or auxiliary values beside it.
+        head: `(params, x, part) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs on all stages, in the ticks in
+            which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
+            the same on all was shared out (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
-        axis: the axis of the stages; its mover joins the gradients of the parameters that all stages have.
+        axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
         where: picks from `params` what is split over the stages. Each of its arrays has a first dim of v chunks.
-        remat: keep the stage's input alone, and recompute the rest in the backward tick.
-        shares: what ZeRO does inside the stages.
+        trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
+        keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
+        exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.
+        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.scatter`, by which each
+            replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a lane
+            does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
+        aux: what becomes of auxiliary values, which come stacked: the head's [M] each, and those of stages, as `Aux.stages`,
+            [M, vP]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
+            alone has, `((loss, aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has other stages than the axis, or a weight lane; the batch does not divide by M; an array of
-            `where(params)` is not split over `axis`, or has no first dim of v; or `stage` changes the shape of `x`.
+        ValueError: the schedule has other stages than the axis, or a weight lane; the batch does not divide by M, or is empty;
+            an array of `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
+            takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
+            stage, the blocks.
     """
-    if schedule.weight is not None:
-        raise ValueError(
-            "pipeline.value_and_grad runs schedules of a forward and a backward lane, and this one has a weight lane. "
-            "Take schedule.one_f_one_b or schedule.gpipe; schedule.zero_bubble is there to compare and to draw."
-        )
-
+    _check_lanes(schedule)
     axis = Axis.of(axis)
+    functions = Functions(enter, stage, head, where, trainable)
 
     def grad(params, batch):
-        check(schedule, axis, where(params))
-        stages = Stages(enter, stage, head, where, remat, shares)
-        loss, sums = Run(stages, schedule, axis, varying(params, axis.names), batch, backward=True)()
-        results = jax.tree.map(lambda total: total / schedule.microbatches, (loss, sums))
+        model = Model(functions, schedule, axis, params, batch)
+        end = _run(model, lanes.both_ways, _choices(model, keep, exchange, scatter))
+        sums = lanes.gradients(end)
         # What was the same on all stages is reduced; what is split over them is done.
         over = jax.tree.map(lambda w: missing(w, axis), beside(sums, params))
-        return reduced(results, (axes_of(axis) if varies(loss, axis) else (), over), axis)
+        losses, sums = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(end), sums))
+        losses, sums = reduced((losses, sums), (_over(losses, axis), over), axis)
+        return _with_aux(_total(losses), _stacked_aux(model, end, (losses, sums)), aux), sums
 
     return grad
 
@@ -93,24 +126,112 @@ def value(
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
-) -> Callable[[PyTree, PyTree], Float[Array, ""]]:
+    exchange: Exchange = WHOLE,
+    aux: Callable[[Any], Any] = mean_of_parts,
+) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
     """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
 
-    Arguments and errors are those of `value_and_grad`.
+    Arguments and errors are those of `value_and_grad`; with auxiliary values it returns `(loss, aux)`. A parameter may come by
+    closure.
     """
     axis = Axis.of(axis)
+    functions = Functions(enter, stage, head, where, trainable=False)
 
     def loss(params, batch):
-        check(schedule, axis, where(params))
-        stages = Stages(enter, stage, head, where, remat=False, shares=WHOLE)
-        loss = Run(stages, schedule, axis, varying(params, axis.names), batch, backward=False)()[0] / schedule.microbatches
-        return axis.all_reduce(loss) if varies(loss, axis) else loss
+        model = Model(functions, schedule, axis, params, batch)
+        end = _run(model, lanes.forward_only, _choices(model, kept.nothing, exchange, lambda gradients: gradients))
+        losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(end))
+        losses = reduced(losses, _over(losses, axis), axis)
+        return _with_aux(_total(losses), _stacked_aux(model, end, losses), aux)
 
     return loss
 
 
-def from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*dims"]:
+def unsplit(
+    enter: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    *,
+    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+) -> Callable[[PyTree, PyTree], Any]:
+    """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unsplit.
+
+    It runs chunk after chunk on the whole batch. With auxiliary values it returns `(loss, aux)`: the head's, or, where stages
+    have some, `Aux`, those of the stages [v] each.
+    """
+
+    def loss(params, batch):
+        arrays, static = eqx.partition(where(params), eqx.is_array)
+        x, made = enter(params, batch), []
+        for chunk in range(jax.tree.leaves(arrays)[0].shape[0]):
+            own = eqx.combine(jax.tree.map(lambda w: w[chunk], arrays), static)  # noqa: B023
+            made.append(checks.output(stage(eqx.tree_at(where, params, own), x, batch, jnp.asarray(chunk, jnp.int32))))
+            x = made[-1].x
+        total, of_head = checks.loss_and_aux(head(params, x, batch))
+        total = sum((each.loss for each in made if each.loss is not None), start=total)
+        found = Aux(of_head, jax.tree.map(lambda *each: jnp.stack(each), *(each.aux for each in made)))
+        return _with_aux(total, found, lambda aux: aux)
+
+    return loss
+
+
+def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose keeps the cotangent."""
     axis = Axis.of(axis)
     last = axis.index() == axis.size() - 1
-    return axis.all_reduce(jnp.where(last, x, jnp.zeros((), x.dtype)))
+    return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
+
+
+def _check_lanes(schedule: Schedule) -> None:
+    if schedule.weight is not None:
+        raise ValueError(
+            "pipeline.value_and_grad runs schedules of a forward and a backward lane, and this one has a weight lane. "
+            "Take schedule.one_f_one_b or schedule.gpipe; schedule.zero_bubble is there to compare and to draw."
+        )
+
+
+def _choices(model: Model, keep: kept.Keep, exchange: Exchange, scatter: Callable[[PyTree], PyTree]) -> lanes.Choices:
+    halves = keep(model.stage)
+    return lanes.Choices(halves, lanes.kept_by(model, halves), exchange, scatter)
+
+
+def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: lanes.Choices) -> lanes.Carry:
+    """The carry after all ticks."""
+    table = rows(model.schedule)
+    own = lambda carry=None: make_lanes(model, model.params if carry is None else model.params_after(carry), choices)
+    return run(own, table, stretches(model.schedule), lanes.start(model, choices, table))
+
+
+def _losses(end: lanes.Carry) -> tuple[Float[Array, ""], ...]:
+    """The sums of the head's loss and of the stages' own."""
+    return (end.loss,) if end.terms is None else (end.loss, end.terms)
+
+
+def _total(losses: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
+    return functools.reduce(jnp.add, losses)
+
+
+def _over(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
+    return tuple(axes_of(axis) if varies(loss, axis) else () for loss in losses)
+
+
+def _stacked_aux(model: Model, end: lanes.Carry, after: PyTree) -> Aux:
+    """The auxiliary values, the same on all stages: the head's [M], those of the stages [M, vP]."""
+    axis, P = model.axis, model.schedule.stages
+
+    def of_head(values):
+        return values if model.shared_out(values) else axis.all_reduce(lanes.masked(model.last, ordered(values, after)))
+
+    def of_stages(values):
+        apart = jnp.zeros((*values.shape, P), values.dtype)
+        own = lax.dynamic_update_index_in_dim(apart, ordered(values, after), model.index, 2)
+        return axis.all_reduce(own).reshape(values.shape[0], -1)
+
+    return Aux(jax.tree.map(of_head, end.of_head), jax.tree.map(of_stages, end.of_stages))
+
+
+def _with_aux(loss: Array, found: Aux, aux: Callable[[Any], Any]) -> Any:
+    """What a loss arrow returns: the loss, or `(loss, aux)` where there are auxiliary values."""
+    if jax.tree.leaves(found.stages):
+        return loss, aux(found)
+    return (loss, aux(found.head)) if jax.tree.leaves(found.head) else loss

@@ -4,11 +4,9 @@ Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. NumPy
 """
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
 from parallax.schedule import Schedule
 
@@ -55,7 +53,7 @@ def rows(schedule: Schedule) -> Row:
     return Row(
         forward=forward,
         backward=backward,
-        written=_written(schedule),
+        written=schedule.written,
         read=np.maximum(schedule.slots["backward"], 0),
         entering=job(entering),
         finished=job(finished),
@@ -65,30 +63,15 @@ def rows(schedule: Schedule) -> Row:
     )
 
 
-def _written(schedule: Schedule) -> Int[np.ndarray, "ticks stages"]:
-    """The slot that F writes in each tick: its own, and where it has no job, one that nobody holds."""
-    written, read = schedule.slots["forward"].copy(), schedule.slots["backward"]
-    for s in range(schedule.stages):
-        held: set[int] = set()
-        for t in range(schedule.ticks):
-            if written[t, s] < 0:
-                written[t, s] = next(slot for slot in range(len(held) + 1) if slot not in held)
-            else:
-                held.add(int(written[t, s]))
-            held.discard(int(read[t, s]))
-    return written
-
-
 def stretches(schedule: Schedule) -> list[Stretch]:
     """The lanes that run anywhere, the head's among them, and for how many ticks on end."""
     v = schedule.chunks
-    lanes = [
-        ("forward", (schedule.forward >= 0).any(1)),
-        ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)),
-        ("backward", (schedule.backward >= 0).any(1)),
-    ]
-    ticks = [frozenset(name for name, runs in lanes if runs[t]) for t in range(schedule.ticks)]
-    return [(kind, len(list(run))) for kind, run in groupby(ticks)]
+    lanes = [(name, (table >= 0).any(1)) for name, table in schedule.lanes.items()]
+    lanes.insert(1, ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)))
+    runs = np.stack([runs for _, runs in lanes], axis=1)
+    starts = [0, *(np.flatnonzero((runs[1:] != runs[:-1]).any(axis=1)) + 1).tolist()]
+    named = lambda row: frozenset(name for (name, _), runs in zip(lanes, row, strict=True) if runs)
+    return [(named(runs[t]), stop - t) for t, stop in zip(starts, [*starts[1:], schedule.ticks], strict=True)]
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:

@@ -1,0 +1,150 @@
+"""What the functions of a pipeline may return, and the sentences for what they may not.
+
+Legend: P stages, M microbatches, v chunks a stage, L layers.
+"""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from parallax import mesh
+from parallax.collectives import Axis
+from parallax.grads import missing
+from parallax.pipeline.traced import Misused
+from parallax.schedule import Schedule
+from parallax.typed import PyTree
+
+
+class Output(eqx.Module):
+    """What a stage returns that has more to say than its `x`.
+
+    Attributes:
+        x: what the next stage takes.
+        loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of layers is added to the
+            head's loss, and differentiated with it.
+        aux: a tree of scalars, to look at.
+    """
+
+    x: PyTree
+    loss: Any = None
+    aux: PyTree = None
+
+
+def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
+    """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not cut into its chunks."""
+    devices = axis.size()
+    if schedule.stages != devices:
+        raise ValueError(
+            f"pipeline: the schedule has {schedule.stages} stages, and the mesh axis {axis.names!r} has {devices} devices. "
+            f"Make the schedule for stages={devices}."
+        )
+    for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
+        name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
+        same = missing(leaf, axis)
+        if math.prod(Axis(each).size() for each in same) > 1:
+            raise Misused(
+                "blocks-on-every-stage",
+                mesh.dotted(path) or "the blocks",
+                f"{name}, of shape {leaf.shape} on a stage, is the same along {axis.names!r}, so each of the {devices} stages "
+                "would run all layers.",
+                f"Split its layers dim, as [{schedule.chunks}, L / {schedule.chunks}, ...] under P(None, {axis.names!r}); L must "
+                f"divide by {schedule.chunks * devices}, the chunks of all stages.",
+            )
+        if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
+            raise ValueError(
+                f"pipeline: {name} has shape {leaf.shape} on a stage, and its first dim must be the schedule's chunks, "
+                f"{schedule.chunks}. Reshape L layers to [{schedule.chunks}, L / {schedule.chunks}, ...] and split dim 1 over "
+                f"{axis.names!r}."
+            )
+        if leaf.ndim > 1 and leaf.shape[1] == 0:
+            raise ValueError(
+                f"pipeline: {name} has shape {leaf.shape} on a stage, so each of the {devices} stages is without a layer. "
+                f"Take at least {schedule.chunks * devices} layers, one for each chunk of each stage, or fewer stages or chunks."
+            )
+
+
+def check_batch(batch: PyTree) -> None:
+    """Refuse with a `ValueError` a batch without a row, whose mean is no number."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if jnp.ndim(leaf) and not leaf.shape[0]:
+            raise ValueError(
+                f"pipeline: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has shape {leaf.shape} on each device: it "
+                "is empty, and has no mean. Take at least one row for each microbatch on each device."
+            )
+
+
+def activation(x: PyTree) -> None:
+    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what enter returns."""
+    leaves = jax.tree.leaves_with_path(x)
+    for path, leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"pipeline: enter returned {form(path, leaf)}, and random keys do not travel between stages. Put them into the "
+                "batch, one for each row: every stage has its microbatch, as `part`."
+            )
+    if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
+        raise ValueError(
+            f"pipeline: enter returned {', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least one "
+            "array of floating-point numbers must go through the stages: the others travel without a cotangent, so nothing "
+            "before them would be trained. Let enter return what it looks up, such as embeddings; the batch itself reaches "
+            "every stage, as `part`."
+        )
+
+
+def same_form(made: PyTree, taken: PyTree) -> None:
+    """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of another shape or type."""
+    if jax.tree.structure(made) != jax.tree.structure(taken):
+        listed = lambda tree: ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)) or "nothing"
+        raise ValueError(
+            f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its output is the next stage's input; "
+            f"it returned {listed(made)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
+        )
+    for (path, leaf), given in zip(jax.tree.leaves_with_path(made), jax.tree.leaves(taken), strict=True):
+        if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
+            raise ValueError(
+                f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "
+                f"stage's input; it returned {form(path, leaf)}. Move what changes the shape into enter or head."
+            )
+
+
+def output(made: Any) -> Output:
+    """What a stage returned, as an `Output` of arrays."""
+    made = made if isinstance(made, Output) else Output(made)
+    loss = None if made.loss is None else scalar("the stage's loss", made.loss, jnp.floating)
+    return Output(jax.tree.map(jnp.asarray, made.x), loss, aux_of("the stage", made.aux))
+
+
+def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
+    """What the head returned, a loss or `(loss, aux)`, as both; `aux` is None where there is none."""
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return scalar("the head's loss", loss, jnp.floating), aux_of("the head", aux)
+
+
+def aux_of(name: str, aux: PyTree) -> PyTree:
+    """Auxiliary values as numbers, those of true and false as 1 and 0."""
+
+    def leaf(path, value):
+        value = scalar(f"{name}'s auxiliary value {mesh.dotted(path) or 'itself'}", value, jnp.number, jnp.bool)
+        return value.astype(jnp.int32) if value.dtype == jnp.bool else value
+
+    return jax.tree.map_with_path(leaf, aux)
+
+
+def scalar(name: str, value: Any, *kinds: Any) -> Array:
+    """`value` as an array; refused with a `ValueError` where it is not one number of these kinds."""
+    value = jnp.asarray(value)
+    if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise ValueError(
+            f"pipeline: {name} must be a scalar, one {'real ' if kinds == (jnp.floating,) else ''}number for a microbatch; got "
+            f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
+        )
+    return value
+
+
+def form(path: Any, leaf: Any) -> str:
+    """An array's name in its tree, its type and its shape."""
+    return (f"{mesh.dotted(path)}: " if path else "") + f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,0 +1,140 @@
+"""What a traced function reads: which of its arguments its results depend on, and which parameters come by closure.
+
+A pipeline differentiates its three functions in what they are given. What reaches them another way has no gradient, so it is
+refused here, by name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.extend.core import Jaxpr
+
+from parallax import mesh
+from parallax.collectives.types import operands
+from parallax.jaxprs import inner, is_literal, opened
+from parallax.typed import PyTree
+
+COLLECTIVES = frozenset(
+    {"linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "pmax", "pmin"}
+    | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
+)
+
+
+class Misused(ValueError):
+    """Blocks or functions of a pipeline that would train something else. The message names the leaf and the cure.
+
+    Attributes:
+        kind: a name for the mistake, as `lint.program` gives it.
+        where: the dotted path of the leaf.
+        harm: what is wrong.
+        cure: what to do.
+    """
+
+    def __init__(self, kind: str, where: str, harm: str, cure: str):
+        super().__init__(f"pipeline: {harm} {cure}")
+        self.kind, self.where, self.harm, self.cure = kind, where, harm, cure
+
+
+class Traced(NamedTuple):
+    """A function as a program.
+
+    Attributes:
+        out: the shapes of what it returns, with their replication types.
+        used: the structure of its arguments, with whether its results depend on each array.
+        outside: the arrays that it reads and was not given.
+        jaxpr: the program.
+    """
+
+    out: PyTree
+    used: PyTree
+    outside: list[Any]
+    jaxpr: Jaxpr
+
+
+def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
+    """`f` of these trees of arrays, traced."""
+    closed, out = jax.make_jaxpr(f, return_shape=True)(*arguments)
+    jaxpr = opened(closed)
+    live = _live(jaxpr)
+    used = [var in live for var in jaxpr.invars[len(jaxpr.invars) - len(jax.tree.leaves(arguments)) :]]
+    return Traced(out, jax.tree.unflatten(jax.tree.structure(arguments), used), list(closed.consts), jaxpr)
+
+
+def _live(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that the results of `jaxpr` depend on."""
+    live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or live & set(eqn.outvars):
+            live |= {atom for atom in eqn.invars if not is_literal(atom)}
+    return live
+
+
+def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
+    """Refuse a function that reads trained parameters, or what was computed of them, and was not given them."""
+    sources = {
+        id(each): mesh.dotted(path) for tree in params for path, leaf in jax.tree.leaves_with_path(tree) for each in _casts(leaf)
+    }
+    for value in outside:
+        found = _source(value, sources) if eqx.is_inexact_array(value) else None
+        if found is not None:
+            raise Misused(
+                "parameter-by-closure",
+                sources[found] or "the parameters",
+                f"{name} uses {'' if found == id(value) else 'a value made of '}"
+                f"{f'the parameter {sources[found]}' if sources[found] else 'the parameters'} by closure, so that part of the "
+                "gradient would be missing.",
+                f"Read it from {name}'s first argument, which has all parameters; what is not to be differentiated, with "
+                "jax.lax.stop_gradient there.",
+            )
+
+
+def _casts(leaf: Any) -> Iterator[Any]:
+    """A parameter, and what it was cast or gathered from."""
+    yield leaf
+    while len(before := operands(leaf)) == 1:
+        (leaf,) = before
+        yield leaf
+
+
+def _source(value: Any, sources: dict[int, str]) -> int | None:
+    """Which of `sources` a traced value is, or was made of, as far as JAX remembers."""
+    seen, waiting = set(), [value]
+    while waiting:
+        each = waiting.pop()  # kept alive by what was made of it, so that ids are not used again
+        if id(each) in sources:
+            return id(each)
+        seen.add(id(each))
+        waiting += [other for other in operands(each) if id(other) not in seen]
+    return None
+
+
+def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
+    """Refuse a function whose results depend on the blocks, of which each stage has its own."""
+    for path, read in jax.tree.leaves_with_path(used):
+        if read:
+            raise Misused(
+                "blocks-outside-the-stage",
+                mesh.dotted(path) or "the blocks",
+                f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over {axis_name!r}: each device has the "
+                "blocks of its own stage there, and their gradient would be missing.",
+                "What depends on them goes into the stage, which may add a term to the loss: return pipeline.Output(x, "
+                "loss=...). A weight that all stages and the ends use does not belong to the blocks.",
+            )
+
+
+def moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:
+    """Whether a collective in `jaxpr` needs none of the arguments that come `late`, so that nothing keeps it waiting."""
+    waits = {var for var, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
+    for eqn in jaxpr.eqns:
+        waiting = [not is_literal(atom) and atom in waits for atom in eqn.invars]
+        if eqn.primitive.name in COLLECTIVES and not any(waiting):
+            return True
+        for body in inner(eqn):
+            fits = len(body.invars) == len(waiting)
+            if moves_early(body, waiting if fits else [False] * len(body.invars)):
+                return True
+        if any(waiting):
+            waits |= set(eqn.outvars)
+    return False

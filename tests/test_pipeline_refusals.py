@@ -1,0 +1,320 @@
+"""What a pipeline's functions may not do is refused in a sentence that names the leaf and the cure; the lint tells of it too."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from reference import EXACT, FLOAT64, assert_close
+
+from parallax import grads, lint, mesh, pipeline
+from parallax.schedule import one_f_one_b
+
+STAGES, WIDTH = 2, 4
+TABLE = one_f_one_b(STAGES, 4)
+SPECS = {"scale": P(), "blocks": {"w": P(None, "stage")}}
+
+
+def params():
+    w = jax.random.normal(jax.random.key(0), (1, 4, WIDTH, WIDTH), FLOAT64) / 3
+    return {"scale": jnp.linspace(0.5, 1, WIDTH), "blocks": {"w": w}}
+
+
+def batch(rows=8):
+    return jax.random.normal(jax.random.key(1), (rows, WIDTH), FLOAT64)
+
+
+def enter(params, part):
+    return part * params["scale"][None]
+
+
+def stage(params, x, part, position):
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["blocks"]["w"])[0]
+
+
+def head(params, x, part):
+    return jnp.mean((x - part) ** 2)
+
+
+def arrow(enter=enter, stage=stage, head=head, arrow=pipeline.value_and_grad, **options):
+    """The mapped arrow of `params()`; gradients are those of all."""
+    f = arrow(enter, stage, head, TABLE, "stage", where=lambda params: params["blocks"], **options)
+    return mapped(f, P() if arrow is pipeline.value else (P(), SPECS))
+
+
+OUT = (P(), SPECS)
+
+
+def mapped(f, out_specs=OUT):
+    return mesh.spmd(f, mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]), in_specs=(SPECS, P()), out_specs=out_specs)
+
+
+def closing(of):
+    """A grad arrow whose stage reads, by closure, what `of` makes of its parameters."""
+
+    def grad(params, batch):
+        scale = of(params)
+        own = lambda params, x, part, position: stage(params, x, part, position) * scale[None]
+        return pipeline.value_and_grad(enter, own, head, TABLE, "stage", where=lambda params: params["blocks"])(params, batch)
+
+    return grad
+
+
+penalty = lambda params: jnp.sum(params["blocks"]["w"] ** 2)
+CURE = (
+    "Read it from stage's first argument, which has all parameters; what is not to be differentiated, with jax.lax.stop_gradient "
+    "there."
+)
+ELSEWHERE = (
+    "which is split over 'stage': each device has the blocks of its own stage there, and their gradient would be missing. What "
+    "depends on them goes into the stage, which may add a term to the loss: return pipeline.Output(x, loss=...). A weight that "
+    "all stages and the ends use does not belong to the blocks."
+)
+MISUSES = {
+    "head": (
+        arrow(head=lambda params, x, part: head(params, x, part) + penalty(params)),
+        ("blocks-outside-the-stage", "blocks.w", f"head reads blocks.w, {ELSEWHERE}"),
+    ),
+    "enter": (
+        arrow(enter=lambda params, part: enter(params, part) * penalty(params)),
+        ("blocks-outside-the-stage", "blocks.w", f"enter reads blocks.w, {ELSEWHERE}"),
+    ),
+    "closure": (
+        mapped(closing(lambda params: params["scale"])),
+        (
+            "parameter-by-closure",
+            "scale",
+            "stage uses the parameter scale by closure, so that part of the gradient would be missing. " + CURE,
+        ),
+    ),
+    "whole on every stage": (
+        mesh.spmd(
+            pipeline.value_and_grad(enter, stage, head, TABLE, "stage", where=lambda params: params["blocks"]),
+            mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]),
+            in_specs=(P(), P()),
+            out_specs=P(),
+        ),
+        (
+            "blocks-on-every-stage",
+            "w",
+            "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along 'stage', so each of the 2 stages would "
+            "run all layers. Split its layers dim, as [1, L / 1, ...] under P(None, 'stage'); L must divide by 2, the chunks of "
+            "all stages.",
+        ),
+    ),
+    "closure, computed": (
+        mapped(closing(lambda params: jnp.exp(params["scale"]))),
+        (
+            "parameter-by-closure",
+            "scale",
+            "stage uses a value made of the parameter scale by closure, so that part of the gradient would be missing. " + CURE,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_a_gradient_that_would_be_missing(name):
+    """Refused by name; and in the lint a finding, not an error."""
+    run, (kind, leaf, message) = MISUSES[name]
+    with pytest.raises(pipeline.Misused) as refusal:
+        jax.eval_shape(run, params(), batch())
+    assert str(refusal.value) == f"pipeline: {message}"
+    (finding,) = lint.program(run, params(), batch())
+    assert (finding.kind, finding.where) == (kind, leaf)
+    assert f"{finding.harm} {finding.cure}" == message
+
+
+def test_a_parameter_from_before_a_cast_is_the_same_parameter():
+    """The mean over replicas declares the parameters varying first; a stage may not close over what they were before."""
+
+    def grad(params, batch):
+        own = lambda params_, x, part, position: stage(params_, x, part, position) * params["scale"][None]
+        inner = pipeline.value_and_grad(enter, own, head, TABLE, "stage", where=lambda params: params["blocks"])
+        return grads.averaged(inner, "data")(params, batch)
+
+    world = mesh.make(data=2, stage=STAGES, devices=jax.devices()[: 2 * STAGES])
+    run = mesh.spmd(grad, mesh=world, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS))
+    with pytest.raises(pipeline.Misused, match="stage uses the parameter scale by closure"):
+        jax.eval_shape(run, params(), batch())
+
+
+def test_what_is_not_trained_may_come_by_closure():
+    """A table, and a frozen parameter: neither has a gradient to lose."""
+    turn = jnp.cos(jnp.arange(WIDTH, dtype=FLOAT64))
+    where = lambda params: params["blocks"]
+
+    def turned(params, x, scale):
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w) * (turn + scale)[None], None), x, params["blocks"]["w"])[0]
+
+    def grad(params, batch):
+        own = lambda own, x, part, position: turned(own, x, params["scale"])
+        options = {"where": where, "trainable": {"scale": False, "blocks": True}}
+        return pipeline.value_and_grad(enter, own, head, TABLE, "stage", **options)(params, batch)
+
+    loss, gradients = jax.jit(mapped(grad, (P(), SPECS | {"scale": None})))(params(), batch())
+    assert gradients["scale"] is None
+    own = lambda params, x, part, position: turned(params, x, params["scale"])
+    expected = jax.value_and_grad(pipeline.unsplit(enter, own, head, where=where))(params(), batch())
+    np.testing.assert_allclose(loss, expected[0], rtol=EXACT)
+    assert_close(gradients["blocks"], expected[1]["blocks"], EXACT)
+
+
+def test_the_loss_alone_may_close_over_parameters():
+    """Nothing is differentiated there."""
+
+    def value(params, batch):
+        own = lambda _, x, part: head(params, x, part) * jnp.sum(params["scale"])
+        return pipeline.value(enter, stage, own, TABLE, "stage", where=lambda params: params["blocks"])(params, batch)
+
+    own = lambda params, x, part: head(params, x, part) * jnp.sum(params["scale"])
+    plain = pipeline.unsplit(enter, stage, own, where=lambda params: params["blocks"])(params(), batch())
+    np.testing.assert_allclose(jax.jit(mapped(value, P()))(params(), batch()), plain, rtol=EXACT)
+
+
+def test_a_penalty_on_the_blocks_is_a_term_of_the_stage():
+    """The cure: each stage adds its own part; it equals the sum in the head of one device."""
+    own = lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), loss=penalty(params))
+    found = jax.jit(arrow(stage=own))(params(), batch())
+    whole = pipeline.unsplit(enter, stage, head, where=lambda params: params["blocks"])
+    expected = jax.value_and_grad(lambda params, batch: whole(params, batch) + penalty(params))(params(), batch())
+    np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
+    assert_close(found[1], expected[1], EXACT)
+    value = jax.jit(arrow(stage=own, arrow=pipeline.value))(params(), batch())
+    np.testing.assert_allclose(value, expected[0], rtol=EXACT)
+    plain = pipeline.unsplit(enter, own, head, where=lambda params: params["blocks"])(params(), batch())
+    np.testing.assert_allclose(plain, expected[0], rtol=EXACT)
+
+
+def test_blocks_that_are_read_without_an_effect_are_none_of_it():
+    """A cast of all parameters, as mixed precision makes, of which the head uses the ends."""
+    cast = lambda f: lambda params, *others: f(jax.tree.map(lambda w: w.astype(jnp.float32), params), *others)
+    single = lambda f: lambda params, *others: cast(f)(params, *others).astype(FLOAT64)
+    own = lambda params, x, part: head(params, x.astype(jnp.float32), part.astype(jnp.float32))
+    first = lambda params, part: enter(params, part.astype(jnp.float32))
+    jax.eval_shape(arrow(enter=single(first), head=single(own)), params(), batch())
+
+
+def output(**fields):
+    return lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), **fields)
+
+
+NOT_A_SCALAR = "pipeline: {} must be a scalar, one {}number for a microbatch; got {}. Take its mean or its sum."
+REFUSALS = {
+    "another tree": (
+        {"stage": lambda params, x, part, position: {"y": x}},
+        "pipeline: a stage must return the tree that it takes, float64[2, 4], since its output is the next stage's input; it "
+        "returned y: float64[2, 4]. Values beside x go into pipeline.Output(x, loss=..., aux=...).",
+    ),
+    "another leaf": (
+        {
+            "enter": lambda params, part: {"x": enter(params, part), "skip": part},
+            "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
+        },
+        "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is the next stage's input; it "
+        "returned skip: float64[2, 2]. Move what changes the shape into enter or head.",
+    ),
+    "auxiliary value": (
+        {"stage": output(aux={"norms": jnp.ones(3)})},
+        NOT_A_SCALAR.format("the stage's auxiliary value norms", "", "float64[3]"),
+    ),
+    "auxiliary value of the head": (
+        {"head": lambda params, x, part: (head(params, x, part), {"x": x})},
+        NOT_A_SCALAR.format("the head's auxiliary value x", "", "float64[2, 4]"),
+    ),
+    "stage's loss": ({"stage": output(loss=jnp.ones(2))}, NOT_A_SCALAR.format("the stage's loss", "real ", "float64[2]")),
+    "head's loss": ({"head": lambda params, x, part: x}, NOT_A_SCALAR.format("the head's loss", "real ", "float64[2, 4]")),
+    "integers": (
+        {"enter": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
+        "pipeline: enter returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "
+        "the others travel without a cotangent, so nothing before them would be trained. Let enter return what it looks up, such "
+        "as embeddings; the batch itself reaches every stage, as `part`.",
+    ),
+    "keys": (
+        {"enter": lambda params, part: {"key": jax.random.key(0), "x": part}},
+        "pipeline: enter returned key: key<fry>[], and random keys do not travel between stages. Put them into the batch, one "
+        "for each row: every stage has its microbatch, as `part`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_fit_is_refused(name):
+    functions, message = REFUSALS[name]
+    for each in (pipeline.value_and_grad, pipeline.value):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            jax.eval_shape(arrow(**functions, arrow=each), params(), batch())
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "message"),
+    [
+        (
+            lambda params: params,
+            0,
+            "pipeline: the batch's leaf itself has shape (0, 4) on each device: it is empty, and has no mean. Take at least one "
+            "row for each microbatch on each device.",
+        ),
+        (
+            lambda params: params | {"blocks": {"w": params["blocks"]["w"][:, :0]}},
+            8,
+            "pipeline: the blocks' array ['w'] has shape (1, 0, 4, 4) on a stage, so each of the 2 stages is without a layer. "
+            "Take at least 2 layers, one for each chunk of each stage, or fewer stages or chunks.",
+        ),
+    ],
+)
+def test_nothing_to_compute_on_is_refused(change, rows, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(arrow(), change(params()), batch(rows))
+
+
+def test_a_scalar_in_the_batch_is_refused():
+    with pytest.raises(ValueError, match="is a scalar, and every leaf has the sequences as its first dim"):
+        jax.eval_shape(arrow(), params(), jnp.ones(()))
+
+
+def test_a_head_that_some_stages_share_is_refused():
+    table, axis = one_f_one_b(4, 4), ("a", "b")
+    summed = lambda params, x, part: jax.lax.psum(head(params, x, part), "a")
+    grad = pipeline.value_and_grad(enter, stage, summed, table, axis, where=lambda params: params["blocks"])
+    specs = SPECS | {"blocks": {"w": P(None, axis)}}
+    run = mesh.spmd(grad, mesh=mesh.make(a=2, b=2, devices=jax.devices()[:4]), in_specs=(specs, P()), out_specs=(P(), specs))
+    message = "pipeline: what the head returns differs along ['b'], and is the same along the rest of ('a', 'b')."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(run, params(), batch())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: pipeline.dealt(3, 4),
+            "pipeline.dealt: 3 layers on 4 stages of 1 chunks leave a stage without a layer. Take at least 4 layers, or fewer "
+            "stages or chunks.",
+        ),
+        (
+            lambda: pipeline.padded(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
+            "A table of layers has 0 for chunk 0 of stage 1, and no stage may be without a layer: all run the same program. Give "
+            "it one of another's, or take fewer stages.",
+        ),
+        (
+            lambda: pipeline.padded(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
+            "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got float64 of shape (1, 2).",
+        ),
+        (
+            lambda: pipeline.padded(jnp.ones((4, 2)), np.array([[2, 1]])),
+            "pipeline.padded: the table has 3 layers, and an array of the blocks has shape (4, 2). The first dim must be the "
+            "layers.",
+        ),
+        (
+            lambda: pipeline.unpadded(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
+            "pipeline.unpadded: the table is of blocks [1, 4, ...], and an array of the blocks has shape (1, 3, 2). Take the "
+            "whole model, outside of mesh.spmd, and the table that it was padded by.",
+        ),
+    ],
+)
+def test_tables_of_layers_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()
