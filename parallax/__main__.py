@@ -66,7 +66,7 @@ def compare(options: argparse.Namespace) -> str:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
-    prepared = decoder.prepare(config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
     compiled = prepared.train.lower(prepared.shapes, windows).compile()
     return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))

@@ -1,6 +1,6 @@
 """What the backward pass computes again instead of keeping: each function makes one block of layers of another.
 
-`gpt2.loss(..., checkpoint=remat.products)` and the like. Per block of B x T tokens, width D, feed-forward F, over t devices:
+`gpt2.loss(..., remat=remat.products)` and the like. Per block of B x T tokens, width D, feed-forward F, over t devices:
 
     none       keeps every intermediate result                    34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but what was gathered over devices       the gathers run twice

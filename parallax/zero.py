@@ -93,8 +93,8 @@ def scattered(
 def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
     """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay whole are left local.
 
-    It is the half of `scattered` that goes into `pipeline.Shares(scatter)`, with `scattered` round it. `axis` is that of the
-    shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
+    It is the half of `scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with `scattered` round it. `axis` is that
+    of the shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
     """
     axis = Axis.of(axis)
     found = specs_by_path(gradients, axis, specs)
@@ -186,7 +186,7 @@ def gathered(
     that a loop runs, it gathers layer by layer; with `remat.gathers` or another of `remat` round it, again in the backward
     pass, so that no gathered layer is kept:
 
-        checkpoint = lambda block: remat.gathers(zero.gathered(block, block_specs, "data"))
+        again = lambda block: remat.gathers(zero.gathered(block, block_specs, "data"))
 
     Args:
         function: a loss arrow, or a block; its first argument is the tree of parameters.

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parallax import mesh
-from parallax.layout import Layout, nearest
+from parallax.layout import Layout, nearest, words
 from parallax.schedule import gpipe, one_f_one_b
 
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
@@ -45,10 +45,11 @@ def test_groups_are_those_of_the_mesh(layout):
 
 def test_the_schedule_is_a_table():
     same = lambda a, b: np.array_equal(a.forward, b.forward) and np.array_equal(a.backward, b.backward)
-    assert same(Layout(stage=4, microbatches=8).table(), one_f_one_b(4, 8))
-    assert same(Layout(stage=4, microbatches=8, chunks=2).table(), one_f_one_b(4, 8, 2))
-    assert same(Layout(stage=4, microbatches=8, schedule="gpipe").table(), gpipe(4, 8))
-    assert Layout(microbatches=3).table().stages == 1
+    table = lambda **fields: words.read(Layout(**fields)).table()
+    assert same(table(stage=4, microbatches=8), one_f_one_b(4, 8))
+    assert same(table(stage=4, microbatches=8, chunks=2), one_f_one_b(4, 8, 2))
+    assert same(table(stage=4, microbatches=8, schedule="gpipe"), gpipe(4, 8))
+    assert table(microbatches=3).stages == 1
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,15 @@ def test_the_schedule_is_a_table():
         ({"schedule": "1f1b"}, "Layout needs schedule to be one of one_f_one_b, gpipe; got '1f1b'. Take schedule=one_f_one_b."),
         ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0, or more replicas."),
         ({"sequence": True}, "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False."),
+        (
+            {"tensor": 2, "split_sends": True},
+            "Layout: split_sends=True shares what goes from stage to stage among the tensor axis; got stage=1. "
+            "Take split_sends=False.",
+        ),
+        (
+            {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
+            "Layout: split_sends=True has nothing to split where sequence=True has split it by tokens. Take split_sends=False.",
+        ),
         ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat=block."),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
@@ -176,6 +186,7 @@ def wrong(fields, sizes) -> bool:
         f["schedule"] == "gpipe" and f["chunks"] > 1,
         f["zero"] > 0 and f["data"] == 1,
         f["sequence"] and f["tensor"] == 1,
+        f["split_sends"] and (f["sequence"] or f["stage"] == 1 or f["tensor"] == 1),
         f["remat"] == "gathers" and not f["sequence"] and f["zero"] < 3,
         f["chunks"] > 1 and f["microbatches"] % f["stage"] > 0,
     )

@@ -16,12 +16,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
-from parallax import mesh, plan, rules, tensor
+from parallax import mesh, plan, rules
 from parallax.collectives import halving, ring
-from parallax.layout import Layout
+from parallax.layout import Layout, words
+from parallax.layout.nearest import KNOWN
+from parallax.layout.rows import Placed
 from parallax.models import decoder, gpt2
 from parallax.pipeline import rows
-from parallax.plan import arguments, estimates, hardware, layouts, planned, temporaries, traffic
+from parallax.plan import arguments, estimates, hardware, layouts, planned, temporaries
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
@@ -73,6 +75,8 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "ZeRO-3 by tokens": (16, Layout(data=2, tensor=4, zero=3, sequence=True)),
     "chunks of one layer": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage")),
     "one microbatch": (8, Layout(stage=2, tensor=2)),
+    "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
+    "sends split in chunks": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True)),
 }
 
 
@@ -99,7 +103,7 @@ def test_state_is_that_of_the_prepared_step():
         Layout(data=2, stage=4, microbatches=2, zero=3, precision="float16"),
     ):
         world = mesh.make(**layout.axes)
-        prepared = decoder.prepare(config, optimizer, layout, world, batch=8, key=jax.random.key(0))
+        prepared = decoder.prepare(gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0))
         assert arguments.parameter_bytes(config, layout) == held(prepared.shapes.model)
         assert arguments.optimizer_bytes(config, layout, optimizer) == held(prepared.shapes.optimizer)
         rest = held(prepared.shapes.step) + held(prepared.shapes.scale)
@@ -112,13 +116,15 @@ def residuals(layout, dtype):
     config = gpt2.Config(layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
-    specs = rules.specs(model, decoder.rules_of(layout)[layout.zero == 3], world)
-    options = decoder._blocks(layout, specs, ring("data"), gpt2.attention, decoder.REMAT[layout.remat])
-    make_joins, attend = options.pop("joins", tensor.joins), options.pop("attend")
+    does = words.read(layout)
+    rule, shared = decoder.rules_of(gpt2.FAMILY, layout)
+    specs = rules.specs(model, does.replicas.parameters(whole=rule, share=shared), world)
+    remat = lambda block: does.block(block, Placed(specs, gpt2.FAMILY.where, does.stages.loops))
 
     def loss(blocks, x):
-        apply = functools.partial(gpt2.block, config=config, joins=make_joins(ring("tensor")), attend=attend)
-        run = lambda blocks, x: gpt2.run_blocks(blocks, x, None, apply, **options)
+        attend, joins = does.again.attend(gpt2.attention), does.tokens.joins(ring("tensor"))
+        apply = functools.partial(gpt2.block, config=config, joins=joins, attend=attend)
+        run = lambda blocks, x: gpt2.run_blocks(blocks, x, None, apply, remat=remat, unroll=does.replicas.unroll)
         kept.extend(leaf for leaf in jax.tree.leaves(jax.vjp(run, blocks, x)[1]) if leaf.shape[:2] == (L, b))
         return jnp.zeros(())
 
@@ -151,9 +157,10 @@ def test_what_a_layer_keeps_is_what_jax_keeps(layout, dtype):
 
 def test_what_waits_is_what_the_pipeline_holds():
     """2P - 1 microbatches, whatever M; in chunks, P + (P - 1)/v of them; all M of GPipe, and a place for garbage."""
-    assert [temporaries.slots(4, M, 1, "one_f_one_b") for M in (8, 1000)] == [7, 7]
-    assert [temporaries.slots(4, M, 2, "one_f_one_b") for M in (8, 1000)] == [11, 11]
-    assert temporaries.slots(4, 8, 1, "gpipe") == 9
+    one_f_one_b, gpipe = words.ORDERS["one_f_one_b"].slots, words.ORDERS["gpipe"].slots
+    assert [one_f_one_b(4, M, 1) for M in (8, 1000)] == [7, 7]
+    assert [one_f_one_b(4, M, 2) for M in (8, 1000)] == [11, 11]
+    assert gpipe(4, 8, 1) == 9
 
 
 @pytest.mark.sweep(3)
@@ -164,13 +171,15 @@ def test_zero_3_has_two_gathered_layers_at_a_time(layers):
     assert temporaries.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
 
 
-@pytest.mark.parametrize(("P", "M", "v"), [(2, 2, 1), (2, 5, 1), (3, 12, 2), (4, 8, 1), (4, 8, 3), (5, 10, 1), (3, 6, 4)])
-def test_closed_forms_are_those_of_the_tables(P, M, v):
-    table = Layout(stage=P, microbatches=M, chunks=v).table()
+@pytest.mark.parametrize("name", words.ORDERS)
+@pytest.mark.parametrize(("P", "M", "v"), [(2, 1, 1), (2, 5, 1), (3, 2, 1), (3, 12, 2), (4, 4, 3), (4, 8, 1), (4, 8, 3)])
+def test_closed_forms_are_those_of_the_tables(name, P, M, v):
+    order = words.ORDERS[name]
+    table = order.table(P, M, v)
     stretches = rows.stretches(table)
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
-    assert traffic.lanes(P, M, v, "one_f_one_b") == (count("forward"), count("backward"), count("head"), stretches[-1][1])
-    assert temporaries.slots(P, M, v, "one_f_one_b") == rows.rows(table).written.max() + 1
+    assert order.ticks(P, M, v) == (count("forward"), count("backward"), count("head"), stretches[-1][1])
+    assert order.slots(P, M, v) == rows.rows(table).written.max() + 1
 
 
 def test_the_collectives_may_be_others():
@@ -215,8 +224,8 @@ def test_a_layout_that_does_not_fit_the_model_is_refused():
 
 def test_the_table_has_every_number():
     text = str(plan.plan(gpt2.LARGE, Layout(data=8, tensor=4, zero=1), hardware.A100, batch=64))
-    for words in ("774,030,080 parameters, 32 x A100", "activations kept", "of                       80 GB", "s a step"):
-        assert words in text
+    for said in ("774,030,080 parameters, 32 x A100", "activations kept", "of                       80 GB", "s a step"):
+        assert said in text
 
 
 # Searching
@@ -232,7 +241,7 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
         plan.check(model, one.layout, 64, 4)
     for one, other in itertools.permutations([one.layout for one in found], 2):
         if dataclasses.replace(other, zero=one.zero, remat=one.remat) == one and one.zero < other.zero:
-            assert layouts.REMAT.index(other.remat) < layouts.REMAT.index(one.remat)
+            assert KNOWN["remat"].index(other.remat) < KNOWN["remat"].index(one.remat)
     assert "layout" in layouts.table(found, 3)
     assert len(layouts.table(found, 3).splitlines()) == 4
 
@@ -259,10 +268,10 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 def test_the_published_sums_are_reproduced():
     gpt3, small = estimates.gpt3_on_64(), estimates.gpt_300m_on_8()
-    for words in ("16 x 173.9e9 / 64 = 43.5 GB", "4.25 bytes    13.3 GB", "51.4% of peak"):  # 2205.05198, table 5
-        assert words in gpt3
-    for words in ("= 4.83 GB of state", "9 sequences a device, 72 in all", "remat products"):
-        assert words in small
+    for said in ("16 x 173.9e9 / 64 = 43.5 GB", "4.25 bytes    13.3 GB", "51.4% of peak"):  # 2205.05198, table 5
+        assert said in gpt3
+    for said in ("= 4.83 GB of state", "9 sequences a device, 72 in all", "remat products"):
+        assert said in small
 
 
 def test_planning_touches_no_device():

@@ -11,7 +11,6 @@ from typing import Any
 
 from parallax.layout import nearest
 from parallax.layout.nearest import AXES, Order, Precision, Remat
-from parallax.schedule import Schedule, gpipe, one_f_one_b
 
 __all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 
@@ -35,6 +34,8 @@ class Layout:
             `attention`, all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See
             `parallax.remat`.
         schedule: the order of a pipeline's jobs: `one_f_one_b` (with chunks, interleaved) or `gpipe`.
+        split_sends: whether each of the t devices of the tensor axis, which all have what goes from stage to stage, sends 1/t of
+            it, and gathers what came: for stages on different machines. See `pipeline.split_over`.
         processes: that drive the devices, each as many as the others.
 
     Raises:
@@ -53,6 +54,7 @@ class Layout:
     precision: str = "full"  # one of `Precision`
     remat: str = "none"  # one of `Remat`
     schedule: str = "one_f_one_b"  # one of `Order`
+    split_sends: bool = False
     processes: int = 1
 
     def __post_init__(self):
@@ -110,11 +112,10 @@ class Layout:
             if all(place == own[name] for name, place in self.coordinates(other).items() if name not in axis_names)
         ]
 
-    def table(self) -> Schedule:
-        """The pipeline's schedule; that of one stage runs the microbatches one after another."""
-        if self.schedule == "gpipe":
-            return gpipe(self.stage, self.microbatches)
-        return one_f_one_b(self.stage, self.microbatches, self.chunks)
+    @classmethod
+    def admits(cls, **fields: Any) -> bool:
+        """Whether there is a layout of these fields; the rest are as by default."""
+        return next(nearest.faults(DEFAULTS | fields, {}), None) is None
 
     def check(
         self,

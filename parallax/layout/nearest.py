@@ -10,17 +10,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+from parallax.layout import words
+
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 Order = Literal["one_f_one_b", "gpipe"]
 AXES = ("data", "stage", "tensor")
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
-KNOWN: dict[str, tuple] = {
+KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, remat from the least to the most again
     "zero": (0, 1, 2, 3),
     "sequence": (False, True),
     "precision": get_args(Precision),
     "remat": get_args(Remat),
     "schedule": get_args(Order),
+    "split_sends": (False, True),
 }
 Fields = Mapping[str, Any]
 
@@ -96,39 +99,47 @@ def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _idle(fields: Fields) -> Iterator[Fault]:
-    """Choices that have nothing to act on."""
+    """Choices that have nothing to act on, or do not go together."""
+    does = words.rows(fields)
     one = lambda what, change, why="": Fault(f"Layout: {what}.", (change,), why)
     if fields["chunks"] > 1 and fields["stage"] == 1:
         yield one(f"chunks={fields['chunks']} interleave the layers of several stages; got stage=1", {"chunks": 1})
-    if fields["schedule"] == "gpipe" and fields["stage"] == 1:
-        yield one("schedule='gpipe' orders the jobs of several stages; got stage=1", {"schedule": "one_f_one_b"})
-    if fields["schedule"] == "gpipe" and fields["chunks"] > 1:
-        yield one(f"schedule='gpipe' has one chunk a stage; got chunks={fields['chunks']}", {"schedule": "one_f_one_b"})
-    if fields["zero"] and fields["data"] == 1:
-        yield one(f"zero={fields['zero']} splits state over replicas; got data=1", {"zero": 0}, ", or more replicas")
-    if fields["sequence"] and fields["tensor"] == 1:
-        yield one("sequence=True splits tokens over the tensor axis; got tensor=1", {"sequence": False})
-    if fields["remat"] == "stage" and fields["stage"] == 1:
-        yield one("remat='stage' is for pipelines; got stage=1", {"remat": "block"})
-    if fields["remat"] == "gathers" and not fields["sequence"] and fields["zero"] < 3:
-        what = "remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on"
+    chosen = {
+        "schedule": does.order,
+        "zero": does.replicas,
+        "sequence": does.tokens,
+        "split_sends": does.sends,
+        "remat": does.again,
+    }
+    for name, row in chosen.items():
+        for need in row.needs:
+            if fields[need.size] == 1:
+                yield one(f"{name}={fields[name]!r} {need.says}; got {need.size}=1", {name: need.instead}, need.why)
+    if fields["chunks"] > 1 and not does.order.interleaves:
+        what = f"schedule={fields['schedule']!r} has one chunk a stage; got chunks={fields['chunks']}"
+        yield one(what, {"schedule": "one_f_one_b"})
+    by_tokens = does.tokens.of(whole=False, share=True)
+    if by_tokens and does.sends.of(whole=False, share=True):
+        yield one("split_sends=True has nothing to split where sequence=True has split it by tokens", {"split_sends": False})
+    if does.again.gathers_alone and not by_tokens and does.replicas.parameters(whole=True, share=False):
+        what = f"remat={fields['remat']!r} gathers again what sequence=True or zero=3 gathered, and neither is on"
         yield one(what, {"remat": "none"})
 
 
 def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes of the model and the batch that the layout does not divide."""
-    t, P = fields["tensor"], fields["stage"]
+    t, P, does = fields["tensor"], fields["stage"], words.rows(fields)
     shared = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (("heads", "the model's heads"), ("hidden", "the feed-forward's hidden units")):
         if name in sizes and sizes[name] % t:
             near = _closest(divisors(shared), t)
-            change = {"tensor": near} | ({"sequence": False} if fields["sequence"] and near == 1 else {})
-            yield Fault(f"Layout: {what} ({name}={sizes[name]}) must divide by tensor={t}.", (change,), ", which divides it")
+            needed = f"Layout: {what} ({name}={sizes[name]}) must divide by tensor={t}."
+            yield Fault(needed, (_consistent(fields, {"tensor": near}),), ", which divides it")
     for name, what, by, of in (
         ("layers", "the model's layers", P * fields["chunks"], "stage x chunks"),
         ("rows", "the vocabulary's padded rows", P * t, "stage x tensor"),
         ("batch", "the batch's sequences", fields["data"] * fields["microbatches"], "data x microbatches"),
-        ("tokens", "with sequence=True the tokens of a sequence", t if fields["sequence"] else 1, "tensor"),
+        ("tokens", "with sequence=True the tokens of a sequence", does.tokens.of(whole=1, share=t), "tensor"),
     ):
         if name in sizes and sizes[name] % by:
             why = f", the vocabulary padded to a multiple of {by}" if name == "rows" else ""

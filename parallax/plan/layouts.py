@@ -5,12 +5,14 @@ for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import optax
 
 from parallax.layout import Layout
-from parallax.layout.nearest import divisors
+from parallax.layout.nearest import KNOWN, divisors
 from parallax.models import gpt2
 from parallax.plan import arguments, temporaries
 from parallax.plan.compilers import Number
@@ -20,7 +22,6 @@ from parallax.plan.quantities import quantity
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
 CHUNKS = (1, 2, 3, 4)
-REMAT = ("none", "gathers", "attention", "products", "block", "stage")  # from the least to the most that is computed again
 
 
 def search(
@@ -54,13 +55,13 @@ def search(
     nearest: Layout | None = None
     found = []
     for family in _families(config, devices, batch, precision, sequences):
-        least = len(REMAT)  # what is computed again by the fitting layouts that split less
-        for _, layouts in itertools.groupby(family, key=lambda layout: layout.zero):
-            for layout in layouts:
-                if REMAT.index(layout.remat) >= least:
+        least = math.inf  # what is computed again by the fitting layouts that split less
+        for layouts in family:
+            for again, layout in layouts:
+                if again >= least:
                     break
                 if _peak(config, layout, hardware, batch, optimizer) <= hardware.memory:
-                    least = REMAT.index(layout.remat)
+                    least = again
                     found.append(layout)
                     break
                 nearest = layout
@@ -98,8 +99,11 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _families(config, devices, batch, precision, sequences) -> Iterator[list[Layout]]:
-    """Layouts that divide the model and the batch; those of a family differ in ZeRO and remat alone, from less to more."""
+def _families(config, devices, batch, precision, sequences) -> Iterator[list[list[tuple[int, Layout]]]]:
+    """Layouts that divide the model and the batch; those of a family differ in ZeRO's stage, a list each, and in remat alone.
+
+    They come from less to more that is split and computed again; with each, the place of its remat in this order.
+    """
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         if devices % (tensor * stage) or config.rows % (tensor * stage) or (4 * config.width) % tensor:
             continue
@@ -113,12 +117,17 @@ def _families(config, devices, batch, precision, sequences) -> Iterator[list[Lay
             microbatches = batch // data // b
             if (chunks > 1 and microbatches % stage) or (stage > 1 and microbatches == 1):
                 continue
-            yield [
-                Layout(data, stage, tensor, microbatches, chunks, zero, by_tokens, precision, remat)
-                for zero in ((0, 1, 2, 3) if data > 1 else (0,))
-                for remat in REMAT
-                if (remat != "gathers" or by_tokens or zero == 3) and (remat != "stage" or stage > 1)
-            ]
+            sizes = {"data": data, "stage": stage, "tensor": tensor, "microbatches": microbatches, "chunks": chunks}
+            # Where tokens are not split, what goes between stages can be.
+            for split_sends in (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,):
+                fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision}
+                yield [_remats(**fields, zero=zero) for zero in KNOWN["zero"]]
+
+
+def _remats(**fields: Any) -> list[tuple[int, Layout]]:
+    """The layouts of these fields by remat, each with its place among all of them."""
+    every = (fields | {"remat": remat} for remat in KNOWN["remat"])
+    return [(place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)]
 
 
 def _peak(config, layout, hardware, batch, optimizer) -> Number:

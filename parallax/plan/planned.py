@@ -20,7 +20,7 @@ from typing import NamedTuple
 import optax
 
 from parallax.collectives import AxisLike, cost
-from parallax.layout import Layout
+from parallax.layout import Layout, words
 from parallax.models import gpt2
 from parallax.plan import temporaries, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
@@ -234,7 +234,8 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     weights, scores = 24 * D * D * size.tokens / t, 4 * D * T * size.tokens / t  # a layer's forward pass
     forward = weights + scores
-    again = {"attention": scores, "products": scores, "block": forward, "stage": forward}.get(layout.remat, 0)
+    does = words.read(layout).again
+    again = does.weights * weights + does.scores * scores
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
     return size.layers * (size.forward * forward + size.backward * (2 * forward + again)) + size.heads * head
 
@@ -256,7 +257,7 @@ def span(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:
-    return hardware.full_rate if layout.precision == "full" else hardware.rate
+    return words.read(layout).numbers.of(full=hardware.full_rate, short=hardware.rate)
 
 
 def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Number:
@@ -264,11 +265,12 @@ def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware)
     size = traffic.sizes(config, layout, batch)
     # What is computed again, attention's scores among it, is made whatever is kept.
     kept = temporaries.everything(config, dataclasses.replace(layout, remat="none"), batch, hardware.short)
-    again = {"products": 1.0, "block": 1.0, "stage": 1.0, "attention": 0.5}.get(layout.remat, 0.0)
-    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again))
-    if layout.stage > 1 and layout.remat != "stage":  # into the slots, and out of them
-        passes += 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
-    return passes
+    does = words.read(layout)
+    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + does.again.passes))
+    if does.again.in_stages:
+        return passes
+    slots = 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
+    return passes + does.stages.of(alone=0, piped=slots)  # into the slots, and out of them
 
 
 def _updated(config: gpt2.Config, layout: Layout) -> int:
@@ -276,8 +278,6 @@ def _updated(config: gpt2.Config, layout: Layout) -> int:
 
 
 def _bubble(config: gpt2.Config, layout: Layout, batch: int) -> Number:
-    if layout.stage == 1:
-        return 0.0
     size = traffic.sizes(config, layout, batch)
     return 1 - 2 * layout.microbatches * layout.chunks / (size.forward + size.backward)
 

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from parallax.layout import Layout
+from parallax.layout import Layout, words
 from parallax.models import gpt2
-from parallax.pipeline import rows
 from parallax.plan import arguments
 from parallax.plan.compilers import IN_PLACE, Compiler, Number
 from parallax.plan.traffic import BLOCK_TOKENS
@@ -76,14 +75,10 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Si
     """The sizes of a microbatch on a device; `batch` and `short` are those of `temporary`."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context
     A, S = b * T * config.width, b * config.heads * T * T
-    stream = A / t if layout.sequence else A
-    narrow = FLOAT if layout.precision == "full" else short
-    return Sizes(A, A / t, S / t, narrow, stream, stream if gathers_again(layout) else (A if layout.sequence else stream))
-
-
-def gathers_again(layout: Layout) -> bool:
-    """Whether a layer keeps all but what was gathered, as `decoder` has it: on demand, and with ZeRO-3."""
-    return layout.remat == "gathers" or (layout.zero == 3 and layout.remat not in ("products", "block"))
+    does = words.read(layout)
+    stream = does.tokens.of(whole=A, share=A / t)
+    narrow = does.numbers.of(full=FLOAT, short=short)
+    return Sizes(A, A / t, S / t, narrow, stream, does.kept.gathered(whole=A, share=stream))
 
 
 def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
@@ -93,17 +88,16 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
     some of four times the width; the softmax its result in both types and two numbers a row.
     """
     size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context
-    own = layout.tensor if layout.sequence else 1
+    does = words.read(layout)
+    own = does.tokens.of(whole=1, share=layout.tensor)
     kept = (
         (2 * FLOAT + 2 * size.narrow) * size.stream
         + 2 * size.narrow * size.gathered
         + 4 * (1 + results_of_gelu()) * size.narrow * size.split
     )
     kept += 4 * FLOAT * b * T / own
-    # A checkpoint that keeps all but gathers, as ZeRO-3's does, keeps what a checkpoint inside it would not.
-    if layout.remat != "attention" or layout.zero == 3:
-        kept += (FLOAT + size.narrow) * size.scores + 2 * FLOAT * b * config.heads * T / layout.tensor
-    return kept
+    scores = (FLOAT + size.narrow) * size.scores + 2 * FLOAT * b * config.heads * T / layout.tensor
+    return kept + does.kept.scores * scores
 
 
 @functools.cache
@@ -118,20 +112,11 @@ def results_of_gelu() -> int:
 def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
     """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
     size = sizes(config, layout, batch, short)
-    if layout.remat == "products":
-        return size.narrow * (size.stream + size.whole + 7 * size.split)
-    if layout.remat == "block":
-        return size.narrow * size.stream
-    return everything(config, layout, batch, short)
-
-
-@functools.lru_cache(maxsize=1024)
-def slots(stages: int, microbatches: int, chunks: int, schedule: str) -> int:
-    """Places for a chunk's residuals that the pipeline has on each device, one of them to write to where there is no job."""
-    if schedule == "one_f_one_b" and microbatches >= 2 * stages:  # without the table: no more wait, whatever M
-        return stages * chunks + stages - 1
-    table = Layout(stage=stages, microbatches=microbatches, chunks=chunks, schedule=schedule).table()
-    return int(rows.rows(table).written.max()) + 1
+    return words.read(layout).kept.of(
+        everything=everything(config, layout, batch, short),
+        products=size.narrow * (size.stream + size.whole + 7 * size.split),
+        inputs=size.narrow * size.stream,
+    )
 
 
 def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Compiler = IN_PLACE, short: int = 2) -> Temporary:
@@ -144,39 +129,34 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
         compiler: how often it holds things.
         short: bytes of a number in a short precision.
     """
-    size, c = sizes(config, layout, batch, short), compiler
-    leaves = arguments.leaves(config, layout)
+    size, c, does = sizes(config, layout, batch, short), compiler, words.read(layout)
+    replicas, again, leaves = does.replicas, does.again, arguments.leaves(config, layout)
     total = lambda block, share: FLOAT * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
     B, E, B_share = total(True, False), total(False, False), total(True, True)
-    many, pipelined = layout.microbatches > 1, layout.stage > 1
-    chunks = layout.chunks if pipelined else 1
+    sums, state = replicas.sums(whole=B, share=B_share), replicas.state(whole=B, share=B_share)
+    many, chunks = layout.microbatches > 1, does.chunks
     layers = config.layers // (layout.stage * chunks)
-    one = size.narrow * size.stream if layout.remat == "stage" else layers * layer(config, layout, batch, short)
-    in_flight = slots(layout.stage, layout.microbatches, layout.chunks, layout.schedule) if pipelined else 1
-    split, whole = c.block[{"products": 1, "block": 2}.get(layout.remat, 0)]
+    one = size.narrow * size.stream if again.in_stages else layers * layer(config, layout, batch, short)
+    in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
+    split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
-    if layout.remat == "stage":  # all its layers are kept while its backward pass runs; and copied where they are gathered
-        block += layers * everything(config, layout, batch, short) * (2 if layout.sequence or layout.zero == 3 else 1)
+    if again.in_stages:  # all its layers are kept while its backward pass runs; and copied where they are gathered
+        copies = max(does.tokens.of(whole=1, share=2), replicas.parameters(whole=1, share=2))
+        block += layers * everything(config, layout, batch, short) * copies
     two_layers = min(2 * B / (layers * chunks), B)
-    gathered = 0.0 if layout.precision == "full" else size.narrow / FLOAT * (B_share + E)
-    if pipelined:
-        block += c.slots * one
-        gradients = c.sums * (B_share if layout.zero >= 2 else B) + c.ends_of_stage * E + c.scattered * B * (layout.zero > 0)
-        if layout.zero == 3:
-            gathered += (c.gathered * 1.1) * two_layers
-        else:
-            gradients += c.chunk * B / chunks
-        update = 0.0
-    else:
-        if layout.zero == 3:
-            gradients = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
-            gathered += c.gathered * two_layers
-        else:
-            gradients = c.gradients * B + many * c.gradients_again * (B_share if layout.zero == 2 else B)
-            gradients += (c.ends + many * c.ends_again) * E
-            gradients += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data > 2)
-        update = c.update[0] * (B_share if layout.zero else B) + c.update[1] * (B_share if layout.zero == 3 else B)
-        update += (c.update[3] if layout.data > 1 else c.update[2]) * E
+    gathered = does.numbers.of(full=0.0, short=size.narrow / FLOAT * (B_share + E))
+    gathered += replicas.parameters(whole=0.0, share=c.gathered * does.stages.of(alone=1, piped=1.1) * two_layers)
+    block += does.stages.of(alone=0.0, piped=c.slots * one)
+
+    of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * replicas.state(whole=0, share=B)
+    of_stage += replicas.parameters(whole=c.chunk * B / chunks, share=0.0)
+    of_whole = c.gradients * B + many * c.gradients_again * sums + (c.ends + many * c.ends_again) * E
+    of_whole += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data > 2)
+    of_shares = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
+    gradients = does.stages.of(alone=replicas.parameters(whole=of_whole, share=of_shares), piped=of_stage)
+    update = c.update[0] * state + c.update[1] * replicas.parameters(whole=B, share=B_share)
+    update += (c.update[3] if layout.data > 1 else c.update[2]) * E
+    update = does.stages.of(alone=update, piped=0.0)
     logits = min(BLOCK_TOKENS, layout.sequences(batch) * config.context) * config.rows / (layout.stage * layout.tensor)
     loss = 2 * FLOAT * logits + E
     return Temporary(in_flight * one, block, gradients, gathered, loss, update)

@@ -8,7 +8,7 @@ Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv
 (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
 """
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,13 +17,16 @@ from jax import lax
 
 from parallax.collectives import AxisLike, cost, ring, send_next
 from parallax.collectives.cost import Cost
-from parallax.layout import Layout
-from parallax.models import decoder, gpt2
-from parallax.pipeline import rows
+from parallax.layout import Layout, words
+from parallax.layout.rows import Choice
+from parallax.models import gpt2
 from parallax.plan import arguments
 
 BLOCK_TOKENS = 512  # of `cross_entropy.mean`
-UNROLLED = 2  # layers in the loop's body where ZeRO-3 gathers them, as `decoder` has it
+NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
+IDLE = {"mlp.down.bias"}  # of a layer, what its backward pass never needs
+# And what it needs no more where everything is kept: what was added is, and so are norms' weights, in another shape.
+ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)} | {f"{part}.weight" for part in NORMS}
 
 
 class Term(NamedTuple):
@@ -88,25 +91,12 @@ class Sizes(NamedTuple):
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     """How often what runs. Idle stages run too, on garbage: each lane counts in all ticks in which it runs anywhere."""
-    b, M = layout.sequences(batch), layout.microbatches
-    if layout.stage == 1:
-        return Sizes(b, b * config.context, config.layers, M, M, M, M, 0, 0)
-    forward, backward, heads, last = lanes(layout.stage, M, layout.chunks, layout.schedule)
+    b, P, M, v = layout.sequences(batch), layout.stage, layout.microbatches, layout.chunks
+    forward, backward, heads, last = words.read(layout).order.ticks(P, M, v)
     # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
     hops = forward + backward - (last == 1)
-    layers = config.layers // (layout.stage * layout.chunks)
+    layers = config.layers // (P * v)
     return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last)
-
-
-@functools.lru_cache(maxsize=1024)
-def lanes(stages: int, microbatches: int, chunks: int, schedule: str) -> tuple[int, int, int, int]:
-    """The ticks in which anything runs forward, backward and in the head, and how many alike end the schedule."""
-    P, M, v = stages, microbatches, chunks
-    if schedule == "one_f_one_b":  # without the table, which may have many rows
-        return M * v + P - 1, M * v + P - 1, M, v * P - 1
-    stretches = rows.stretches(Layout(stage=P, microbatches=M, chunks=v, schedule=schedule).table())
-    count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
-    return count("forward"), count("backward"), count("head"), stretches[-1][1]
 
 
 def terms(
@@ -146,12 +136,12 @@ class _Step:
 
     def __init__(self, config, layout, batch, axes, short, itemsize):
         self.config, self.layout, self.size = config, layout, sizes(config, layout, batch)
-        self.axes = decoder.along(layout, axes)
+        self.does = words.read(layout, axes)
+        self.axes = self.does.axes
         self.wide, self.itemsize = max(itemsize, 4), itemsize
-        self.compute = itemsize if layout.precision == "full" else short
+        self.compute = self.does.numbers.of(full=itemsize, short=short)
         self.leaves = arguments.leaves(config, layout)
-        self.chunks = layout.chunks if layout.stage > 1 else 1
-        self.parts = layout.tensor if layout.sequence else 1
+        self.parts = self.does.tokens.of(whole=1, share=layout.tensor)
         self.stream = self.size.tokens * config.width // self.parts * self.compute  # the residual stream, bytes on a device
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
@@ -176,44 +166,30 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
-        layout, size = self.layout, self.size
-        forward, backward = size.forward * size.layers, size.backward * size.layers
-        gathers, scatters = self._again()
-        gathers, scatters = (
-            2 * (forward + backward) + gathers * size.backward,
-            2 * (forward + backward) + scatters * size.backward,
+        size, kept, stage = self.size, self.does.kept, int(self.does.again.in_stages)
+        both = 2 * size.layers * (size.forward + size.backward)
+        # A stage that runs again runs its forward pass as it stands; of a single layer, the last sum is not needed.
+        gathers = both + size.backward * (size.layers * kept.gathers + stage * 2 * size.layers)
+        sums = both + size.backward * (size.layers * kept.sums + stage * (2 * size.layers - (size.layers == 1)))
+        yield from self.does.tokens.of(
+            whole=self.all_reduce("activations in layers", ("tensor",), self.stream, sums),
+            share=self.halves("tokens gathered", gathers, "sums scattered", sums),
         )
-        if layout.sequence:
-            yield self.all_gather("tokens gathered", "tensor", self.stream, gathers)
-            yield self.reduce_scatter("sums scattered", "tensor", self.stream * self.parts, scatters)
-        else:
-            yield from self.all_reduce("activations in layers", ("tensor",), self.stream, scatters)
 
-    def _again(self) -> tuple[int, int]:
-        """The gathers and the sums in a stage's layers that its backward pass computes again."""
-        remat, layers = self.layout.remat, self.size.layers
-        kept_gathers = 2 * layers if self._gathers_kept() else 0
-        if remat == "stage":  # its forward pass as it stands; of a single layer, the last sum is not needed
-            return 2 * layers + kept_gathers, 2 * layers - (layers == 1)
-        if remat in ("products", "block"):
-            return 2 * layers, layers
-        return kept_gathers, 0
-
-    def _gathers_kept(self) -> bool:
-        """Whether all is kept but what was gathered, as `decoder` has it: on demand, and with ZeRO-3."""
-        return self.layout.remat == "gathers" or (self.layout.zero == 3 and self.layout.remat not in ("products", "block"))
+    def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
+        """All-gathers and reduce-scatters of the residual stream over the tensor axis."""
+        yield self.all_gather(gathered, "tensor", self.stream, gathers)
+        yield self.reduce_scatter(scattered, "tensor", self.stream * self.parts, scatters)
 
     def at_the_ends(self) -> Iterator[Term]:
         """The embedding and the head, whose vocabulary is split over stage and tensor."""
         size, both = self.size, ("stage", "tensor")
-        if self.layout.sequence:
-            gathers, scatters = size.backward + size.heads, size.embeds + size.heads
-            yield self.all_gather("tokens at the ends", "tensor", self.stream, gathers)
-            yield self.reduce_scatter("sums at the ends", "tensor", self.stream * self.parts, scatters)
-            across = size.embeds + size.heads
-            yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, across)
-        else:
-            yield from self.all_reduce("vocabulary", both, self.stream, size.embeds + size.heads)
+        ends = size.embeds + size.heads
+        of_tokens = itertools.chain(
+            self.halves("tokens at the ends", size.backward + size.heads, "sums at the ends", ends),
+            self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends),
+        )
+        yield from self.does.tokens.of(whole=self.all_reduce("vocabulary", both, self.stream, ends), share=of_tokens)
         blocks = -(-size.tokens // BLOCK_TOKENS)
         part = -(-size.tokens // blocks)
         calls = size.heads * blocks
@@ -222,52 +198,53 @@ class _Step:
 
     def between_stages(self) -> Iterator[Term]:
         """The pipeline's hops, what enters the first stage and leaves the last, and the gradients that all stages share."""
-        size = self.size
-        yield self.term("hops between stages", ("stage",), send_next, self.stream, size.hops)
+        size, part = self.size, self.stream // self.layout.tensor
+        sent = self.does.sends.of(whole=self.stream, share=part)
+        yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
+        yield from self.does.sends.of(
+            whole=(), share=(self.all_gather("parts of hops gathered", "tensor", part, size.forward + size.backward),)
+        )
         yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.backward + size.heads)
+        split_too = self.does.tokens.of(whole=(), share=("tensor",))
         for leaf in self.leaves:
-            if self.layout.stage > 1 and "stage" not in leaf.axes:
+            if "stage" not in leaf.axes:
                 yield from self.gradient("shared gradients", leaf, "stage")
-            if self.layout.sequence and "tensor" not in leaf.axes:
-                yield from self.gradient("gradients of token parts", leaf, "tensor")
+            for axis in set(split_too) - set(leaf.axes):
+                yield from self.gradient("gradients of token parts", leaf, axis)
+
+    def summed(self, leaf: arguments.Leaf) -> Choice:
+        """Whether the sums of a leaf's gradients are held whole, or scattered to shares each microbatch."""
+        return self.does.replicas.sums if leaf.block else self.does.replicas.sums_of_ends
 
     def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
         """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered all but a share already."""
-        scattered = self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
-        count = leaf.share if scattered else leaf.elements
+        count = self.summed(leaf)(whole=leaf.elements, share=leaf.share)
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
         """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
-        zero, size, over = self.layout.zero, self.size, ("data",)
+        held, over, chunks = self.does.replicas.parameters, ("data",), self.does.chunks
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            scatters, gathers, gathered = 1, 1, self.itemsize
-            if zero == 2:
-                scatters = self._scatters(leaf)
-            if zero == 3:
-                gathered = self.compute
-                if leaf.block:
-                    scatters, gathers, share = size.backward, self._gathers(leaf), share // self.chunks
-            part = whole // self.chunks if leaf.block and zero > 1 else whole
+            gathered = held(whole=self.itemsize, share=self.compute)
+            scatters, gathers, part = self.summed(leaf)(whole=1, share=self._scatters(leaf)), 1, whole
+            if leaf.block:
+                part = self.summed(leaf)(whole=whole, share=whole // chunks)
+                gathers, share = held(whole=1, share=self._gathers(leaf)), held(whole=share, share=share // chunks)
             yield self.reduce_scatter("gradients scattered", "data", part, scatters, self.wide)
             yield self.all_gather("parameters gathered", "data", share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-3 gathers a leaf of the layers: forward, and again backward, but for what nothing needs there."""
-        size, remat, name = self.size, self.layout.remat, leaf.path.removeprefix("blocks.")
-        idle = {"mlp.down.bias"}
-        if self._gathers_kept():  # what was added is kept, and so are norms' weights, in another shape
-            norms, layers = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-            idle |= {f"{part}.bias" for part in (*norms, *layers)} | {f"{part}.weight" for part in norms}
-        again = size.backward * (name not in idle)
-        if size.layers <= UNROLLED and self.chunks == 1:  # no loop is left: XLA gathers once for all forward passes
+        size, does, name = self.size, self.does, leaf.path.removeprefix("blocks.")
+        again = size.backward * (name not in does.kept.of(everything=IDLE | ADDED, products=IDLE, inputs=IDLE))
+        if size.layers <= does.replicas.unroll and does.chunks == 1:  # no loop is left: XLA gathers once for all forward passes
             return 1 + again
-        return size.forward + again + (size.backward if remat == "stage" else 0)
+        return size.forward + again + size.backward * does.again.in_stages
 
     def _scatters(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each tick of a lane that makes them.
@@ -275,10 +252,9 @@ class _Step:
         A lane that does not make them scatters zeros, which XLA does once for all that look alike.
         """
         size = self.size
-        if self.layout.stage == 1 or leaf.block:
-            return size.backward
         made = {"wte": size.backward + size.heads, "wpe": size.backward + 1, "norm.weight": size.heads + 1}
-        return made.get(leaf.path, size.heads)
+        in_lanes = size.backward if leaf.block else made.get(leaf.path, size.heads)
+        return self.does.stages.of(alone=size.backward, piped=in_lanes)
 
     def over_all(self) -> Iterator[Term]:
         """One sum of squares for each set of axes that split some gradients."""

@@ -71,7 +71,7 @@ class Checkpoints:
         keep: how many of the newest checkpoints stay.
         keep_every: the checkpoints of steps that are multiples of this one stay for good.
         to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it is compiled. The default
-            stores the state as it is. For a pipeline, `gpt2.unchunked` wherever the state holds a model.
+            stores the state as it is. For a pipeline, what joins the blocks of its chunks, as `decoder.stored` gives it.
         from_disk: its inverse.
         say: prints a line on the first process.
 

@@ -1,6 +1,8 @@
 """GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
 
-from parallax.models.gpt2.forward import Batch, block, embed, head, logits, loss, run_blocks
+from parallax.models.family import Batch
+from parallax.models.gpt2.family import FAMILY
+from parallax.models.gpt2.forward import block, embed, head, logits, loss, run_blocks
 from parallax.models.gpt2.model import (
     GPT2,
     LARGE,
@@ -23,6 +25,7 @@ from parallax.models.gpt2.sampling import sample
 from parallax.models.gpt2.weights import load, save
 
 __all__ = [
+    "FAMILY",
     "GPT2",
     "LARGE",
     "MEDIUM",

@@ -5,32 +5,19 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, remat, tensor
+from parallax import cross_entropy, tensor
 from parallax.collectives import AxisLike
+from parallax.models.family import Batch, run_blocks
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
+from parallax.remat import none
 
 ONE_DEVICE = tensor.joins(())
-
-
-class Batch(NamedTuple):
-    """What a loss is computed of; a tuple of the first two does too.
-
-    Attributes:
-        windows: sequences of T + 1 tokens.
-        keys: a random key for each sequence; None: no dropout.
-        weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
-    """
-
-    windows: Int[Array, "batch window"]
-    keys: Key[Array, " batch"] | None = None
-    weights: Float[Array, "batch tokens"] | None = None
 
 
 def loss(
@@ -40,7 +27,7 @@ def loss(
     axis: AxisLike = (),
     joins: Callable[..., Any] = tensor.joins,
     attend: Callable[..., Any] = attention,
-    checkpoint: Callable[..., Any] = remat.none,
+    remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
@@ -54,7 +41,7 @@ def loss(
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
             `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
             dropout it gives way to `attention`.
-        checkpoint: what becomes of each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
+        remat: wraps each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
             first gathers the weights (`zero.gathered`).
         unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
 
@@ -65,7 +52,7 @@ def loss(
     made = joins(axis)
     x = embed(model, windows[:, :-1], keys, joins=made)
     apply = functools.partial(block, config=model.config, joins=made, attend=attend)
-    x = run_blocks(model.blocks, x, keys, apply, checkpoint=checkpoint, unroll=unroll)
+    x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
     return head(model, x, windows[:, 1:], weights=weights, joins=made)
 
 
@@ -100,25 +87,6 @@ def embed(
     x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere)))
     x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
     return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
-
-
-def run_blocks(
-    blocks: Block,
-    x: Float[Array, "batch tokens width"],
-    keys: Key[Array, " batch"] | None,
-    apply: Callable[..., Any],
-    *,
-    first_layer: int | Int[Array, ""] = 0,
-    checkpoint: Callable[..., Any] = remat.none,
-    unroll: int = 1,
-) -> Float[Array, "batch tokens width"]:
-    """`x` after these blocks, the first of which is layer `first_layer` of the model. One layer's code, whatever L is.
-
-    `apply` is `block` with its settings: `(weights, x, keys, layer) -> x`.
-    """
-    body = checkpoint(lambda weights, x, layer: apply(weights, x, keys, layer))
-    layers = first_layer + jnp.arange(jax.tree.leaves(blocks)[0].shape[0], dtype=jnp.int32)
-    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (blocks, layers), unroll=unroll)[0]
 
 
 def block(

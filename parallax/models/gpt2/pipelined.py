@@ -10,12 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from parallax import pipeline, remat, tensor
+from parallax import pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.models.gpt2 import forward
-from parallax.models.gpt2.model import GPT2, Config, attention, chunked, unchunked
+from parallax.models.gpt2.model import Config, attention
+from parallax.remat import none
 
 
 def stages(
@@ -25,7 +24,7 @@ def stages(
     *,
     joins: Callable[..., Any] = tensor.joins,
     attend: Callable[..., Any] = attention,
-    checkpoint: Callable[..., Any] = remat.none,
+    remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """`(enter, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules("tensor", stage="stage")`.
@@ -36,7 +35,7 @@ def stages(
         axis: the tensor axis inside each stage.
         joins: as in `gpt2.loss`.
         attend: likewise.
-        checkpoint: likewise.
+        remat: likewise.
         unroll: likewise.
     """
 
@@ -45,11 +44,11 @@ def stages(
         across = functools.partial(tensor.enter, axis=stage_axis)
         return forward.embed(model, windows[:, :-1], keys, joins=joins(axis, shared=stage_axis), across=across)
 
-    def stage(blocks, x, part, position):
-        layers = blocks.mlp.up.bias.shape[0]
+    def stage(model, x, part, position):
+        layers = model.blocks.mlp.up.bias.shape[0]
         apply = functools.partial(forward.block, config=config, joins=joins(axis), attend=attend)
         first = position * layers
-        return forward.run_blocks(blocks, x, part[1], apply, first_layer=first, checkpoint=checkpoint, unroll=unroll)
+        return forward.run_blocks(model.blocks, x, part[1], apply, first_layer=first, remat=remat, unroll=unroll)
 
     def head(model, x, part):
         across = functools.partial(pipeline.from_last, axis=stage_axis)
@@ -62,8 +61,6 @@ def stages(
 def stored(chunks: int) -> dict[str, Callable[..., Any]]:
     """How a state of this pipeline goes into a checkpoint that any layout can read, and back: arguments for `Checkpoints`.
 
-    Wherever the state holds a `chunked` model (the parameters, the optimizer's moments), its blocks are stored as [L, ...].
+    Wherever the state holds a `chunked` model's blocks (the parameters, the optimizer's moments), they are stored as [L, ...].
     """
-    is_model = lambda x: isinstance(x, GPT2)
-    over = lambda f: lambda state: jax.tree.map(lambda x: f(x) if is_model(x) else x, state, is_leaf=is_model)
-    return {"to_disk": over(unchunked), "from_disk": over(functools.partial(chunked, chunks=chunks))}
+    return pipeline.stored(lambda model: model.blocks, chunks)

@@ -1,12 +1,12 @@
-"""Text from a trained GPT-2, one token after another."""
+"""Text from a trained GPT-2."""
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import functools
+
 from jaxtyping import Array, Float, Int, Key
 
 from parallax.models.gpt2.forward import logits
 from parallax.models.gpt2.model import GPT2
+from parallax.models.sampling import sampled
 
 
 def sample(
@@ -18,11 +18,10 @@ def sample(
     temperature: float | Float[Array, ""] = 1.0,
     key: Key[Array, ""],
 ) -> Int[Array, " tokens"]:
-    """The `tokens` tokens that follow `prompt`, each drawn from softmax(logits / temperature), on one device.
+    """The `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws them, on one device.
 
     Each token sees at most the last `window` before it (default: the model's context; take the length that it was trained on).
-    Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens` and `window` static. There is no cache of keys and values: the shapes
-    stay fixed, and a token costs a forward pass over the whole window, 2 N window flops.
+    Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens` and `window` static.
 
     Raises:
         ValueError: no prompt, or a window that is not within the model's context.
@@ -31,17 +30,5 @@ def sample(
     window = context if window is None else window
     if not 1 <= window <= context:
         raise ValueError(f"sample needs a window from 1 to the model's context of {context} tokens; got {window}.")
-    if not prompt.size:
-        raise ValueError("sample needs a prompt of one token or more; got none. Start with a space, or a line's end.")
-    prompt = prompt[-window:].astype(jnp.int32)
-    start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
-
-    def draw(carry, key):
-        seen, filled = carry  # the last tokens, and how many of the window's places they fill
-        scores = logits(model, seen[None])[0, filled - 1]
-        token = jax.random.categorical(key, scores / jnp.asarray(temperature, scores.dtype)).astype(jnp.int32)
-        seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))
-        filled = jnp.minimum(filled + 1, window)
-        return (seen.at[filled - 1].set(token), filled), token
-
-    return lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), jax.random.split(key, tokens))[1]
+    options = {"tokens": tokens, "window": window, "temperature": temperature, "key": key}
+    return sampled(functools.partial(logits, model), prompt, **options)

@@ -1,0 +1,101 @@
+"""What the recipe of `decoder` needs to know of a model: a record of functions, and the batch that they are given.
+
+GPT-2's is `gpt2.FAMILY`. Another decoder trains over every layout by a record of its own; nothing here is inherited.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from parallax.remat import none
+from parallax.rules import Rule
+from parallax.typed import PyTree
+
+
+class Batch(NamedTuple):
+    """What a loss is computed of; a tuple of the first two does too.
+
+    Attributes:
+        windows: sequences of T + 1 tokens.
+        keys: a random key for each sequence; None: no dropout.
+        weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
+    """
+
+    windows: Int[Array, "batch window"]
+    keys: Key[Array, " batch"] | None = None
+    weights: Float[Array, "batch tokens"] | None = None
+
+
+@runtime_checkable
+class Configuration(Protocol):
+    """The sizes of a model, as its family's functions read them. What the recipe reads is what a layout must divide."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of decoder: what the recipe calls.
+
+    Args:
+        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf may be static. The arrays of
+            its blocks have a first dim of layers.
+        stages: `(config, stage_axis, axis, *, joins, attend, remat, unroll)` to the functions `(enter, stage, head)` of
+            `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
+            join by `joins(axis)` (`tensor.joins` or `sequence.joins`); `remat` wraps the function `(weights, ...)` of one
+            layer, `unroll` of which stand in the loop's body.
+        rules: `(axis, stage=None)` to the rule of the model; with `stage`, of one whose blocks are [v, L / v, ...].
+        logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
+        attend: the attention function, given to `stages` unless `Compute` has another.
+        blocks: the path of the blocks in the model.
+        drops: whether a configuration has dropout: then each sequence gets a random key.
+    """
+
+    model: type[Any]
+    stages: Callable[..., tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]]
+    rules: Callable[..., Rule]
+    logits: Callable[..., Float[Array, "batch tokens vocabulary"]]
+    attend: Callable[..., Any]
+    blocks: str = "blocks"
+    drops: Callable[[Any], bool] = lambda config: False
+
+    def where(self, model: Any) -> Any:
+        """The blocks of a model, or of its specs."""
+        return functools.reduce(getattr, self.blocks.split("."), model)
+
+
+def run_blocks(
+    blocks: PyTree,
+    x: Float[Array, "batch tokens width"],
+    keys: Key[Array, " batch"] | None,
+    apply: Callable[..., Any],
+    *,
+    first_layer: int | Int[Array, ""] = 0,
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> Float[Array, "batch tokens width"]:
+    """`x` after these blocks, whose arrays have a first dim of layers. One layer's code, whatever L is.
+
+    Args:
+        blocks: of the model, of a stage, or of one chunk.
+        x: what enters the first of them.
+        keys: a random key for each sequence, or None.
+        apply: one block, `(weights, x, keys, layer) -> x`.
+        first_layer: the place of the first block in the model.
+        remat: wraps `(weights, x, layer) -> x`.
+        unroll: blocks in the loop's body.
+    """
+    arrays, static = eqx.partition(blocks, eqx.is_array)
+    body = remat(lambda weights, x, layer: apply(eqx.combine(weights, static), x, keys, layer))
+    layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
+    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (arrays, layers), unroll=unroll)[0]

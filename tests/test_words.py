@@ -1,0 +1,177 @@
+"""A layout's words are read in one function, `layout.words.rows`: found in the syntax tree of every file of the package, the
+examples and the benchmarks.
+
+A word is a field of `Layout` that stands for an algorithm, and `stage` where it is asked whether there is more than one. Sizes
+are numbers and may be counted with.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from parallax.layout import words
+from parallax.layout.nearest import KNOWN
+
+ROOT = Path(__file__).parent.parent
+WORDS = set(KNOWN)
+READER = ROOT / "parallax" / "layout" / "words.py"
+FILES = [path for folder in ("parallax", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+FLAGS = {"settings", "arguments", "task", "compute", "self"}
+SPELT = {"gathers", "attention", "products", "one_f_one_b", "gpipe", "bfloat16", "float16"}  # words that mean nothing else
+VOCABULARIES = [{value for value in known if isinstance(value, str)} for known in KNOWN.values()]
+
+
+def of_layout(node):
+    """Whether an expression is a layout, by its name."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name == "layout" or name.endswith("_layout")
+
+
+def of_flags(node):
+    """Whether what it reads is no layout's: a command line's, from which a layout is made, or a record's own field."""
+    return isinstance(getattr(node, "value", None), ast.Name) and node.value.id in FLAGS
+
+
+def read(node):
+    """The word that an expression reads of something, by attribute, by key, or by `getattr`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        return node.attr
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.ctx, ast.Load):
+        return node.slice.value
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and isinstance(node.args[1], ast.Constant):
+        return node.args[1].value
+    return None
+
+
+def deciding(tree):
+    """The expressions on which a choice depends: compared, looked up by, matched, or asked for their truth."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(comparators=[ast.Constant(value=None)]):
+                pass  # whether there is one
+            case ast.Compare():
+                yield from (node.left, *node.comparators)
+            case ast.Subscript():
+                yield node.slice
+            case ast.Call(func=ast.Attribute(attr="get" | "index" | "pop" | "setdefault" | "__getitem__"), args=[key, *_]):
+                yield key
+            case ast.Match():
+                yield node.subject
+            case ast.If() | ast.IfExp() | ast.While() | ast.Assert():
+                yield node.test
+            case ast.BoolOp():
+                yield from node.values
+            case ast.UnaryOp(op=ast.Not()):
+                yield node.operand
+            case ast.comprehension():
+                yield from node.ifs
+            case ast.Call(func=ast.Name(id="bool" | "int")):
+                yield from node.args
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+
+
+def bound(function):
+    """The names that a function gives to a word that it reads, such as `remat, n = layout.remat, 3`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = zip(target.elts, node.value.elts, strict=False)
+                words = ((at.id, value) for at, value in pairs if isinstance(at, ast.Name) and read(value) in {*WORDS, "stage"})
+                yield from (name for name, value in words if not of_flags(value))
+
+
+def findings(tree):
+    """The lines that read a word of a layout, or choose by one."""
+    for node in ast.walk(tree):
+        base = getattr(node, "value", None)
+        if read(node) in WORDS and isinstance(node, ast.Attribute) and of_layout(base):
+            yield node.lineno, f"reads layout.{node.attr}"
+        if isinstance(node, ast.Call) and any(map(of_layout, node.args)) and getattr(node.func, "id", "") in ("vars", "getattr"):
+            yield node.lineno, "takes a layout apart"
+        keys = {key.value for key in getattr(node, "keys", ()) if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Dict) and any(len(keys & known) > 1 for known in VOCABULARIES):
+            yield node.lineno, f"has a table by {sorted(keys, key=str)}"
+        if (
+            isinstance(node, ast.MatchValue)
+            and isinstance(node.value, ast.Constant)
+            and node.value.value in set().union(*VOCABULARIES)
+        ):
+            yield node.lineno, f"matches {node.value.value!r}"
+        for side in (node.left, *node.comparators) if isinstance(node, ast.Compare) else ():
+            if any(isinstance(each, ast.Constant) and each.value in SPELT for each in (side, *getattr(side, "elts", ()))):
+                yield node.lineno, f"compares with {ast.unparse(side)}"
+    for node in deciding(tree):
+        if read(node) in {*WORDS, "stage"} and not of_flags(node) and (read(node) in WORDS or of_layout(node.value)):
+            yield node.lineno, f"chooses by {ast.unparse(node)}"
+    for function in functions(tree):
+        names = set(bound(function))
+        for node in deciding(function):
+            if isinstance(node, ast.Name) and node.id in names:
+                yield node.lineno, f"chooses by {node.id}, which is a layout's word"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != READER], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_reads_a_layouts_words(path):
+    assert not sorted(findings(ast.parse(path.read_text())))
+
+
+def test_one_function_does():
+    tree = ast.parse(READER.read_text())
+    (reader,) = (node for node in tree.body if getattr(node, "name", "") == "rows")
+    lines = {line for line, what in findings(tree) if "has a table" not in what}
+    inside = set(range(reader.lineno, reader.end_lineno + 1))
+    assert lines & inside
+    handed_over = [ast.unparse(node) for node in ast.walk(tree) if getattr(node, "lineno", 0) in lines - inside]
+    assert "rows(vars(layout))" in handed_over
+    assert len(lines - inside) == 1
+    assert {read(node) for node in ast.walk(reader)} >= WORDS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = 1 if layout.zero == 3 else 2",
+        "x = {'products': 1, 'block': 2}.get(layout.remat, 0)",
+        "x = TABLE[plan.layout.precision]",
+        "x = [1, 2][layout.sequence]",
+        "if layout.sequence: pass",
+        "x = not layout.zero",
+        "def f(layout):\n    remat, n = layout.remat, 3\n    return remat in ONES",
+        "def f(remat):\n    return remat == 'products'",
+        "match layout.schedule:\n    case 'gpipe': pass",
+        "x = 2 if layout.stage > 1 else 1",
+        "x = vars(layout)['zero']",
+        "x = getattr(layout, 'zero') + 1",
+        "x = dataclasses.asdict(layout)['remat'] == other",
+        "x = [a for a in b if run.layout.sequence]",
+        "x = any(each.zero == 3 for each in layouts)",
+    ],
+)
+def test_what_reads_a_word_is_found(line):
+    assert list(findings(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["n = layers // (layout.stage * layout.chunks)", "layout = Layout(zero=zero, remat=remat)", "x = zero.scattered(grad)"],
+)
+def test_what_counts_is_not(line):
+    assert not list(findings(ast.parse(line)))
+
+
+def test_every_word_has_a_row():
+    assert set(words.REMAT) == set(KNOWN["remat"])
+    assert set(words.PRECISION) == set(KNOWN["precision"])
+    assert set(words.ORDERS) == set(KNOWN["schedule"])
+    assert len(words.ZERO) == len(KNOWN["zero"])
+    assert len(words.TOKENS) == len(KNOWN["sequence"])
+    assert len(words.SENDS) == len(KNOWN["split_sends"])
+    for table in (words.REMAT, words.PRECISION):
+        assert [row.says for row in table.values()] == list(table)
