@@ -63,8 +63,8 @@ COLLECTIVES = (
     ),
     Mutant("_mesh_order", "np.argsort(in_mesh_order).tolist()", "in_mesh_order.tolist()", "test_ring.py::test_meaning"),
     Mutant(
-        "ordered",
-        "jnp.where(holds, leaf, other(leaf)) if counts(leaf) else leaf",
+        "_selected",
+        "jnp.where(holds, leaf, other(leaf))",
         "leaf",
         "test_replicated.py::test_ordered_keeps_a_collective_behind_a_loop",
     ),
@@ -206,31 +206,53 @@ LAYERS = (
 
 PIPELINE = (
     Mutant(
-        "Run._backward",
-        "slot = row.read[self.index]",
-        "slot = row.written[self.index]",
+        "backward",
+        "slot = row.read[model.index]",
+        "slot = row.written[model.index]",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "Run._forward",
-        "self.first & (chunk == 0)",
-        "self.first",
+        "forward",
+        "chosen(model.first & (chunk == 0)",
+        "chosen(model.first",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "Run._stage",
+        "Model._stage",
         "chunk * self.schedule.stages + self.index",
         "chunk + self.index",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "_added", "jnp.where(counts, d, zero(d))", "(d * counts.astype(d.dtype))", "test_pipeline.py::test_garbage_never_leaks"
+        "masked",
+        "jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))",
+        "leaf * counts.astype(leaf.dtype)",
+        "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
-        "_written",
-        "next(slot for slot in range(len(held) + 1) if slot not in held)",
-        "0",
+        "Schedule._places",
+        "held[job] if job >= 0 else free[0]",
+        "held[job] if job >= 0 else 0",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
+    ),
+    Mutant(
+        "backward",
+        "d if more is None else d + masked(valid, more)",
+        "d",
+        "test_pipeline_trees.py::test_everything_at_once_is_as_on_one_device",
+    ),
+    Mutant(
+        "_seed",
+        "jnp.where(valid, zero + 1, zero)",
+        "zero",
+        "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
+    ),
+    Mutant("_cut", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
+    Mutant(
+        "_source",
+        "for other in operands(each) if id(other) not in seen",
+        "for other in () if id(other) not in seen",
+        "test_pipeline_refusals.py::test_a_gradient_that_would_be_missing",
     ),
     Mutant("Schedule.in_flight", " - (last >= 0)  #", "  #", "test_schedule.py::test_in_flight_is_the_formula"),
     Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
@@ -265,6 +287,30 @@ PLACEMENT = (
         "sequence_keys", "jax.random.fold_in(key, step)", "key", "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own"
     ),
     Mutant("loss_step", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
+    Mutant(
+        "_on_blocks",
+        "change(family.where(model))",
+        "family.where(model)",
+        "test_families.py::test_it_goes_on_elsewhere_and_writes",
+    ),
+    Mutant(
+        "differentiated",
+        "value if aux is None else (value, aux)",
+        "value",
+        "test_families.py::test_frozen_leaves_and_auxiliary_values",
+    ),
+    Mutant(
+        "Functions.block",
+        "self.kept.block(self.replicas",
+        "(self.replicas",
+        "test_plan.py::test_what_a_layer_keeps_is_what_jax_keeps",
+    ),
+    Mutant(
+        "rows",
+        'STAGES[fields["stage"] > 1]',
+        "STAGES[0]",
+        "test_families.py::test_three_steps_are_those_of_one_device[data=2,stage=4,microbatches=2,zero=1,schedule=gpipe]",
+    ),
     Mutant(
         "planned",
         "model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)",
@@ -385,10 +431,13 @@ TOLD = (
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
     Mutant(
-        "lanes",
+        "ticks_of_one_f_one_b",
         "M * v + P - 1, M * v + P - 1, M, v * P - 1",
         "M * v + P - 1, M * v + P - 1, M * v, v * P - 1",
         "test_plan.py::test_closed_forms_are_those_of_the_tables",
+    ),
+    Mutant(
+        "_remats", "enumerate(every)", "enumerate([*every][::-1])", "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked"
     ),
     Mutant(
         "everything",
@@ -398,8 +447,8 @@ TOLD = (
     ),
     Mutant(
         "optimizer_bytes",
-        "leaf.share if layout.zero else leaf.elements",
-        "leaf.share if layout.zero > 1 else leaf.elements",
+        "held(whole=leaf.elements, share=leaf.share)",
+        "held(whole=leaf.elements, share=leaf.elements)",
         "test_plan.py::test_state_is_that_of_the_prepared_step",
     ),
     Mutant("_life", "offsets[buffer.stop + 1]", "offsets[buffer.stop]", "test_draw_memory.py"),
@@ -433,8 +482,8 @@ TOLD = (
     Mutant("_misfits", '"the vocabulary\'s padded rows", P * t', '"the vocabulary\'s padded rows", t', "test_layout.py"),
     Mutant(
         "search",
-        "REMAT.index(layout.remat) >= least",
-        "REMAT.index(layout.remat) > least",
+        "again >= least",
+        "again > least",
         "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked",
     ),
     Mutant(
@@ -488,7 +537,7 @@ GPT2 = (
         "test_gpt2_weights.py::test_fields_that_are_left_out_are_those_of_transformers",
     ),
     Mutant(
-        "sample",
+        "sampled",
         "jnp.roll(seen, -1)",
         "jnp.roll(seen, 1)",
         "test_gpt2_weights.py::test_a_sample_sees_the_last_window_and_no_more",

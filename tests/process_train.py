@@ -61,7 +61,7 @@ def arguments():
 
 def on_disk(layout):
     """How a state of the layout is stored."""
-    return gpt2.stored(layout.chunks) if layout.stage > 1 else {}
+    return decoder.stored(gpt2.FAMILY, layout)
 
 
 def poisoned(train, steps):
@@ -81,6 +81,7 @@ def train(job: processes.Job, options) -> None:
     layout = LAYOUTS[options.layout]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     state, one_step = decoder.train_step(
+        gpt2.FAMILY,
         CONFIG,
         optax.adamw(1e-2),
         layout,

@@ -351,7 +351,7 @@ LAYOUTS = {
 
 
 def form(layout):
-    return {} if layout.stage == 1 else gpt2.stored(layout.chunks)
+    return decoder.stored(gpt2.FAMILY, layout)
 
 
 @functools.cache
@@ -361,7 +361,10 @@ def start(name):
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
         state, train = decoder.train_step(
-            CONFIG, optax.adamw(1e-3), layout, axes, batch=BATCH, key=jax.random.key(0), compute=decoder.Compute(dtype=FLOAT64)
+            *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, axes),
+            batch=BATCH,
+            key=jax.random.key(0),
+            compute=decoder.Compute(dtype=FLOAT64),
         )
     return state, train
 
@@ -386,7 +389,7 @@ def trained(name):
 
 def on_host(name, state):
     layout = LAYOUTS[name]
-    return jax.tree.map(np.asarray, gpt2.stored(layout.chunks)["to_disk"](state) if layout.stage > 1 else state)
+    return jax.tree.map(np.asarray, decoder.joined(gpt2.FAMILY, layout, state))
 
 
 def over_layouts(folder, names, state):

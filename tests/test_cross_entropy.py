@@ -156,7 +156,7 @@ def test_as_the_head_of_a_pipeline(mover):
         return cross_entropy.mean(x, params.table, part[1], axis, vocabulary=VOCABULARY, block_tokens=4)
 
     enter = lambda params, part: part[0]
-    stage = lambda blocks, x, part, position: jnp.tanh(x @ blocks[0])
+    stage = lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
     grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(P_, M), axis)
     specs = Stages(P("stage"), P(None, "stage"))
     run = mesh.spmd(grad, mesh=mesh.make(stage=P_, devices=jax.devices()[:P_]), in_specs=(specs, P()), out_specs=(P(), specs))

@@ -96,6 +96,8 @@ def test_three_steps_are_those_of_one_device(layout):
     made = prepared(layout)
     state, found = trained(layout, made.init(), made.train, range(3))
     np.testing.assert_allclose(found, losses, rtol=EXACT)
+    for leaf in filter(mesh.is_array, jax.tree.leaves(bare.FAMILY.where(state.model))):
+        assert leaf.addressable_shards[0].data.size * layout.stage <= leaf.size
     close(decoder.joined(bare.FAMILY, layout, jax.device_get(state.model)), models[3])
     evaluate = decoder.loss_step(bare.FAMILY, CONFIG, layout, on(layout))
     expected = nats(eqx.filter(models[3], mesh.is_array), windows(3))

@@ -15,7 +15,7 @@ from reference import moved_by
 from parallax import grads, lint, mesh, precision, rules, tensor, zero
 from parallax.collectives import bucketed, doubling, halving, ring, send_next, torus, two_rings, xla
 from parallax.collectives.types import varying
-from parallax.layout import Layout
+from parallax.layout import Layout, words
 from parallax.models import decoder, gpt2
 
 MOVERS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
@@ -422,15 +422,14 @@ def findings(layout, mover=ring):
     devices = mesh.make(**layout.axes)
     with jax.numpy_dtype_promotion("standard"):
         prepared = decoder.prepare(
-            *(CONFIG, optax.adamw(1e-3), layout, devices),
+            *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices),
             batch=32,
             key=jax.random.key(0),
             axes=moved_by(mover),
             compute=decoder.Compute(max_norm=1.0),
         )
         windows = jax.ShapeDtypeStruct((32, CONFIG.context + 1), jnp.int32)
-        compute = decoder.DTYPES.get(layout.precision)
-        return lint.program(prepared.train, prepared.shapes, windows, compute=compute)
+        return lint.program(prepared.train, prepared.shapes, windows, compute=words.read(layout).numbers.dtype)
 
 
 @pytest.mark.sweep(2)

@@ -157,7 +157,7 @@ def test_a_pipeline_takes_a_scaled_head():
     """Its scale is a traced number, as in a step's state; scaled by a power of two, the gradients have the same bits."""
     params, x = Stages(jnp.full((3, 3), 0.5), jnp.linspace(-1.0, 1.0, 18).reshape(1, 2, 3, 3)), jnp.linspace(0.0, 1.0, 12)
     head = lambda params, x, part: jnp.mean(jnp.cos(x @ params.table))
-    enter, stage = lambda params, part: part, lambda blocks, x, part, position: jnp.tanh(x @ blocks[0])
+    enter, stage = lambda params, part: part, lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
 
     def grad_of(scale):
         table = schedule.one_f_one_b(2, 2)

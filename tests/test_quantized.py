@@ -403,7 +403,7 @@ def trained(state, train, steps=STEPS):
 
 
 def held_out(layout, model):
-    one = decoder.loss_step(CONFIG, layout, mesh.make(**layout.axes))
+    one = decoder.loss_step(gpt2.FAMILY, CONFIG, layout, mesh.make(**layout.axes))
     batches = data.held_out_batches(text()[1], size=64, length=LENGTH, limit=16)
     return np.mean([one(model, windows).block_until_ready() for windows in batches])
 
@@ -413,7 +413,7 @@ def by_the_step(layout, mover):
     layout, compute = LAYOUTS[layout], decoder.Compute(max_norm=1.0)
     options = {"batch": BATCH, "key": jax.random.key(0), "axes": {"data": mover("data")}, "compute": compute}
     with jax.numpy_dtype_promotion("standard"):  # optax's
-        state, train = decoder.train_step(CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options)
+        state, train = decoder.train_step(gpt2.FAMILY, CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options)
         return held_out(layout, trained(state, train).model)
 
 

@@ -22,7 +22,7 @@ from reference import EXACT, FLOAT64, OPTIMIZER, assert_close, assert_same_run, 
 from parallax import mesh, rules, step, tensor
 from parallax.collectives import halving, ring, two_rings, xla
 from parallax.compiled import certificate
-from parallax.layout import Layout
+from parallax.layout import Layout, words
 from parallax.models import decoder, gpt2
 from parallax.plan import traffic
 
@@ -52,7 +52,7 @@ def adamw_step(config, layout, mover=ring, **compute):
     options = {"batch": BATCH, "key": jax.random.key(0), "axes": moved_by(mover)}
     with jax.numpy_dtype_promotion("standard"):
         compute = decoder.Compute(dtype=FLOAT64, **compute)
-        return decoder.train_step(config, optax.adamw(1e-3), layout, on(layout), compute=compute, **options)
+        return decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(layout), compute=compute, **options)
 
 
 def train(data_tensor, mover, microbatches, config, seed):
@@ -235,7 +235,7 @@ def test_each_axis_may_have_a_mover_of_its_own():
     layout, axes = Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1), {name: mover(name) for name, mover in MIXED.items()}
     options = {"batch": BATCH, "key": jax.random.key(0), "axes": axes, "compute": decoder.Compute(dtype=FLOAT64)}
     with jax.numpy_dtype_promotion("standard"):
-        state, train = decoder.train_step(SHAPES[0], OPTIMIZER, layout, on(layout), **options)
+        state, train = decoder.train_step(gpt2.FAMILY, SHAPES[0], OPTIMIZER, layout, on(layout), **options)
         train = train.lower(state, windows(SHAPES[0], 0, 0, BATCH)).compile()
     sent = collections.Counter()
     for entry in certificate.read(train, on(layout)):
@@ -253,7 +253,7 @@ def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError, match=r"axes needs movers along data, stage, tensor, such as axes={'data': ring\('data'\)}; got"
     ):
-        decoder.along(Layout(), axes)
+        words.read(Layout(), axes)
 
 
 @pytest.mark.sweep(2)
@@ -265,8 +265,8 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     config = dataclasses.replace(SHAPES[0], layers=4)
     model, windows = gpt2.GPT2(config, key=jax.random.key(0)), jnp.arange(BATCH * 9, dtype=jnp.int32).reshape(BATCH, 9) % 30
     plain = gpt2.loss(model, (windows, None))
-    split = gpt2.chunked(model, layout.chunks) if layout.stage > 1 else model
-    loss = decoder.loss_step(config, layout, on(layout), axes=moved_by(mover))(split, windows)
+    split = decoder.stored(gpt2.FAMILY, layout).get("from_disk", lambda model: model)(model)
+    loss = decoder.loss_step(gpt2.FAMILY, config, layout, on(layout), axes=moved_by(mover))(split, windows)
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 
 
@@ -308,7 +308,7 @@ def test_weighted_tokens(layout):
             state, info = train(state, tokens, weights)
             theirs, seen, expected = plain(theirs, seen, tokens, weights)
             np.testing.assert_allclose(info.loss, expected, rtol=EXACT)
-        loss = decoder.loss_step(config, layout, on(layout))(state.model, tokens, weights)
+        loss = decoder.loss_step(gpt2.FAMILY, config, layout, on(layout))(state.model, tokens, weights)
         np.testing.assert_allclose(loss, plain(theirs, seen, tokens, weights)[2], rtol=EXACT)
 
 
@@ -348,7 +348,9 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        decoder.train_step(SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of), batch=BATCH, key=jax.random.key(0))
+        decoder.train_step(
+            *(gpt2.FAMILY, SHAPES[0], optax.sgd(0.1), layout, mesh.make(**mesh_of)), batch=BATCH, key=jax.random.key(0)
+        )
 
 
 @pytest.mark.sweep(4)
@@ -372,7 +374,10 @@ def test_no_collective_overtakes_a_loop(text):
     layout, config = Layout.parse(text), gpt2.Config(layers=4, heads=4, width=64, context=32, vocabulary=128, **DROPOUT)
     with jax.numpy_dtype_promotion("standard"):
         prepared = decoder.prepare(
-            config, optax.adamw(1e-3), layout, on(layout), batch=16, key=jax.random.key(0), compute=decoder.Compute(max_norm=1.0)
+            *(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(layout)),
+            batch=16,
+            key=jax.random.key(0),
+            compute=decoder.Compute(max_norm=1.0),
         )
         program = prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((16, 33), jnp.int32)).compile()
     assert [(loop.name, later.name) for loop, later in hlo.unordered(program)] == []

@@ -84,15 +84,11 @@ def zero_3(kind):
 
 
 def pipelined(kind):
-    """Two replicas of four stages. A pipeline differentiates all of a stage: the grad arrow drops what is not trained."""
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(4, 4), "stage", where=lambda model: model["blocks"])
-
-    def trained(model, batch):
-        loss, gradients = grad(model, batch)
-        return loss, eqx.filter(gradients, kind.trainable)
-
+    """Two replicas of four stages."""
+    options = {"where": lambda model: model["blocks"], "trainable": kind.trainable}
+    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(4, 4), "stage", **options)
     rule = lambda path, leaf: P(None, "stage") if path.startswith("blocks") else P()
-    return {"data": 2, "stage": 4}, rule, None, lambda _: (grads.averaged(trained, "data"), OPTIMIZER)
+    return {"data": 2, "stage": 4}, rule, None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)
 
 
 WAYS = {"data": data, "tensor": tensor_parallel, "zero 1": zero_1, "zero 3": zero_3, "pipeline": pipelined}

@@ -107,13 +107,22 @@ def pipelined() -> grads.Grad:
     def enter(params: Params, part: Batch) -> Numbers:
         return part["x"] @ params["in"]
 
-    def stage(blocks: Params, x: Numbers, part: Batch, position: Array) -> Numbers:
-        return jnp.tanh(x @ blocks["w"])
+    def stage(params: Params, x: Numbers, part: Batch, position: Array) -> Numbers:
+        return jnp.tanh(x @ params["blocks"])
 
     def head(params: Params, x: Numbers, part: Batch) -> Float[Array, ""]:
         return jnp.mean((x @ params["out"] - part["y"]) ** 2)
 
-    return pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(4, 8), "stage", where=lambda params: params["blocks"])
+    blocks: Callable[[Params], Array] = lambda params: params["blocks"]
+    assert pipeline.unsplit(enter, stage, head, where=blocks)
+    assert pipeline.value(enter, stage, head, schedule.one_f_one_b(4, 8), "stage", where=blocks)
+    assert pipeline.stored(blocks, 1).keys() == {"to_disk", "from_disk"}
+    return pipeline.value_and_grad(
+        *(enter, stage, head, schedule.one_f_one_b(4, 8), "stage"),
+        where=blocks,
+        keep=pipeline.inputs,
+        exchange=pipeline.split_over("tensor"),
+    )
 
 
 def schedules(path: Path) -> list[Schedule]:
@@ -131,14 +140,14 @@ def init(make: Callable[[], Params], world: Mesh) -> tuple[step.State, step.Stat
     return step.init(make, optax.adamw(3e-4), RULE, world)
 
 
-def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info]:
+def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info | step.InfoWithAux]:
     """The recipe: planned, compiled, certified, run; the weights saved and loaded."""
     config, layout = gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64), Layout(data=4, tensor=2, zero=1)
     planned = plan.plan(config, layout, hardware.A100, batch=8, axes={"data": halving("data")})
     assert planned.memory.peak > 0
     assert plan.search(config, 8, hardware.A100, batch=8)
     prepared = decoder.prepare(
-        *(config, optax.adamw(3e-4), layout, world),
+        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, world),
         batch=8,
         key=jax.random.key(0),
         axes={"data": halving("data")},

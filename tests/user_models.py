@@ -200,8 +200,8 @@ def enter(model, batch, axis=()):
     return tensor.embed(model["table"], batch["ids"][:, :-1], axis)
 
 
-def stage(blocks, x, batch, position, axis=()):
-    arrays, static = eqx.partition(blocks, eqx.is_array)
+def stage(model, x, batch, position, axis=()):
+    arrays, static = eqx.partition(model["blocks"], eqx.is_array)
 
     def layer(x, w):
         w = eqx.combine(w, static)
@@ -217,7 +217,7 @@ def head(model, x, batch, axis=()):
 
 def decoder_loss(model, batch, axis):
     blocks = jax.tree.map(lambda w: w[0] if eqx.is_array(w) else w, model["blocks"])
-    return head(model, stage(blocks, enter(model, batch, axis), batch, 0, axis), batch, axis)
+    return head(model, stage(model | {"blocks": blocks}, enter(model, batch, axis), batch, 0, axis), batch, axis)
 
 
 ADAPTED = {"table": False, "norm": True, "blocks": {"up": False, "down": True, "number": False, "squash": False}}
