@@ -103,7 +103,7 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
         schedule,
         ring("stage"),
         where=lambda blocks: blocks,
-        remat=remat,
+        keep=pipeline.inputs if remat else pipeline.residuals,
     )
     time = schedule.makespan(1, 3 if remat else 2)
     held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))

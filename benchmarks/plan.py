@@ -59,6 +59,7 @@ LAYOUTS = """
     8  stage=4,microbatches=8,remat=products
     8  stage=4,microbatches=4,schedule=gpipe
     16 data=2,stage=2,tensor=2,microbatches=4
+    16 data=2,stage=2,tensor=2,microbatches=4,split_sends=True
     16 data=2,stage=2,tensor=2,microbatches=4,zero=1,remat=products
     16 data=2,stage=2,tensor=2,microbatches=4,zero=2,sequence=True,remat=block
     16 data=2,stage=2,tensor=2,microbatches=4,zero=3,sequence=True,remat=gathers
@@ -111,7 +112,7 @@ def read(layouts: str) -> list[tuple[int, Layout]]:
 def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | None = None):
     """The prepared step and its program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.prepare(config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.prepare(gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     return prepared, prepared.train.lower(prepared.shapes, windows).compile(options)
 

@@ -107,7 +107,9 @@ def ours(sizes: Sizes, job: argparse.Namespace) -> list[float]:
     layout, size = Layout(data=job.processes), job.batch * job.processes
     mesh_ = mesh.make(**layout.axes)
     axes = {"data": bucketed(ring("data"))}
-    state, train = decoder.train_step(config, optax.adamw(3e-4), layout, mesh_, batch=size, key=jax.random.key(0), axes=axes)
+    state, train = decoder.train_step(
+        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_), batch=size, key=jax.random.key(0), axes=axes
+    )
     tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=size * (sizes.length + 1) * 4)
     sharding = mesh.shardings(P("data"), mesh_)
     seconds = []

@@ -39,7 +39,7 @@ class Task(NamedTuple):
     config: gpt2.Config
     batch: int
     accumulation: int
-    checkpoint: Callable  # what becomes of a block
+    remat: Callable  # wraps a block
     key: jax.Array
 
     @property
@@ -58,8 +58,7 @@ def main():
         context=arguments.context,
         vocabulary=arguments.vocabulary,
     )
-    checkpoint = REMAT[arguments.remat]
-    task = Task(config, arguments.batch, arguments.accumulation, checkpoint, jax.random.key(0))
+    task = Task(config, arguments.batch, arguments.accumulation, REMAT[arguments.remat], jax.random.key(0))
     shape = (arguments.batch, config.context + 1)
     windows = np.random.default_rng(0).integers(config.vocabulary, size=shape, dtype=np.int32)
 
@@ -122,6 +121,7 @@ def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival
     """`decoder.train_step` over data x tensor."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     state, program = decoder.train_step(
+        gpt2.FAMILY,
         task.config,
         task.optimizer,
         layout,
@@ -129,7 +129,7 @@ def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival
         batch=task.batch,
         key=task.key,
         axes={name: mover(name) for name in layout.axes},
-        compute=decoder.Compute(checkpoint=task.checkpoint),
+        compute=decoder.Compute(remat=task.remat),
     )
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))
 
@@ -147,7 +147,7 @@ def plain_step(task: Task, state, windows):
     parts = windows.reshape(-1, task.accumulation, windows.shape[1]).swapaxes(0, 1)
 
     def add(sums, part):
-        terms = jax.value_and_grad(gpt2.loss)(model, (part, None), checkpoint=task.checkpoint)
+        terms = jax.value_and_grad(gpt2.loss)(model, (part, None), remat=task.remat)
         return jax.tree.map(jnp.add, sums, terms), None
 
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, model))
@@ -162,7 +162,7 @@ def report(task: Task, rivals: dict[str, Rival], seconds: dict[str, float], rate
     """Print what was predicted, the table and the ratios."""
     N, tokens = task.config.parameters, task.batch * task.config.context
     work = 6 * N * tokens
-    remat = next(name for name, checkpoint in REMAT.items() if checkpoint is task.checkpoint)
+    remat = next(name for name, wrap in REMAT.items() if wrap is task.remat)
     print(
         f"{N / 1e6:.1f} M parameters, {task.batch} x {task.config.context} tokens a step in {task.accumulation} parts, "
         f"keeping {remat} of each block\n"

@@ -46,7 +46,7 @@ SAMPLED = 300  # tokens of text at the end
 
 def held_out_loss(plan: Plan, axes: dict[str, Axis], compute: decoder.Compute):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    one: Any = decoder.loss_step(plan.config, plan.layout, plan.mesh, axes=axes, compute=compute)
+    one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, axes=axes, compute=compute)
     placed = lambda windows: jax.make_array_from_callback(windows.shape, plan.windows.sharding, lambda rows: windows[rows])
     return lambda model: float(np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out]))
 
@@ -125,6 +125,7 @@ def run(plan: Plan) -> None:
     rate, measured = report.matrix_rate(job)
     axes, compute = chosen(plan), decoder.Compute(schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
     prepared = decoder.prepare(
+        gpt2.FAMILY,
         plan.config,
         optimizer(s),
         plan.layout,
@@ -140,7 +141,7 @@ def run(plan: Plan) -> None:
         lose_at_most=s.checkpoint_every,
         keep=s.keep,
         keep_every=s.keep_every,
-        **({} if plan.layout.stage == 1 else gpt2.stored(plan.layout.chunks)),
+        **decoder.stored(gpt2.FAMILY, plan.layout),
     )
     restored = checkpoints.restore(prepared.shapes)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
@@ -154,7 +155,7 @@ def run(plan: Plan) -> None:
     seconds["compile"] = time.perf_counter() - start
     say(describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first))
     state = prepared.init() if restored is None else restored.state
-    if plan.layout.stage > 1 and job.rank == 0:
+    if plan.schedule.stages > 1 and job.rank == 0:
         draw.timeline(plan.schedule, s.out / "schedule.png")
     session = Session(
         plan,
@@ -228,8 +229,7 @@ def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metri
         model = multihost_utils.process_allgather(model, tiled=True)
     if plan.job.rank > 0:
         return
-    whole = jax.device_put(model, device)
-    whole = whole if plan.layout.stage == 1 else gpt2.unchunked(whole)
+    whole = decoder.joined(gpt2.FAMILY, plan.layout, jax.device_put(model, device))
     write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
     ids = write(whole, jnp.asarray(plan.prompt, jnp.int32), tokens=SAMPLED, window=plan.length, temperature=0.8, key=key)

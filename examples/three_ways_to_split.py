@@ -33,12 +33,12 @@ def enter(net, part):
     return part[0] @ net.embed
 
 
-def stage(blocks, x, part, position, axis=()):  # `axis`: the devices that share each layer; (): nobody does
+def stage(net, x, part, position, axis=()):  # `axis`: the devices that share each layer; (): nobody does
     def layer(x, w):
         hidden = jnp.tanh(tensor.column(x, w["up"], None, axis))
         return x + tensor.row(hidden, w["down"], None, axis), None
 
-    return jax.lax.scan(layer, x, blocks)[0]
+    return jax.lax.scan(layer, x, net.blocks)[0]
 
 
 def head(net, x, part):
@@ -46,7 +46,7 @@ def head(net, x, part):
 
 
 def loss(net, batch, axis=()):
-    return head(net, stage(jax.tree.map(lambda w: w[0], net.blocks), enter(net, batch), batch, 0, axis), batch)
+    return pipeline.unsplit(enter, functools.partial(stage, axis=axis), head)(net, batch)
 
 
 GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times

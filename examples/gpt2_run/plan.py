@@ -17,13 +17,15 @@ from gpt2_run import report
 from gpt2_run.settings import SHIPPED, Settings
 from parallax import data, draw, mesh, schedule
 from parallax.collectives import Axis, ring, tuning, xla
-from parallax.layout import Layout
+from parallax.layout import Layout, words
+from parallax.layout.nearest import KNOWN
 from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import checkpoint, processes
 from parallax.schedule import Schedule
 
 SETTINGS = "settings.json"
+INTERLEAVED = "interleaved"  # 1F1B in two chunks
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
 MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
@@ -173,7 +175,7 @@ def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
     stage = by_default(4) if settings.stage is None else settings.stage
     data_ = max(1, n // max(1, stage * tensor)) if settings.data is None else settings.data
     M, name = settings.microbatches, settings.schedule
-    extras = {name: getattr(settings, name) for name in ("zero", "sequence", "precision", "remat")}
+    extras = {name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat")}
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
         if (table.stages, table.microbatches) != (stage, M) or settings.chunks not in (None, table.chunks):
@@ -182,13 +184,11 @@ def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
                 f"run has --stage {stage} --microbatches {M} --chunks {settings.chunks or 1}. Make them agree."
             )
         return Layout(data_, stage, tensor, M, table.chunks, **extras), table
-    if name not in ("gpipe", "one_f_one_b", "interleaved"):
+    if name not in (INTERLEAVED, *KNOWN["schedule"]):
         raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
-    chunks = settings.chunks or (2 if name == "interleaved" else 1)
-    if name == "gpipe" and chunks > 1:
-        raise ValueError(f"--schedule gpipe has one chunk a stage; got --chunks {chunks}. Take --schedule interleaved.")
-    layout = Layout(data_, stage, tensor, M, chunks, **extras)
-    return layout, schedule.gpipe(stage, M) if name == "gpipe" else schedule.one_f_one_b(stage, M, chunks)
+    usual, chunks = ("one_f_one_b", 2) if name == INTERLEAVED else (name, 1)
+    layout = Layout(data_, stage, tensor, M, settings.chunks or chunks, schedule=usual, **extras)
+    return layout, words.read(layout).table()
 
 
 def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int) -> str:
@@ -211,7 +211,7 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         ),
         ("mesh", f"{plan.axes}: {n} {kind}"),
         *([("processes", str(plan.job))] if plan.job.processes > 1 else []),
-        *([("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")] if layout.stage > 1 else []),
+        *([("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")] if plan.schedule.stages > 1 else []),
         (
             "batch",
             f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
@@ -242,7 +242,7 @@ def chosen(plan: Plan) -> dict[str, Axis]:
     """Each axis of the mesh, with who moves data along it. `auto` races all all-reduces on each axis, and prints its choice."""
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
-        both = [("stage", "tensor")] if plan.layout.stage > 1 and plan.layout.tensor > 1 else []
+        both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []
         mover, why = tuning.auto(plan.mesh, *axes, *both)
         if plan.job.rank == 0:
             print(why, flush=True)

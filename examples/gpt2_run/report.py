@@ -19,7 +19,7 @@ import numpy as np
 
 from parallax import draw
 from parallax.compiled import certificate, memory
-from parallax.layout import Layout
+from parallax.layout import Layout, words
 from parallax.models import gpt2
 from parallax.run import processes
 
@@ -51,9 +51,9 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
 
 def split(layout: Layout) -> str:
     """What the devices split besides batch, layers and vocabulary, what the model computes in, and what it computes again."""
-    zero = ["nothing", "optimizer state", "optimizer state, gradients", "optimizer state, gradients, parameters"][layout.zero]
-    tokens = "; residual stream by tokens" if layout.sequence else ""
-    return f"ZeRO-{layout.zero}: {zero}{tokens}; computes in {layout.precision} precision; computed again: {layout.remat}"
+    does = words.read(layout)
+    split = f"{does.replicas.says}{does.tokens.says}{does.sends.says}"
+    return f"{split}; computes in {does.numbers.says} precision; computed again: {does.again.says}"
 
 
 def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:

@@ -47,6 +47,8 @@ class Settings:
     """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of gradients too, 3 the parameters too."""
     sequence: bool = False
     """Split the residual stream by tokens over the tensor axis."""
+    split_sends: bool = False
+    """Let each device of the tensor axis send its part of what goes from stage to stage: for stages on different machines."""
     precision: Literal["full", "bfloat16", "float16"] = "full"
     """What the model computes in, beside parameters in float32; float16 scales the loss."""
     remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = "none"
