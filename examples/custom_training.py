@@ -6,6 +6,7 @@
 Run: python examples/custom_training.py. An MLP-Mixer (arXiv 2105.01601) learns handwritten digits, is stopped, and goes on.
 """
 
+import functools
 import tempfile
 
 import equinox as eqx
