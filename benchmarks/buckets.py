@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=4, help="(4)")
     parser.add_argument("--rounds", type=int, default=5, help="(5)")
-    parser.add_argument("--nbytes", type=int, default=buckets.NBYTES, help="of a bucket (25 MB)")
+    parser.add_argument("--nbytes", type=int, default=buckets.NBYTES, help="of a bucket (1 MB)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds (900)")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it works")
     parser.add_argument("--process", type=int, default=None, help=argparse.SUPPRESS)

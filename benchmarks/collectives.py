@@ -23,7 +23,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import cost, doubling, halving, hierarchical, quantized, ring, torus, tuning, two_rings
+from parallax.collectives import (
+    cost,
+    doubling,
+    halving,
+    halving_by,
+    hierarchical,
+    pairs,
+    quantized,
+    ring,
+    torus,
+    tuning,
+    two_rings,
+)
 from parallax.collectives.cost import Link
 from parallax.compiled import hlo
 
@@ -33,6 +45,8 @@ RIVALS = {
     "ring": ring.all_reduce,
     "two rings": two_rings.all_reduce,
     "halving": halving.all_reduce,
+    "by fours": halving_by(4).all_reduce,
+    "pairs": pairs.all_reduce,
     "doubling": doubling.all_reduce,
     "torus": torus.all_reduce,
     "hierarchical": hierarchical.all_reduce,
@@ -63,11 +77,11 @@ class Place(NamedTuple):
         return shape(self.n)
 
     def knows(self, rival: str) -> bool:
-        """Whether there is a formula: none is for psum and auto."""
-        return RIVALS.get(rival) in cost.FORMULAS
+        """Whether it has a table: psum and auto have none."""
+        return rival in RIVALS and rival != "psum"
 
     def predicted(self, rival: str, nbytes: int) -> float:
-        """Seconds by the formula and the link."""
+        """Seconds by the table and the link."""
         return cost.seconds(cost.of(RIVALS[rival], nbytes, self.shape), self.link) if self.knows(rival) else math.nan
 
 
@@ -258,7 +272,7 @@ def draw(path: str, places: Sequence[Place]):
     figure, panels = plt.subplots(
         **size, figsize=(5 * columns, 4.2 * size["nrows"] + 0.5), sharex=True, squeeze=False, layout="constrained"
     )
-    marks = dict(zip([*RIVALS, "auto"], "ks^vDPXo*", strict=False)) | {"psum": "o", "int8": "x"}
+    marks = dict(zip([*RIVALS, "auto"], "ks^v<>DPXo*", strict=False)) | {"psum": "o", "int8": "x"}
     colours = dict(zip([*RIVALS, "auto"], ["black", *plt.rcParams["axes.prop_cycle"].by_key()["color"]], strict=False))
     for panel, place in zip(panels.flat, places, strict=False):
         sizes = [row["S"] for row in place.rows]

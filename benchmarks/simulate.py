@@ -1,4 +1,4 @@
-"""All-reduces on 4 to 100,000 devices, by the formulas of `parallax.collectives.cost`: on a ring, a torus and a cluster.
+"""All-reduces on 4 to 100,000 devices, message by message as their tables have them: on a ring, a torus and a cluster.
 
     python benchmarks/simulate.py [--picture simulate.png]
 
@@ -6,21 +6,28 @@ Nothing is measured here: the links are those given. See benchmarks/README.md fo
 """
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import measure
 
-from parallax.collectives import cost, doubling, halving, hierarchical, ring, several_axes, torus, two_rings
-from parallax.collectives.cost import Link, Message, Round
+from parallax.collectives import cost, doubling, halving, hierarchical, mover_of_axes, ring, tables, torus, two_rings
+from parallax.collectives.cost import Link, Round
 
 SIDES = (2, 4, 8, 16, 32, 64, 128, 256, 316)  # of a square torus: 4 to 99,856 devices
 CHIP = Link(alpha=1e-6, beta=1 / 45e9)  # a link between neighbours on a board or in a pod, one direction
 BOARD = Link(alpha=1e-6, beta=1 / 200e9)  # a switch within a machine
 CABLE = Link(alpha=1e-5, beta=1 / 50e9)  # a device's own adapter to the other machines
 MACHINE = 8  # devices of a machine
+
+
+@mover_of_axes
+def ring_then_halving(machines, devices):
+    """A ring within each machine, halving between them."""
+    return tables.product([halving.table(machines), ring.table(devices)], (1, 0))
+
+
 RIVALS = {
     "ring": ring.all_reduce,
     "two rings": two_rings.all_reduce,
@@ -28,7 +35,7 @@ RIVALS = {
     "doubling": doubling.all_reduce,
     "torus": torus.all_reduce,
     "hierarchical, ring": hierarchical.all_reduce,
-    "hierarchical, halving": functools.partial(several_axes.hierarchical_all_reduce, all_reduce=halving.all_reduce),
+    "hierarchical, halving": ring_then_halving.all_reduce,
 }
 BY_AXES = ("torus", "hierarchical, ring", "hierarchical, halving")  # they are given an axis for each dim of the network
 
@@ -45,34 +52,30 @@ class Network(NamedTuple):
 def on_ring(round: Round, axes: tuple[int, ...], split: bool) -> float:
     """A link carries as many of the messages as they go far: all devices send at the same time."""
     (n,) = axes
-    return max(_walked(message, n) for message in round.messages)
+    return max(_walked(message.bytes, *message.step, n) for message in round.messages)
 
 
 def on_torus(round: Round, axes: tuple[int, ...], split: bool) -> float:
     """Along its own axis, or, of a function that knows one axis only, first along the columns, then along the row."""
-    if split:
-        return max(_walked(message, axes[message.axis]) for message in round.messages)
-    rows, columns = axes
     parts = []
-    for message in round.messages:
+    for nbytes, step in round.messages:
         # A ring through all devices is laid as a snake: its neighbours are neighbours.
-        down, along = divmod(abs(message.distance), columns) if abs(message.distance) > 1 else (0, 1)
-        sent = [message._replace(distance=far) for far in (down, along)]
-        parts.append(max(_walked(sent[0], rows), _walked(sent[1], columns)))
+        snaking = divmod(abs(step[0]), axes[1]) if abs(step[0]) > 1 else (0, 1)
+        parts += [_walked(nbytes, far, n) for far, n in zip(step if split else snaking, axes, strict=True)]
     return max(parts)
 
 
 def on_cluster(round: Round, axes: tuple[int, ...], split: bool) -> float:
     """Machines on a switch: a message that some device sends to another machine is what the round waits for."""
     machines, _ = axes
-    if machines == 1 or (split and round.messages[0].axis == 1):
+    if machines == 1 or (split and round.messages[0].step[0] == 0):
         return BOARD.alpha + BOARD.beta * sum(message.bytes for message in round.messages)  # through one port
     return CABLE.alpha + CABLE.beta * max(message.bytes for message in round.messages)
 
 
-def _walked(message: Message, n: int) -> float:
-    far = min(abs(message.distance) % n, -abs(message.distance) % n)
-    return far and CHIP.alpha * far + CHIP.beta * message.bytes * far
+def _walked(nbytes: int, step: int, n: int) -> float:
+    far = min(abs(step) % n, -abs(step) % n)
+    return far and CHIP.alpha * far + CHIP.beta * nbytes * far
 
 
 NETWORKS = {

@@ -1,9 +1,10 @@
-"""Draws the schedules of the pipeline page: python docs/pictures.py [FOLDER], by default docs/pictures."""
+"""Draws the schedules and the collectives of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
 
 import sys
 from pathlib import Path
 
 from parallax import draw, schedule
+from parallax.collectives import direct, halving, halving_by, machines, pairs, ring, torus, two_rings
 
 PICTURES = {
     "gpipe.svg": schedule.gpipe(stages=4, microbatches=8),
@@ -12,9 +13,22 @@ PICTURES = {
     "zero_bubble.svg": schedule.zero_bubble(stages=4, microbatches=8),
 }
 
+ROUTES = {
+    "route_ring.svg": ring.table(8),
+    "route_two_rings.svg": two_rings.table(8),
+    "route_halving.svg": halving.table(8),
+    "route_halving_by_4.svg": halving_by(4).table(8),
+    "route_pairs.svg": pairs.table(8),
+    "route_direct.svg": direct.table(8),
+    "route_machines_of_4.svg": machines(4).table(8),
+    "route_torus.svg": torus.table(2, 4),
+}
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures"
     for name, table in PICTURES.items():
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
         draw.timeline(table, folder / name, **costs)
         print(f"{name}: {draw.summary(table, **costs)}")
+    for name, table in ROUTES.items():
+        print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")

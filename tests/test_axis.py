@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import Axis, bucketed, doubling, halving, hierarchical, joined, ring, torus, two_rings, xla
+from parallax.collectives import Axis, bucketed, doubling, halving, joined, ring, torus, two_rings, xla
 from parallax.collectives.types import varying
 
 MOVERS = [ring, two_rings, halving, torus, xla]
@@ -112,7 +112,6 @@ def test_buckets_keep_the_other_collectives():
 REFUSED = {
     "doubling has no reduce_scatter. Take halving, or a plain axis name": lambda x: doubling("a").reduce_scatter(x),
     "doubling has no all_gather. Take halving": lambda x: doubling("a").all_gather(x),
-    "hierarchical has no all_gather. Take torus": lambda x: hierarchical(("a", "b")).all_gather(x),
     "ring then xla has no all_to_all. Take one mover for all axes": lambda x: Axis.of((ring("a"), "b")).all_to_all(x, 0, 0),
     "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),
 }

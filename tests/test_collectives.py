@@ -1,7 +1,7 @@
 """Every algorithm, on every number of devices: its meaning on the list of blocks, its `jax.lax` twin, its bits and its traffic.
 
-A function that joins COLLECTIVES, with its formula in TRAFFIC, is tested for free. What is drawn at random for the ring in
-test_ring.py (dims, layouts, dtypes) is here a short list for all.
+A table that joins `collectives.tables` is tested for free. What is drawn at random for the ring in test_ring.py (dims, layouts,
+dtypes) is here a short list for all.
 """
 
 import functools
@@ -19,54 +19,48 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
+from test_route import MOVERS
 
 from parallax import mesh
-from parallax.collectives import doubling, drop_in, halving, hierarchical, ring, several_axes, torus, two_rings
+from parallax.collectives import doubling, halving, hierarchical, ring, route, torus, two_rings
 from parallax.collectives.cost import spelt
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import replicated, varying
 
 COLLECTIVES = (
-    *(mover.all_reduce for mover in (ring, two_rings, halving, doubling, torus)),
-    *(mover.reduce_scatter for mover in (ring, two_rings, halving, torus)),
-    *(mover.all_gather for mover in (ring, two_rings, halving, torus)),
-    hierarchical.all_reduce,
-    functools.partial(several_axes.hierarchical_all_reduce, all_reduce=doubling.all_reduce),
+    doubling.all_reduce,
+    *(getattr(of, what) for what in ("all_reduce", "reduce_scatter", "all_gather") for of in MOVERS),
 )
-ON_TWO_AXES = COLLECTIVES[-2:]  # and on nothing else
+MOVER_OF = {getattr(of, what): of for of in (doubling, *MOVERS) for what in ("all_reduce", "reduce_scatter", "all_gather")}
 
 
 def kind(collective):
-    name = getattr(collective, "func", collective).__name__
-    return name.removeprefix("hierarchical_")
+    return collective.__name__
 
 
 def mover(collective):
     """The name of whose function it is."""
-    return spelt(getattr(collective, "func", collective)).split(".")[0]
+    return str(MOVER_OF[collective])
 
 
 def on_torus(collective):
     return mover(collective) in ("torus", "hierarchical")
 
 
-def name(collective):
-    function = getattr(collective, "func", collective)
-    return spelt(function) + " with doubling" * (function is not collective)
-
-
+name = spelt
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
-one_axis = pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f not in ON_TWO_AXES], ids=name)
 
 MANNERS = {  # options, and what fits them on n devices; sizes that do not divide by n among them
-    "all_reduce": [({}, lambda n: {(): "bool", (5,): "float32", (3, 4): "bfloat16", (0,): "int8", (2, 1, 3): "complex64"})],
+    "all_reduce": [({}, lambda n: {(): "bool", (5,): "float32", (3, 4): "bfloat16", (0,): "int8", (6 * n, 1, 2): "complex64"})],
     "reduce_scatter": [
         ({"scatter_dimension": 0, "tiled": False}, lambda n: {(n,): "float32", (n, 3): "int8", (n, 0): "float64"}),
         ({"scatter_dimension": -1, "tiled": True}, lambda n: {(2, 3 * n): "float16", (1, 2, n): "complex64"}),
+        ({"scatter_dimension": 0, "tiled": True}, lambda n: {(6 * n, 1, 2): "bfloat16"}),
     ],
     "all_gather": [
         ({"axis": 0, "tiled": False}, lambda n: {(): "bool", (5,): "float32", (0,): "float64"}),
         ({"axis": -1, "tiled": True}, lambda n: {(2, 3): "float16", (1, 2, 2): "complex64"}),
+        ({"axis": 0, "tiled": True}, lambda n: {(6, 1, 2): "bfloat16"}),
     ],
 }
 MESHES = (  # and the axes that are joined, in their order
@@ -75,12 +69,24 @@ MESHES = (  # and the axes that are joined, in their order
     ({"x": 3, "y": 2}, ("x", "y")),
     ({"x": 2, "y": 2, "z": 2}, ("z", "x", "y")),
 )
-QUICK = {True: {"x": 2, "y": 4}, False: {"x": 3}}  # of a torus or not: in each run
+
+
+def quick(collective):
+    """The mesh that is in each run."""
+    return {"x": 2, "y": 4} if on_torus(collective) else next({"x": n} for n in (3, 4) if fits(collective, {"x": n}))
+
+
 TWELVE = (({"x": 12}, "x"), ({"x": 3, "y": 4}, ("y", "x")), ({"x": 3, "y": 2, "z": 2}, ("z", "x", "y")))
 
 
-def fits(collective, axis):
-    return collective not in ON_TWO_AXES or len(axis) == 2
+def fits(collective, sizes):
+    """Whether the collective is for so many devices."""
+    if collective is doubling.all_reduce:
+        return True
+    try:
+        return bool(MOVER_OF[collective].table(*(sizes.values() if on_torus(collective) else [math.prod(sizes.values())])))
+    except ValueError:
+        return False
 
 
 def cases(among):
@@ -88,11 +94,10 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        quick = sizes == QUICK[on_torus(f)]
-        marks = [pytest.mark.sweep(2)] if quick else [pytest.mark.slow, pytest.mark.sweep(8)]
+        marks = [pytest.mark.sweep(2)] if sizes == quick(f) else [pytest.mark.slow, pytest.mark.sweep(16)]
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
-    chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[1])]
+    chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[0])]
     return pytest.mark.parametrize(("collective", "sizes", "axis"), chosen)
 
 
@@ -246,8 +251,8 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     [pytest.param(f, marks=pytest.mark.slow if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],
 )
 def test_transformations(collective):
-    """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over three devices, or two axes of two."""
-    sizes = {"x": 2, "y": 2} if on_torus(collective) else {"x": 3}
+    """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over few devices, or two axes of two."""
+    sizes = {"x": 2, "y": 2} if on_torus(collective) else quick(collective)
     axis, options = tuple(sizes), OPTIONS.get(kind(collective), {})
     functions = [functools.partial(collective, axis_name=axis, **options), twin_of(collective, axis, **options)]
     x = whole_numbers((*sizes.values(), math.prod(sizes.values()), 2, 2), "float64")
@@ -263,7 +268,9 @@ def test_types(collective):
     """Whichever axes the input varies along, the result varies where the twin's does."""
     names, options = ("x", "y", "z"), OPTIONS.get(kind(collective), {})
     world = mesh.make(x=2, y=2, z=2)
-    for axis in (axis for axis in ("y", ("z", "x"), ("x", "y", "z")) if fits(collective, axis)):
+    for axis in ("y", ("z", "x"), ("x", "y", "z")):
+        if not fits(collective, dict.fromkeys(axis, 2)):
+            continue
         for k in range(8):
             given = tuple(name for bit, name in enumerate(names) if k >> bit & 1)
 
@@ -277,7 +284,7 @@ def test_types(collective):
             jax.eval_shape(spmd, jax.ShapeDtypeStruct((8 * 2 ** len(given), 8), jnp.float32))
 
 
-@one_axis
+@every_collective
 def test_over_no_axis(collective):
     """`lax` neither adds nor drops a dim where there is no axis."""
     manners = [{}] if kind(collective) == "all_reduce" else [{"tiled": False}, {"tiled": True}]
@@ -287,33 +294,17 @@ def test_over_no_axis(collective):
         np.testing.assert_array_equal(*both(x), strict=True)
 
 
-def hops_of_doubling(n):
-    """log2 of the greatest power of two, and one hop in and one out for the devices beyond it."""
-    return n.bit_length() - 1 + (2 if n & (n - 1) else 0)
-
-
 def sent(collective, sizes, size):
-    """What the docstrings say: (messages that a device sends, elements in them), for arrays of `size` elements a device."""
+    """(messages that a device sends, elements in them) for an array of `size`: of a table, n - 1 blocks each way."""
     n = math.prod(sizes)
-    block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[kind(collective)]
-    phases = 2 if kind(collective) == "all_reduce" else 1
-    once = {
-        "ring": n - 1,
-        "two_rings": 2 * (n - 1),
-        "halving": math.ceil(math.log2(n)),
-        "torus": len(sizes) * sum(k - 1 for k in sizes),
-    }
     if collective is doubling.all_reduce:
-        return hops_of_doubling(n), hops_of_doubling(n) * size
-    if collective not in ON_TWO_AXES:
-        return phases * once[mover(collective)], phases * (n - 1) * block
-    slow, fast = sizes
-    block = math.ceil(size / fast)
-    if collective is hierarchical.all_reduce:
-        over_slow = 2 * (slow - 1), 2 * (slow - 1) * math.ceil(block / slow)
-    else:
-        over_slow = hops_of_doubling(slow), hops_of_doubling(slow) * block
-    return 2 * (fast - 1) + over_slow[0], 2 * (fast - 1) * block + over_slow[1]
+        hops = n.bit_length() - 1 + (2 if n & (n - 1) else 0)  # one in and one out for the devices beyond a power of two
+        return hops, hops * size
+    block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[kind(collective)]
+    made = MOVER_OF[collective].table(*(sizes if on_torus(collective) else [n]))
+    passes = 2 if kind(collective) == "all_reduce" else 1
+    messages = sum(len(sends) for table in (made if isinstance(made, tuple) else [made]) for sends in table.rounds)
+    return passes * messages, passes * (n - 1) * block
 
 
 def compiled_traffic(collective, sizes, axis, shape):
@@ -335,7 +326,9 @@ def test_traffic_of_the_compiled_program(collective, sizes, axis):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f not in ON_TWO_AXES and kind(f) != "all_gather"], ids=name)
+@pytest.mark.parametrize(
+    "collective", [f for f in COLLECTIVES if kind(f) != "all_gather" and fits(f, {"x": 2, "y": 3})], ids=name
+)
 def test_backward(collective):
     """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an all-gather of its blocks does."""
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
@@ -347,16 +340,18 @@ def test_backward(collective):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if mover(f) not in ("halving", "doubling")], ids=name)
+@pytest.mark.parametrize(
+    "collective", [f for f in COLLECTIVES if mover(f) in ("ring", "two_rings", "torus", "machines(2)")], ids=name
+)
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
-    monkeypatch.setattr(drop_in, "UNROLLED", 1)
+    monkeypatch.setattr(route, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
     f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
     np.testing.assert_array_equal(*f(x), strict=True)
     assert compiled_traffic(collective, sizes, axis, (6, 3)) == sent(collective, (2, 3), 18)
-    if kind(collective) != "reduce_scatter" and "doubling" not in name(collective):
+    if kind(collective) != "reduce_scatter" and mover(collective) in ("ring", "two_rings"):
         longer = on_blocks(lambda x: collective(x, axis, **options), {"x": 2, "y": 4}).lower(np.zeros((2, 4, 6, 3), np.float32))
         shorter = on_blocks(lambda x: collective(x, axis, **options), sizes).lower(x)
         assert len({program.as_text().count("stablehlo.collective_permute") for program in (longer, shorter)}) == 1
@@ -367,7 +362,7 @@ def test_long_walks_are_loops(collective, monkeypatch):
 @pytest.mark.parametrize("algorithm", [ring, two_rings, torus], ids=str)
 def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
     """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps them in order by itself."""
-    monkeypatch.setattr(drop_in, "UNROLLED", unrolled)
+    monkeypatch.setattr(route, "UNROLLED", unrolled)
 
     def body(x):
         total = algorithm.all_reduce({"a": x, "b": x[:2]}, ("x", "y"))
@@ -379,10 +374,10 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
 
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
-    monkeypatch.setattr(drop_in, "UNROLLED", 1)
+    monkeypatch.setattr(route, "UNROLLED", 0)
     for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (two_rings.all_reduce, {"x": 2, "y": 2}, 2)):
         program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
-        assert program.count("stablehlo.while") == loops + 2  # and those of `drop_in.computed_once` and `drop_in.apart`
+        assert program.count("stablehlo.while") == loops + 3  # and the guards: of both shares of the own block, and of the whole
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 
@@ -448,16 +443,6 @@ def test_errors(collective, message):
         jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))
 
 
-@pytest.mark.parametrize("axis", ["x", ("x",), ("x", "y", "z"), ()])
-def test_a_hierarchy_has_two_axes(axis):
-    spmd = mesh.spmd(
-        lambda x: hierarchical.all_reduce(x, axis), mesh=mesh.make(x=2, y=2, z=2), in_specs=(P("x"),), out_specs=P("x")
-    )
-    message = f"hierarchical_all_reduce needs two mesh axes, (slow, fast); got {axis!r}. Use ring.all_reduce for one axis."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))
-
-
 @pytest.mark.slow
 def test_twelve_devices(pytestconfig):
     """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own, as users compile.
@@ -474,7 +459,9 @@ def on_twelve_devices(seed):
     for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
         jax.config.update(f"jax_{setting}", value)
     for number, collective in enumerate(COLLECTIVES, start=seed):
-        fitting = [case for case in TWELVE if fits(collective, case[1])]
+        fitting = [case for case in TWELVE if fits(collective, case[0])]
+        if not fitting:
+            continue
         sizes, axis = fitting[number % len(fitting)]
         print(name(collective), sizes, flush=True)
         test_meaning_type_and_gradient(collective, sizes, axis)

@@ -1,8 +1,16 @@
-"""The formulas are the compiled programs' own numbers; the link that is fitted and the choices made with it are right."""
+"""What is folded from the tables are the compiled programs' own numbers; the choices made with a link are right.
+
+A table that joins `collectives.tables` is tested for free. Programs for more than eight devices, where chains are loops, are
+compiled in a process of their own: this file as a script.
+"""
 
 import functools
 import math
+import os
+import subprocess
+import sys
 
+import flags
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -10,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
+from test_route import MOVERS
 
 from parallax import mesh
 from parallax.collectives import (
@@ -18,23 +27,22 @@ from parallax.collectives import (
     doubling,
     halving,
     hierarchical,
+    machines,
     matmul,
     quantized,
     ring,
     send_next,
-    several_axes,
     torus,
+    tuning,
     two_rings,
 )
-from parallax.collectives.cost import Cost, Link, Message, Round, spelt
+from parallax.collectives.cost import Cost, Link, Message, Round
 from parallax.collectives.types import varying
 from parallax.compiled import certificate
 
 SIZES = (1, 97)  # numbers on a device: fewer than devices, and a size that does not divide
-REDUCTIONS = [f for f in cost.FORMULAS if f.__name__ in ("all_reduce", "all_mean")]
-SCATTERS = [f for f in cost.FORMULAS if f.__name__ == "reduce_scatter"]
-GATHERS = [f for f in cost.FORMULAS if f.__name__ == "all_gather"]
-LEFT = [send_next, ring.all_to_all, hierarchical.all_reduce, matmul.all_gather_matmul, matmul.matmul_reduce_scatter]
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+CASES = [(of, kind) for of in (*MOVERS, quantized) for kind in KINDS] + [(doubling, "all_reduce")]
 
 
 @functools.cache
@@ -69,44 +77,58 @@ def axes_of(n):
 
 DEVICES = range(1, 9)
 MESHES = [*DEVICES, (2, 4), (3, 2), (1, 4), (2, 2, 2)]
+MANY = [*range(9, 13), (2, 10), (10, 2)]
 
 
-@pytest.mark.sweep(20)
-@pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", REDUCTIONS, ids=spelt)
-def test_all_reduces(collective, n):
-    for size in SIZES:
-        assert_priced(collective, collective, axes_of(n), (size,), 4 * size)
+def fits(of, n):
+    try:
+        of.reduce_scatter if of is doubling else cost.of(of.all_reduce, 4, n)
+    except ValueError:
+        return False
+    return True
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("n", [(2, 4), (3, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("inner", [halving.all_reduce, doubling.all_reduce], ids=spelt)
-def test_hierarchical(n, inner):
-    of = functools.partial(several_axes.hierarchical_all_reduce, all_reduce=inner)
-    call = lambda x, axes: several_axes.hierarchical_all_reduce(x, axes, all_reduce=inner)
-    price = cost.of(of, 4 * 97, n)
-    assert compiled(call, axes_of(n), (97,)) == exactly(price)
+def layouts(among):
+    chosen = [(of, kind, n) for of, kind in CASES for n in among if fits(of, n)]
+    return pytest.mark.parametrize(("of", "kind", "n"), chosen, ids=lambda value: str(value).replace(" ", ""))
 
 
-@pytest.mark.sweep(10)
-@pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", SCATTERS, ids=spelt)
-def test_reduce_scatters(collective, n):
-    devices = math.prod(n) if isinstance(n, tuple) else n
-    assert_priced(collective, _scattered(collective), axes_of(n), (devices * 37,), 4 * devices * 37)
+@pytest.mark.sweep(25)
+@layouts(MESHES)
+def test_the_fold_is_the_program(of, kind, n):
+    """Bytes, messages and hops in a row, exactly; sizes that do not divide, fewer numbers than devices, slices along a dim."""
+    count = math.prod(n) if isinstance(n, tuple) else n
+    collective = getattr(of, kind)
+    shapes = {
+        "all_reduce": [(1,), (97,), (12 * count, 2, 1)],
+        "reduce_scatter": [(37 * count,), (12 * count, 1, 2)],
+        "all_gather": [(37,), (12, 1, 2)],
+    }[kind]
+    call = scattered(collective) if kind == "reduce_scatter" else collective
+    for shape in shapes:
+        assert_priced(collective, call, axes_of(n), shape, 4 * math.prod(shape))
 
 
 @functools.cache
-def _scattered(collective):
+def scattered(collective):
     return lambda x, axes: collective(x, axes, tiled=True)
 
 
-@pytest.mark.sweep(10)
-@pytest.mark.parametrize("n", MESHES, ids=str)
-@pytest.mark.parametrize("collective", GATHERS, ids=spelt)
-def test_all_gathers(collective, n):
-    assert_priced(collective, collective, axes_of(n), (37,), 4 * 37)
+@pytest.mark.slow
+def test_the_fold_is_the_program_on_many_devices(pytestconfig):
+    """9 to 12 devices, and 20 of two axes: loops begin at 10. One case of 16 each time."""
+    command, environment = [sys.executable, __file__, str(pytestconfig.option.sweep_seed)], os.environ | flags.quick()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def on_many_devices(seed):
+    jax.config.update("jax_num_cpu_devices", 20)
+    drawn = layouts(MANY).args[1]
+    inside = [(machines(g), kind, 20) for g in (2, 10) for kind in KINDS]
+    for of, kind, n in [*inside, *drawn[seed % 16 :: 16]]:
+        print(of, kind, n, flush=True)
+        test_the_fold_is_the_program(of, kind, n)
 
 
 @functools.cache
@@ -128,10 +150,6 @@ def test_the_others(n):
 
 def _dealt(x, axis):
     return ring.all_to_all(x, axis, 0, 0)
-
-
-def test_every_formula_is_tested():
-    assert {*REDUCTIONS, *SCATTERS, *GATHERS, *LEFT} == set(cost.FORMULAS)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("int8", 1)])
@@ -174,33 +192,42 @@ def test_numbers_of_the_literature():
     assert cost.of(two_rings.all_reduce, m, p)[:2] == (2 * (p - 1), (p - 1) * m // p)
     assert cost.of(torus.all_reduce, m, (32, 32))[:2] == (4 * 31, (p - 1) * m // p)
     assert cost.of(ring.all_reduce, m, p).reduced == cost.of(halving.all_reduce, m, p).reduced == (p - 1) * m // p
-    between = [r for r in cost.rounds(hierarchical.all_reduce, m, (128, 8)) if r.messages[0].axis == 0]
+    between = [r for r in cost.rounds(hierarchical.all_reduce, m, (128, 8)) if r.messages[0].step[0]]
     assert cost.total(between).bytes == 2 * 127 * m // 8 // 128  # the slow link carries 1/8
 
 
-def test_rounds_name_distances_and_axes():
-    assert cost.rounds(halving.reduce_scatter, 7 * 4, 7) == [
-        Round(1, (Message(12, distance=4),), 12, waits=1),
-        Round(1, (Message(8, distance=2),), 8, waits=1),
-        Round(1, (Message(4, distance=1),), 4, waits=1),
-    ]
-    assert cost.rounds(halving.reduce_scatter, 3 * 4, 3) == [  # the second block is sent as it was at first
-        Round(1, (Message(4, distance=2),), 4, waits=1),
-        Round(1, (Message(4, distance=1),), 4, waits=0),
-    ]
-    assert cost.rounds(torus.reduce_scatter, 12 * 4, (2, 3)) == [  # blocks of two numbers, one each way round the axes
-        Round(1, (Message(12, axis=0), Message(8, axis=1)), 20, waits=1),
-        Round(1, (Message(8, axis=1),), 8, waits=1),
-        Round(1, (Message(4, axis=1), Message(4, axis=0)), 8, waits=1),
-        Round(1, (Message(4, axis=1),), 4, waits=0),  # the first part has come as far as the second
-    ]
-    assert cost.rounds(two_rings.all_gather, 12, 3) == [Round(2, (Message(8), Message(4, distance=-1)))]
+def test_who_crosses_a_border():
+    """DESIGN's example: of 16 devices in machines of 8, the blocks that leave a device's machine, on average, out of 15."""
+
+    def crossing(of, n=16, g=8):
+        return sum(blocks for (i, j), blocks in of.table(n).traffic().items() if i // g != j // g) / n
+
+    assert [crossing(of) for of in (ring, halving, machines(8))] == [15 / 8, 10.625, 1]
 
 
-@given(st.integers(1, 10**5), st.integers(0, 10**6))
+def test_rounds_name_steps():
+    assert cost.rounds(halving.reduce_scatter, 7 * 4, 7) == (
+        Round(1, (Message(12, (4,)),), 12),
+        Round(1, (Message(8, (2,)),), 8),
+        Round(1, (Message(4, (1,)),), 4),
+    )
+    assert cost.rounds(halving.reduce_scatter, 3 * 4, 3) == (  # the second block is sent as it was at first
+        Round(1, (Message(4, (2,)),), 4),
+        Round(1, (Message(4, (1,)),), 4, waits=False),
+    )
+    assert cost.rounds(torus.reduce_scatter, 12 * 4, (2, 3)) == (  # blocks of two numbers, one each way round the axes
+        Round(1, (Message(12, (1, 0)), Message(8, (0, 1))), 20),
+        Round(1, (Message(8, (0, 1)),), 8),
+        Round(1, (Message(4, (0, 1)), Message(4, (1, 0))), 8),
+        Round(1, (Message(4, (0, 1)),), 4, waits=False),  # the first part has come as far as the second
+    )
+    assert cost.rounds(two_rings.all_gather, 12, 3) == (Round(2, (Message(8, (-1,)), Message(4, (1,)))),)
+
+
+@given(st.integers(1, 500), st.integers(0, 10**6))
 def test_no_all_reduce_beats_the_bounds(n, size):
     """Every device must hear of every other, and send and add its share."""
-    for f in cost.exact(n):
+    for f in tuning.exact(n):
         price = cost.of(f, 4 * size, n)
         if size and n > 1:
             assert 2**price.hops >= n
@@ -216,16 +243,16 @@ def test_seconds_and_the_fastest():
     assert cost.seconds(price, link) == pytest.approx(1e-6 + 4e-5 + 1e-3 + 1e-5)
     two_ways = Cost(hops=4, bytes=10**6, sent=2 * 10**6, messages=8)
     assert cost.seconds(two_ways, link._replace(one_port=True)) == pytest.approx(1e-6 + 8e-5 + 2e-3)
-    assert cost.fastest(2**30, 8, link._replace(one_port=True)) is halving.all_reduce
-    assert cost.fastest(64, 8, link) is doubling.all_reduce
-    assert cost.fastest(2**20, 8, link) in (halving.all_reduce, two_rings.all_reduce)
-    assert cost.fastest(2**30, 8, link) is two_rings.all_reduce
-    assert cost.fastest(2**30, 8, link, among=[ring.all_reduce, doubling.all_reduce]) is ring.all_reduce
-    assert cost.fastest(2**30, (4, 2), link) in (torus.all_reduce, two_rings.all_reduce)
+    assert tuning.fastest(2**30, 8, link._replace(one_port=True)) is halving.all_reduce
+    assert tuning.fastest(64, 8, link) is doubling.all_reduce
+    assert tuning.fastest(2**20, 8, link) in (halving.all_reduce, two_rings.all_reduce)
+    assert tuning.fastest(2**30, 8, link) is two_rings.all_reduce
+    assert tuning.fastest(2**30, 8, link, among=[ring.all_reduce, doubling.all_reduce]) is ring.all_reduce
+    assert tuning.fastest(2**30, (4, 2), link) in (torus.all_reduce, two_rings.all_reduce)
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"needs a function that it has a formula for; got .*sin.* Take one of: send_next,"):
+    with pytest.raises(ValueError, match=r"needs a function that has a table of messages; got .*sin.* such as ring\.all_reduce"):
         cost.of(jnp.sin, 4, 2)
     with pytest.raises(ValueError, match="7 bytes are no whole number of items of 4 bytes"):
         cost.of(ring.all_reduce, 7, 2)
@@ -240,3 +267,7 @@ def test_wrong_programs_are_told():
     assert certificate.differences(entries, {"x": cost.of(ring.all_reduce, 64, 8)}) == []
     told = certificate.differences(entries, {"x": cost.of(halving.all_reduce, 64, 8)})
     assert [sentence.split(" were")[0] for sentence in told] == ["along x: 6 collectives", "along x: 6 hops in a row"]
+
+
+if __name__ == "__main__":
+    on_many_devices(int(sys.argv[1]))

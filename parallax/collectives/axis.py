@@ -60,6 +60,10 @@ class AllToAll(Protocol):
         ...
 
 
+def _no_table(*sizes: int) -> NoReturn:
+    raise ValueError("This mover has no table of messages. Take one of `collectives.tables`, such as ring.")
+
+
 @dataclass(frozen=True)
 class Mover:
     """Who moves data along an axis: functions that take and return what `lax`'s take and return.
@@ -70,6 +74,7 @@ class Mover:
         reduce_scatter: for `lax.psum_scatter`.
         all_gather: for `lax.all_gather`.
         all_to_all: for `lax.all_to_all`, which is the default.
+        table: what moves by: for so many devices a `Route`, or several side by side.
     """
 
     name: str
@@ -77,6 +82,7 @@ class Mover:
     reduce_scatter: ReduceScatter
     all_gather: AllGather
     all_to_all: AllToAll = lax.all_to_all
+    table: Callable[..., Any] = _no_table
 
     def __call__(self, axis_name: AxisName) -> "Axis":
         """This mover along `axis_name`: one mesh axis, or several as one group, in row-major order."""

@@ -1,44 +1,71 @@
-"""What each collective costs, as a table of its messages: before it runs, on any number of devices.
+"""What each collective costs, before it runs, on any number of devices: folds over the table of messages that it runs by.
 
     price = cost.of(ring.all_reduce, nbytes, n)      # hops, bytes a link, bytes sent, messages, bytes added
     cost.seconds(price, link)                        # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds; in a round every device sends a message, or several over links of their own, and waits for those
 that it is sent. Some rounds need nothing that the one before brought: a program may send them at once, a device with one port
-will not. The formulas are whole numbers, padding included, and every one of them equals what the tests read from the compiled
-programs. What a hop takes is measured on the live mesh by `tuning.fit`. The tables themselves are in `formulas`.
+will not. All numbers are whole, padding included, and every one of them equals what the tests read from the compiled programs.
+What a hop takes is measured on the live mesh by `tuning.fit`.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005); Chan et al.,
 Collective communication: theory, practice, and experience (2007).
 """
 
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from parallax.collectives.bidirectional import two_rings
-from parallax.collectives.formulas import FORMULAS, Message, Round, Sizes, rounds, spelt
-from parallax.collectives.recursive_doubling import doubling
-from parallax.collectives.recursive_halving import halving
-from parallax.collectives.rings import ring
-from parallax.collectives.several_axes import hierarchical, torus
+Sizes = int | tuple[int, ...]  # devices on the axis, or on each of several
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-__all__ = [
-    "FORMULAS",
-    "Cost",
-    "Link",
-    "Message",
-    "Round",
-    "Sizes",
-    "exact",
-    "fastest",
-    "of",
-    "of_leaves",
-    "rounds",
-    "seconds",
-    "spelt",
-    "terms",
-    "total",
-]
+
+class Message(NamedTuple):
+    """What a device sends in a round.
+
+    Attributes:
+        bytes: of the message.
+        step: how many devices further on it goes along each dim of the table's box; below 0, back. On a switch that is one link,
+            on a bare ring as many as the step.
+    """
+
+    bytes: int
+    step: tuple[int, ...] = (1,)
+
+
+class Round(NamedTuple):
+    """Rounds that send the same messages, one after another.
+
+    Attributes:
+        times: how many they are.
+        messages: that a device sends in each, side by side.
+        reduced: bytes that it adds to others in each.
+        waits: whether something is sent on in each that took as many hops as anything has.
+    """
+
+    times: int
+    messages: tuple[Message, ...]
+    reduced: int = 0
+    waits: bool = True
+
+
+def priced(rounds: Callable[..., Sequence[Round]], name: str = "") -> Callable[[Function], Function]:
+    """Lets `of` know what the function that it decorates sends, and messages call it by `name`, such as "ring.all_reduce".
+
+    Args:
+        rounds: the rounds of the function on an array of so many numbers: `(size, n, itemsize, **options)`, as `of` takes them.
+        name: the function's own by default.
+    """
+
+    def with_rounds(function: Function) -> Function:
+        function.rounds = rounds  # pyright: ignore[reportFunctionMemberAccess]
+        function.__qualname__ = name or function.__qualname__
+        function.__name__ = function.__qualname__.rpartition(".")[2]
+        return function
+
+    return with_rounds
 
 
 class Cost(NamedTuple):
@@ -92,7 +119,7 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         itemsize: bytes of a number. Numbers are not divided: an array whose size does not divide is padded.
 
     Raises:
-        ValueError: there is no formula for `collective`, or `nbytes` is no multiple of `itemsize`.
+        ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
     """
     return total(rounds(collective, nbytes, n, itemsize=itemsize))
 
@@ -102,16 +129,49 @@ def of_leaves(collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *,
     return total([round for nbytes in sizes for round in rounds(collective, nbytes, n, itemsize=itemsize)])
 
 
-def total(rounds: Sequence[Round]) -> Cost:
+def rounds(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4) -> Sequence[Round]:
+    """The rounds of a call of `collective`, with the arguments and errors of `of`."""
+    function, options = collective, {}
+    while isinstance(function, functools.partial):
+        function, options = function.func, function.keywords | options
+    if not hasattr(function, "rounds"):
+        raise ValueError(
+            f"cost.of needs a function that has a table of messages; got {function}. Take one of the package's own, such as "
+            "ring.all_reduce; jax.lax has no tables."
+        )
+    if nbytes % itemsize:
+        raise ValueError(f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass itemsize=...")
+    options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
+    return _rounds(function, nbytes // itemsize, n, itemsize, options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounds(function, size, n, itemsize, options):
+    # XLA drops a message without a byte, and a loop without a turn.
+    found = [
+        round._replace(messages=tuple(m for m in round.messages if m.bytes))
+        for round in function.rounds(size, n, itemsize, **dict(options))
+    ]
+    alike = itertools.groupby((round for round in found if round.times and round.messages), lambda round: round._replace(times=1))
+    return tuple(round._replace(times=sum(each.times for each in run)) for round, run in alike)
+
+
+def spelt(collective: Callable[..., Any]) -> str:
+    """What a message calls a function: `ring.all_reduce`."""
+    if hasattr(collective, "rounds"):
+        return collective.__qualname__
+    module = "lax" if collective.__module__.startswith("jax") else collective.__module__.rpartition(".")[2]
+    return f"{module}.{collective.__name__}"
+
+
+def total(rounds: Iterable[Round]) -> Cost:
     """The rounds, one after another, as one cost."""
-    return Cost(
-        hops=sum(round.times for round in rounds),
-        bytes=sum(round.times * max(m.bytes for m in round.messages) for round in rounds),
-        sent=sum(round.times * m.bytes for round in rounds for m in round.messages),
-        messages=sum(round.times * len(round.messages) for round in rounds),
-        reduced=sum(round.times * round.reduced for round in rounds),
-        chain=sum(round.times if round.waits is None else round.waits for round in rounds),
-    )
+    found = [0] * len(Cost._fields)
+    for times, messages, reduced, waits in rounds:
+        sizes = [message.bytes for message in messages]
+        counts = 1, max(sizes), sum(sizes), len(sizes), reduced, int(waits)
+        found = [before + times * count for before, count in zip(found, counts, strict=True)]
+    return Cost(*found)
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
@@ -124,27 +184,6 @@ def seconds(cost: Cost, link: Link) -> float:
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))
 
 
-def exact(n: Sizes) -> list[Callable[..., Any]]:
-    """Every all-reduce that adds without rounding off, for one axis of n devices, or for several."""
-    found = [ring.all_reduce, two_rings.all_reduce, halving.all_reduce, doubling.all_reduce]
-    found += [torus.all_reduce] if isinstance(n, tuple) and len(n) > 1 else []
-    return found + ([hierarchical.all_reduce] if isinstance(n, tuple) and len(n) == 2 else [])
-
-
-def fastest(
-    nbytes: int, n: Sizes, link: Link, *, among: Sequence[Callable[..., Any]] | None = None, itemsize: int = 4
-) -> Callable[..., Any]:
-    """The all-reduce of an array of `nbytes` that takes the fewest seconds by the formulas; of equals, the first.
-
-    Args:
-        nbytes: of the array on each device.
-        n: the devices on the axis, or on each of several.
-        link: of that axis.
-        among: the functions to choose from; `exact(n)` by default.
-        itemsize: bytes of a number.
-
-    Raises:
-        ValueError: as `of` does.
-    """
-    among = exact(n) if among is None else among
-    return min(among, key=lambda f: seconds(of(f, nbytes, n, itemsize=itemsize), link))
+def devices(n: Sizes) -> int:
+    """The number of devices together."""
+    return math.prod(n) if isinstance(n, tuple) else n

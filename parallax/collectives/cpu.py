@@ -16,6 +16,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Shaped
 
 from parallax.collectives.types import pending, replicated, varying_axes
 from parallax.typed import PyTree
@@ -53,3 +54,17 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     # What is chosen from must differ, or a constant would not wait: a number's bits, or zero.
     other = lambda leaf: jnp.zeros((), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else ~leaf
     return [jnp.where(holds, leaf, other(leaf)) for leaf in x]
+
+
+def in_memory(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    """`x`, computed once: what comes out of a loop is in memory, for all who want it. Costs two or three passes over it."""
+    return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
+
+
+def apart(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x`, with a no-op loop between its last write and what follows: the loop writes one number again."""
+    if not x.size:
+        return x
+    start = (0,) * x.ndim
+    number = lax.slice(x, start, (1,) * x.ndim)
+    return lax.fori_loop(0, 2, lambda _, y: lax.dynamic_update_slice(y, number, start), x)

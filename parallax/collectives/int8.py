@@ -38,17 +38,22 @@ gradient descent (2014), for error feedback; Dettmers, 8-bit approximations for 
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
-from parallax.collectives import drop_in, types
+from parallax.collectives import cost, drop_in, types
 from parallax.collectives.axis import Mover
-from parallax.collectives.rings import ring
+from parallax.collectives.cost import Round, devices
+from parallax.collectives.exchange import straight
+from parallax.collectives.route import all_reduce as exact_all_reduce
+from parallax.collectives.route import messages
+from parallax.collectives.tables import ring
 from parallax.collectives.types import AxisName, axes, replicated, varying, varying_axes
 from parallax.typed import PyTree
 
@@ -58,6 +63,36 @@ BLOCK = 32  # MXINT8's
 LARGEST = 127
 
 
+def _from_a_block_on(sent: Callable[..., list[Round]], exact: Callable[..., Any]) -> Callable[..., Sequence[Round]]:
+    """`sent` (size, n, itemsize, block_size), for arrays of a block or more; shorter ones go as `exact` sends them."""
+
+    def rounds(size, n, itemsize, *, block_size=BLOCK):
+        if size < block_size:
+            return cost.rounds(exact, size * itemsize, n, itemsize=itemsize)
+        return sent(size, devices(n), itemsize, block_size)
+
+    return rounds
+
+
+def _scatters(size, n, itemsize, block_size):
+    part = -(-size // n)
+    return messages([straight(n)], [_nbytes(part, itemsize, block_size)], added=[part * max(itemsize, 4)])
+
+
+def _gathers(size, n, itemsize, block_size):
+    return messages([ring.table(n)], [_nbytes(size, itemsize, block_size)], back=True)
+
+
+def _both(size, n, itemsize, block_size):
+    return _scatters(size, n, itemsize, block_size) + _gathers(-(-size // n), n, itemsize, block_size)
+
+
+def _nbytes(size, itemsize, block_size):
+    """Of `size` numbers as int8, and an exponent a block: of one byte, of float64 two."""
+    return size + -(-size // block_size) * (2 if itemsize == 8 else 1)
+
+
+@cost.priced(_from_a_block_on(_both, ring.all_reduce), "quantized.all_reduce")
 def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """About the sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`.
 
@@ -69,12 +104,13 @@ def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree
         ValueError: `block_size` is below 1.
     """
 
-    def total(x):
+    def total(x, axis_name):
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
-    return _each(x, block_size, lambda x: drop_in.all_reduce(x, axis_name, total), lambda x: ring.all_reduce(x, axis_name))
+    return _each(x, block_size, lambda x: exact_all_reduce(x, axis_name, total), lambda x: ring.all_reduce(x, axis_name))
 
 
+@cost.priced(_from_a_block_on(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def reduce_scatter(
     x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
@@ -86,12 +122,12 @@ def reduce_scatter(
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
     """
-    where = {"scatter_dimension": scatter_dimension, "tiled": tiled}
-    ours = _blocks_of(block_size)
-    exact = lambda x: ring.reduce_scatter(x, axis_name, **where)
-    return _each(x, block_size, lambda x: ours.reduce_scatter(x, axis_name, **where), exact)
+    exact = lambda x: ring.reduce_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
+    ours = lambda x: drop_in.reduce_scatter(x, axis_name, _slices(block_size), scatter_dimension, tiled)
+    return _each(x, block_size, ours, exact)
 
 
+@cost.priced(_from_a_block_on(_gathers, ring.all_gather), "quantized.all_gather")
 def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK) -> Tree:
     """About every device's block, on every device the same bits: `A[I_X] -> A[I]`. The twin of `lax.all_gather`.
 
@@ -101,9 +137,9 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
     Raises:
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
     """
-    where, ours = {"axis": axis, "tiled": tiled}, _blocks_of(block_size)
-    exact = lambda x: ring.all_gather(x, axis_name, **where)
-    return _each(x, block_size, lambda x: ours.all_gather(x, axis_name, **where), exact)
+    exact = lambda x: ring.all_gather(x, axis_name, axis=axis, tiled=tiled)
+    ours = lambda x: drop_in.all_gather(x, axis_name, _slices(block_size), axis, tiled)
+    return _each(x, block_size, ours, exact)
 
 
 @dataclass(frozen=True)
@@ -206,18 +242,19 @@ def _all_reduce(x, axis_name, block_size):
     return tuple(y.reshape(-1)[: x.size].reshape(x.shape) for y in (result, error))
 
 
-def _blocks_of(block_size):
-    """The mover all of whose messages are int8."""
+def _slices(block_size):
+    """A reduce-scatter and an all-gather all of whose messages are int8."""
 
-    def scatter_blocks(blocks, axis_name):
+    def scattered(x, dim, axis_name):
+        blocks = drop_in.split(x, dim, axis_name, True)
         total, _ = _reduce(_widened(blocks).reshape(blocks.shape[0], -1), axis_name, block_size)
-        return total.reshape(blocks.shape[1:]).astype(blocks.dtype)
+        return total.reshape(blocks.shape[1:]).astype(x.dtype)
 
-    def gather_blocks(block, axis_name):
-        blocks, _ = _gather(_widened(block).reshape(-1), axis_name, block_size)
-        return blocks.reshape(-1, *block.shape).astype(block.dtype)
+    def gathered(x, dim, axis_name):
+        blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
+        return drop_in.merge(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
 
-    return drop_in.mover("int8", scatter_blocks, gather_blocks)
+    return drop_in.Slices(scattered, gathered)
 
 
 def _reduce(parts, axis_name, block_size):

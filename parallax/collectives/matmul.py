@@ -20,6 +20,7 @@ Source: Wang et al., Overlap communication with dependent computation via decomp
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from parallax.collectives.cost import devices, priced
 from parallax.collectives.drop_in import check_divides, dim_of
-from parallax.collectives.rings import send_next
-from parallax.collectives.types import AxisName, axes, index, size, varying, varying_axes, wide
+from parallax.collectives.route import Route, gather, messages, scatter
+from parallax.collectives.types import AxisName, axes, size, varying, varying_axes, wide
 
 
+def _from_both_sides(n: int) -> Route:
+    """Whole blocks to the nearer side, the farthest first; the one opposite goes one way."""
+    return Route((n,), [{1: [h]} | ({-1: [n - h]} if 2 * h < n else {}) for h in range(n // 2, 0, -1)])
+
+
+def _gathered(size, n, itemsize):
+    return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
+
+
+@priced(_gathered, "all_gather_matmul")
 def all_gather_matmul(
     x: Inexact[Array, "*batch inputs"], weight: Inexact[Array, "inputs *outputs_shard"], axis_name: AxisName, *, axis: int = 0
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
@@ -56,6 +68,12 @@ def all_gather_matmul(
     return _all_gather_matmul(*_alike(x, weight, axis_name), axis_name, axis)
 
 
+def _reduced(size, n, itemsize):
+    block = -(-size // devices(n)) * itemsize
+    return messages([_from_both_sides(devices(n))], [block], added=[block])
+
+
+@priced(_reduced, "matmul_reduce_scatter")
 def matmul_reduce_scatter(
     x: Inexact[Array, "*batch_and_inputs_shard"],
     weight: Inexact[Array, "*inputs_shard outputs"],
@@ -117,12 +135,12 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
-    n, me = size(axis_name), index(axis_name)
+    n = size(axis_name)
 
     def product(j):
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
-    return _towards_their_owner(product, axis_name, n, me)
+    return _towards_their_owner(product, axis_name)
 
 
 def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
@@ -148,29 +166,14 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
-    n, me = size(axis_name), index(axis_name)
-    carry, ahead, behind = visit(carry, me, x), x, x
-    for h in range(1, n // 2 + 1):
-        ahead = send_next(ahead, axis_name)
-        carry = visit(carry, (me - h) % n, ahead)
-        if 2 * h < n:  # the device opposite is reached from one side
-            behind = send_next(behind, axis_name, distance=-1)
-            carry = visit(carry, (me + h) % n, behind)
-    return carry
+    keep = lambda carry, _, j, block: visit(carry, j, block)
+    return gather([_from_both_sides(size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf)
 
 
-def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName, n: int, me):
+def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
     """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
-    ahead = behind = None
-    for h in range(n // 2, 0, -1):
-        ahead = send_next(_sum(ahead, product((me + h) % n)), axis_name)
-        if 2 * h < n:
-            behind = send_next(_sum(behind, product((me - h) % n)), axis_name, distance=-1)
-    return _sum(behind, _sum(ahead, product(me)))
-
-
-def _sum(partial, product):
-    return product if partial is None else partial + product
+    (total,) = scatter([_from_both_sides(size(axis_name))], lambda _, j: product(j), axis_name, unrolled=math.inf)
+    return total
 
 
 def _alike(x, weight, axis_name):

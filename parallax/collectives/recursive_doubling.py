@@ -15,39 +15,56 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from parallax.collectives import drop_in, types
+from parallax.collectives import types
 from parallax.collectives.axis import Mover, refused
+from parallax.collectives.cost import Message, Round, devices, priced
+from parallax.collectives.route import all_reduce, computed_once, send
 from parallax.collectives.types import AxisName
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def all_reduce(x: Tree, axis_name: AxisName) -> Tree:
+def _hops(n: int) -> list[list[tuple[int, int]]]:
+    """Who sends to whom, hop by hop: those beyond a power of two to the front, the exchanges, and back."""
+    count = n.bit_length() - 1
+    folded = [(i, i - 2**count) for i in range(2**count, n)]
+    exchanges = [[(i, i ^ 2**k) for i in range(2**count)] for k in range(count)]
+    return [folded, *exchanges, [(j, i) for i, j in folded]] if folded else exchanges
+
+
+def _messages(size, n, itemsize):
+    hops, folded = _hops(devices(n)), devices(n) & (devices(n) - 1)
+    added = [True] * (len(hops) - 1) + [not folded]
+    sent = size * itemsize
+    steps = [(pairs[0][1] - pairs[0][0],) for pairs in hops]
+    return [Round(1, (Message(sent, step),), sent * adds) for step, adds in zip(steps, added, strict=False)]
+
+
+@priced(_messages, "doubling.all_reduce")
+def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """The sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`, for small arrays.
 
     In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the same two numbers, and
     a + b is b + a to the last bit, so all devices end with the same bits. Unless n is a power of two, the n - p devices beyond
-    the last one first add theirs into the devices at the front, and are told the result in the end: 2 hops more. (A walk without
-    folding, as in `halving`, takes a hop less, but each device would add in an order of its own.) Its transpose costs nothing.
-    Errors as in `ring.all_reduce`.
+    the last one first add theirs into the devices at the front, and are told the result in the end: 2 hops more. (Without
+    folding, as in `halving`, it takes a hop less, but each device would add in an order of its own.) Its transpose costs nothing.
+    It is no `Route`: a sum that both keep and send is counted more than once.
     """
-    return drop_in.all_reduce(x, axis_name, lambda x: _total(x, axis_name))
+    return all_reduce(x, axis_name, _total)
 
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     n = types.size(axis_name)
-    x = drop_in.computed_once(x)  # the sums after it are the same, however often they are computed
-    hops = n.bit_length() - 1
-    p = 2**hops
-    folded = [(i, i - p) for i in range(p, n)]
-    if folded:
-        x = x + drop_in.send(x, axis_name, folded)
-    for k in range(hops):
-        x = _as_sent(x) + drop_in.send(x, axis_name, [(i, i ^ 2**k) for i in range(p)])
-    if folded:
-        told = drop_in.send(x, axis_name, [(j, i) for i, j in folded])
-        x = jnp.where(types.index(axis_name) < p, x, told)
+    x = computed_once(x)  # the sums after it are the same, however often they are computed
+    hops = _hops(n)
+    if n & (n - 1):
+        folded, *hops, told = hops
+        x = x + send(x, axis_name, folded)
+    for pairs in hops:
+        x = _as_sent(x) + send(x, axis_name, pairs)
+    if n & (n - 1):
+        x = jnp.where(types.index(axis_name) < told[0][1], x, send(x, axis_name, told))
     return x
 
 
@@ -61,7 +78,7 @@ def _as_sent(x):
 
 doubling = Mover(
     "doubling",
-    all_reduce,
+    _all_reduce,
     reduce_scatter=refused("doubling", "reduce_scatter", "halving"),
     all_gather=refused("doubling", "all_gather", "halving"),
 )

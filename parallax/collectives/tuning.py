@@ -23,15 +23,42 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh as meshes
 from parallax.collectives import cost
 from parallax.collectives.axis import Mover
-from parallax.collectives.bidirectional import two_rings
-from parallax.collectives.cost import Cost, Link, spelt
+from parallax.collectives.cost import Cost, Link, Sizes, spelt
 from parallax.collectives.recursive_doubling import doubling
-from parallax.collectives.rings import ring, send_next
+from parallax.collectives.route import send_next
+from parallax.collectives.tables import halving, hierarchical, ring, torus, two_rings
 from parallax.collectives.types import AxisName, axes, varying
 
 FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
 RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
 REFINED = 2  # times that a race looks closer at where one function begins to win over another
+
+
+def exact(n: Sizes) -> list[Callable[..., Any]]:
+    """Every all-reduce that adds without rounding off, for one axis of n devices, or for several."""
+    found = [ring, two_rings, halving, doubling]
+    found += [torus] if isinstance(n, tuple) and len(n) > 1 else []
+    found += [hierarchical] if isinstance(n, tuple) and len(n) == 2 else []
+    return [mover.all_reduce for mover in found]
+
+
+def fastest(
+    nbytes: int, n: Sizes, link: Link, *, among: Sequence[Callable[..., Any]] | None = None, itemsize: int = 4
+) -> Callable[..., Any]:
+    """The all-reduce of an array of `nbytes` that takes the fewest seconds by its table and the link; of equals, the first.
+
+    Args:
+        nbytes: of the array on each device.
+        n: the devices on the axis, or on each of several.
+        link: of that axis.
+        among: the functions to choose from; `exact(n)` by default.
+        itemsize: bytes of a number.
+
+    Raises:
+        ValueError: as `cost.of` does.
+    """
+    among = exact(n) if among is None else among
+    return min(among, key=lambda f: cost.seconds(cost.of(f, nbytes, n, itemsize=itemsize), link))
 
 
 def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9) -> Link:
@@ -156,7 +183,7 @@ def auto(
     told = []
     for axis_name in axis_names:
         n, fitted = _sizes(mesh, axis_name), link or fit(mesh, axis_name, rounds=rounds)
-        rivals = cost.exact(n) if among is None else among
+        rivals = exact(n) if among is None else among
         predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals}
         ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
         raced = [lax.psum, *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1])]

@@ -235,3 +235,65 @@ ad.deflinear2(
     linear_p, lambda ct, x, *, forward, backward, name: [linear_p.bind(ct, forward=backward, backward=forward, name="")]
 )
 batching.primitive_batchers[linear_p] = _batched
+
+
+def moved(
+    x: Shaped[Array, "..."],
+    axis_name: AxisName,
+    *,
+    forward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    backward: Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]],
+    to: str = "varying",
+) -> Shaped[Array, "..."]:
+    """`linear` of two functions of varying arrays, for an `x` that varies or is unreduced along all of `axis_name`.
+
+    The result is declared `to`, "varying", "invarying" or "reduced" there, and the transpose's result what belongs to `x`:
+    reduced for unreduced. Along other axes both stay as they are.
+    """
+
+    def on_terms(f, state):
+        def g(x):
+            other = {axis: was for axis, was in pending(x).items() if axis not in axes(axis_name)}
+            inside = dict.fromkeys((*axes(axis_name), *other), "varying")
+            after: dict[str, Any] = other | dict.fromkeys(axes(axis_name), state)
+            return cast(f(cast(x, inside)), after)
+
+        return g
+
+    unreduced = any(axis in axes(axis_name) for axis in pending(x))
+    return linear(x, forward=on_terms(forward, to), backward=on_terms(backward, "reduced" if unreduced else "varying"))
+
+
+def summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+    """`x` for a sum over `axis_name`, as varying or as unreduced along all of it.
+
+    Raises:
+        ValueError: it is reduced along one of the axes, or unreduced along some of them only; `lax` refuses those too.
+    """
+    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
+        return x
+    if "unreduced" in states.values():
+        raise ValueError(
+            f"{name} along {axis_name!r} needs an x that is unreduced along all of these axes or along none; this one, of shape "
+            f"{x.shape}, is {_spelt(states)}. Sum it over its unreduced axes first, and over the others then."
+        )
+    return block(name, x, axis_name)
+
+
+def block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+    """`x` as varying along `axis_name`. Raises `ValueError` where it is unreduced or reduced there, as `lax` does."""
+    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    if states:
+        cure = "Sum it first, by all_reduce or reduce_scatter"
+        if "reduced" in states.values():
+            cure = f'Cast it first: lax.pcast(x, {next(a for a in states if states[a] == "reduced")!r}, to="varying")'
+        raise ValueError(
+            f"{name} along {axis_name!r} needs an x that varies or is the same there; this one, of shape {x.shape}, is "
+            f"{_spelt(states)}. {cure}."
+        )
+    return varying(x, axis_name)
+
+
+def _spelt(states: dict[str, str]) -> str:
+    return " and ".join(f"{was} along {axis!r}" for axis, was in states.items())
