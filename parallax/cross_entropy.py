@@ -49,7 +49,7 @@ def mean(
         block_tokens: at most so many tokens' logits are there at once.
 
     Raises:
-        ValueError: `x` is the same along one of the axes; or `block_tokens` is below 1.
+        ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are no targets.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
@@ -60,6 +60,8 @@ def mean(
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
+    if not targets.size:
+        raise ValueError(f"cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape {targets.shape}.")
     # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
     each = (targets,) if weights is None else (targets, lax.stop_gradient(weights))  # what else a token has
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, each), start=())

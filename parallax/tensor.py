@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
 from parallax.collectives import Axis, AxisLike, joined
 from parallax.collectives.types import axes, linear, varying, varying_axes
@@ -124,27 +124,55 @@ def row(
     return y if bias is None else added(y, bias)
 
 
-def embed(table: Float[Array, "rows width"], ids: Int[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch width"]:
+def embed(
+    table: Float[Array, "rows width"],
+    ids: Integer[Array, "*batch"],
+    axis: AxisLike,
+    *,
+    weights: Shaped[Array, "*batch"] | None = None,
+    vocabulary: int | None = None,
+) -> Float[Array, "*batch width"]:
     """The rows `ids` of a table whose rows are split over `axis`: `W[V_X, D], ids[B] -> [B, D]`.
 
     `lookup`, and one all-reduce of the result.
     """
-    return leave(lookup(table, ids, axis), axis)
+    return leave(lookup(table, ids, axis, weights=weights, vocabulary=vocabulary), axis)
 
 
-def lookup(table: Float[Array, "rows width"], ids: Int[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch width"]:
+def lookup(
+    table: Float[Array, "rows width"],
+    ids: Integer[Array, "*batch"],
+    axis: AxisLike,
+    *,
+    weights: Shaped[Array, "*batch"] | None = None,
+    vocabulary: int | None = None,
+) -> Float[Array, "*batch width"]:
     """This device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
 
-    Each device looks up the rows it holds and gives zeros for the others. `ids` count over the whole table, and one outside it
-    gives zeros.
+    Each device looks up the rows it holds and gives zeros for the others. An id outside the vocabulary gives nan, on every
+    device, unless its weight is 0: then zeros. No row gets a gradient of it.
+
+    Args:
+        table: this device's rows.
+        ids: they count over the whole table.
+        axis: the axis or axes that the rows are split over; `()` where they are whole.
+        weights: only whether they are 0 counts.
+        vocabulary: how many rows there are without padding; by default all.
+
+    Raises:
+        ValueError: the ids are not whole numbers.
     """
-    row, held = _held(ids, table.shape[0], Axis.of(axis))
-    return jnp.where(held[..., None], table.at[row].get(mode="clip"), jnp.zeros((), table.dtype))
+    axis, rows = Axis.of(axis), table.shape[0]
+    row, held = _held(ids, rows, axis)
+    unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
+    counts = unknown if weights is None else unknown & weights.astype(bool)
+    others = jnp.where(counts, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
+    return jnp.where((held & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None])
 
 
 def cross_entropy(
     logits: Float[Array, "*batch rows"],
-    targets: Int[Array, "*batch"],
+    targets: Integer[Array, "*batch"],
     axis: AxisLike,
     *,
     weights: Float[Array, "*batch"] | None = None,
@@ -175,7 +203,7 @@ def cross_entropy(
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
     target = jnp.sum(jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1)
-    unknown = (targets < 0) | (targets >= vocabulary)
+    unknown = _outside(targets, vocabulary)
     nothing = jnp.full((), jnp.nan, target.dtype)
     target = jnp.where(unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target)
     total, target = leave(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
@@ -185,8 +213,15 @@ def cross_entropy(
 
 def _held(ids, rows: int, axis: Axis):
     """Where each id is among this device's rows, and whether it is there at all."""
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a tokenizer.")
     row = ids.astype(jnp.int32) - axis.index() * rows
     return row, (row >= 0) & (row < rows)
+
+
+def _outside(ids, vocabulary: int):
+    """Whether each id is outside the vocabulary, by its own type: int32 may have no room for it."""
+    return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 
 def added(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,6 +1,8 @@
 """Text in, the same batches out: for every seed and step, on any number of processes."""
 
 import builtins
+import contextlib
+import errno
 import hashlib
 import math
 import os
@@ -15,7 +17,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from parallax import data
-from parallax.data import batches
+from parallax.data import batches, manifest
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 TEXT, RANKS = EXAMPLES / "state_of_the_union.txt", EXAMPLES / "gpt2.tiktoken"
@@ -47,7 +49,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
         data.write(path, np.zeros(9, int), vocabulary=5)
-    assert os.listdir(tmp_path) == ["text.bin"]
+    assert sorted(os.listdir(tmp_path)) == ["text.bin", "text.bin.json"]
     np.testing.assert_array_equal(data.read(path, vocabulary=5), np.arange(5))
 
 
@@ -83,6 +85,80 @@ def test_read_refuses(tmp_path, content, vocabulary, message):
 def test_read_names_the_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.bin: needed a token file, found no file"):
         data.read(tmp_path / "absent.bin", vocabulary=256)
+
+
+@pytest.mark.parametrize(("written", "read"), [(100_000, 50_257), (50_257, 100_000), (256, 50_257)])
+def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, written, read):
+    path = tmp_path / "text.bin"
+    data.write(path, np.arange(200), vocabulary=written)
+    with pytest.raises(ValueError, match=rf"needed tokens of a vocabulary of {read}, the file was written with {written}\."):
+        data.read(path, vocabulary=read)
+    content, record = path.read_bytes(), tmp_path / "text.bin.json"
+    path.write_bytes(content[:-4])
+    with pytest.raises(ValueError, match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json speaks of"):
+        data.read(path, vocabulary=written)
+    path.write_bytes(content)
+    whole = record.read_text()
+    record.write_text(whole.replace(str(written), str(read)))
+    with pytest.raises(manifest.Damaged, match=r"text\.bin\.json: the manifest is damaged"):
+        data.read(path, vocabulary=read)
+    manifest.write(record, {"vocabulary": str(written), "bytes": len(content)})
+    with pytest.raises(manifest.Damaged, match=r"json: vocabulary: needed a whole number, got '"):
+        data.read(path, vocabulary=written)
+    record.unlink()
+    np.testing.assert_array_equal(data.read(path, vocabulary=written), np.arange(200))
+
+
+def test_a_write_cut_short_leaves_no_record_of_another_vocabulary(tmp_path, monkeypatch):
+    path, record = tmp_path / "text.bin", tmp_path / "text.bin.json"
+    texts = {256: np.arange(8), 100_000: np.arange(16)[::-1] * 4000}
+    calls = []
+
+    def counted(real, last):
+        def call(*given, **options):
+            calls.append(real)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return real(*given, **options)
+
+        return call
+
+    for last in range(1, 20):
+        data.write(path, texts[256], vocabulary=256)
+        calls.clear()
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            for name in ("fsync", "replace", "unlink"):
+                patched.setattr(os, name, counted(getattr(os, name), last))
+            data.write(path, texts[100_000], vocabulary=100_000)
+        if record.exists():
+            vocabulary = manifest.read(record)["vocabulary"]
+            np.testing.assert_array_equal(data.read(path, vocabulary=vocabulary), texts[vocabulary])
+    assert last > len(calls) > 5
+
+
+@pytest.mark.parametrize("vocabulary", [2**40, 2**31 + 1, 0, -3])
+def test_a_vocabulary_that_there_cannot_be_is_refused(tmp_path, vocabulary):
+    path = tmp_path / "text.bin"
+    path.write_bytes(bytes(8))
+    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+        data.write(tmp_path / "other.bin", np.array([1, 2]), vocabulary=vocabulary)
+    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+        data.read(path, vocabulary=vocabulary)
+    assert os.listdir(tmp_path) == ["text.bin"]
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write, name in (
+        (data.write, "text.bin"),
+        (lambda path, tokens, **given: data.shards.write(path, [tokens], **given), "s"),
+    ):
+        with pytest.raises(OSError, match=rf"{name}.*: the tokens were not written: No space left .* Make room") as refused:
+            write(tmp_path / name, np.arange(5), vocabulary=5)
+        assert refused.value.errno == errno.ENOSPC
 
 
 # Split
@@ -207,6 +283,30 @@ def test_batch_refuses(wrong, message):
         data.batch(np.arange(20), **{"seed": 0, "step": 0, "size": 4, "length": 5} | wrong)
 
 
+def test_numbers_and_sources_may_be_numpys_or_lists():
+    options = {"seed": 5, "step": 7, "size": 4, "length": 5}
+    expected = data.batch(np.arange(20), **options)
+    for kind in (np.int8, np.uint64, np.int64, np.array):
+        found = data.batch(list(range(20)), **{name: kind(value) for name, value in options.items()})
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("token", "kind"), [(2**31, np.uint32), (2**63, np.uint64), (-(2**31) - 1, np.int64)])
+def test_tokens_that_do_not_fit_are_refused(token, kind):
+    tokens = np.full(20, token, kind)
+    for make in (
+        lambda: data.batch(tokens, seed=0, step=0, size=4, length=5),
+        lambda: next(data.held_out_batches(tokens, size=2, length=5)),
+    ):
+        with pytest.raises(ValueError, match=f"tokens that fit int32, as devices hold them, got {token}"):
+            make()
+
+
+def test_marks_of_what_is_ignored_go_through():
+    tokens = np.where(np.arange(20) % 3, np.arange(20), -100)
+    assert (data.batch(tokens, seed=0, step=0, size=4, length=5) == -100).any()
+
+
 @given(n=st.integers(2, 300), size=st.integers(1, 6), length=st.integers(1, 20), limit=st.none() | st.integers(1, 5))
 def test_held_out_batches_walk_the_text_in_order(n, size, length, limit):
     assume(n > size * length)
@@ -262,6 +362,22 @@ def test_decode_refuses_what_is_no_token(tokenizer, bad):
         ValueError, match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} at index 1"
     ):
         tokenizer.decode([0, bad])
+
+
+def test_half_a_pair_of_surrogates_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"half of a pair of surrogates, '.u[0-9a-f]{4}', at character 2\."):
+        tokenizer.encode("ab\ud800c")
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " \n\t"])
+def test_a_million_blanks_are_encoded_or_refused(tokenizer, blank):
+    text = "a" + blank * (1_000_000 // len(blank)) + "b"
+    if tokenizer.name == "bytes":
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        return
+    blanks = len(text) - 2
+    with pytest.raises(ValueError, match=rf"cannot encode .*: the longest run, at character 1, has {blanks}\. Shorten"):
+        tokenizer.encode(text)
 
 
 def test_known_tokens():

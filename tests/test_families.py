@@ -15,6 +15,7 @@ from reference import EXACT, FLOAT64, assert_close
 from parallax import mesh, rules, tensor
 from parallax.layout import Layout
 from parallax.models import decoder
+from parallax.models.sampling import sampled
 from parallax.run.checkpoint import Checkpoints
 
 BATCH, KEY, CONFIG = 16, jax.random.key(0), bare.Config()
@@ -120,7 +121,8 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     np.testing.assert_allclose(found + last, losses, rtol=EXACT)
     model = decoder.joined(bare.FAMILY, second, jax.device_get(state.model))
     close(model, models[3])
-    write = lambda model: decoder.sample(bare.FAMILY, model, jnp.arange(3), tokens=12, window=8, key=KEY)
+    logits = lambda model: functools.partial(bare.FAMILY.logits, model)
+    write = lambda model: sampled(logits(model), jnp.arange(3), tokens=12, window=8, key=KEY)
     np.testing.assert_array_equal(
         write(jax.tree.map(lambda w: jnp.asarray(w) if mesh.is_array(w) else w, model)), write(models[3])
     )
@@ -177,3 +179,30 @@ def test_short_precisions(precision, tolerance):
     assert not np.array_equal(info.loss, plain)
     assert not info.skipped
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(state.model, mesh.is_array))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[3]], ids=str)
+def test_a_state_begins_with_a_model_that_is_there(layout):
+    """Also the optimizer's state, where that holds the weights themselves."""
+    keeps = optax.chain(optax.GradientTransformation(lambda params: params, lambda updates, state, _=None: (updates, state)))
+    model = bare.Bare(CONFIG, key=jax.random.key(7), dtype=FLOAT64)
+    compute = decoder.Compute(dtype=FLOAT64)
+    made = decoder.prepare(bare.FAMILY, CONFIG, keeps, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
+    state = made.init(jax.device_get(model))
+    joined = decoder.joined(bare.FAMILY, layout, jax.device_get(state))
+    close(joined.model, model)
+    kept = [np.asarray(leaf).size for leaf in jax.tree.leaves(state.optimizer)]
+    assert kept == [leaf.size for leaf in jax.tree.leaves(eqx.filter(model, rules.is_inexact))]
+    assert sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(state.optimizer)) == pytest.approx(
+        sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(eqx.filter(model, rules.is_inexact))), rel=1e-9
+    )
+    jax.tree.map(lambda leaf, like: np.testing.assert_equal(leaf.sharding, like.sharding), *map(arrays, (state, made.shapes)))
+    with pytest.raises(ValueError, match=r"init: table must be of shape .* and float64; it is .* and float32"):
+        made.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if mesh.is_array(leaf) else leaf, model))
+    with pytest.raises(ValueError, match=r"the model has 1 arrays; needed 10"):
+        made.init(eqx.filter(model, lambda leaf: leaf is model.norm))
+
+
+def arrays(tree):
+    return jax.tree.leaves(eqx.filter(tree, lambda leaf: mesh.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)))

@@ -136,15 +136,18 @@ V, VOCABULARY, D = 16, 13, 3  # three rows of padding
 
 @functools.cache
 def lookup(layout, mover):
-    def body(axis, table, ids, weight):
+    def body(axis, table, ids, counts, weight):
         def looked_up(table):
-            found = tensor.embed(table, ids, MOVERS[mover](axis))
+            found = tensor.embed(table, ids, MOVERS[mover](axis), weights=counts, vocabulary=VOCABULARY)
             return jnp.sum(found * weight), found
 
         gradient, found = jax.grad(looked_up, has_aux=True)(table)
         return found, gradient
 
-    return over(layout, body, (P("T"), P("data"), P("data")), (P("data"), P("T")))
+    return over(layout, body, (P("T"), P("data"), P("data"), P("data")), (P("data"), P("T")))
+
+
+STRANGE = [-1, -100, VOCABULARY, V - 1, V, 2**32 + 1, -(2**32) + 1]  # the last two are 1 as int32
 
 
 @pytest.mark.sweep(3)
@@ -155,13 +158,23 @@ def lookup(layout, mover):
 def test_embed_equals_take(layout, mover, data):
     table = data.draw(hnp.arrays(np.float64, (V, D), elements=UNIT), label="table")
     weight = data.draw(hnp.arrays(np.float64, (4, 2, D), elements=UNIT), label="weight")
-    ids = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(-1, V)), label="ids")
-    found, gradient = lookup(layout, mover)(table, ids, weight)
-    inside = (ids >= 0) & (ids < V)  # an id outside the table gives zeros
-    np.testing.assert_array_equal(found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), 0))
+    known = st.integers(0, VOCABULARY - 1) | st.sampled_from(STRANGE)
+    ids = data.draw(hnp.arrays(np.int64, (4, 2), elements=known), label="ids")
+    counts = data.draw(hnp.arrays(np.float64, (4, 2), elements=st.sampled_from([0, 0.5])), label="counts")
+    found, gradient = lookup(layout, mover)(table, ids, counts, weight)
+    inside = (ids >= 0) & (ids < VOCABULARY)
+    others = np.where(counts != 0, np.nan, 0)[..., None]  # an id outside gives nan, unless its weight is 0
+    np.testing.assert_array_equal(found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), others))
     expected = np.zeros_like(table)
     np.add.at(expected, ids[inside], weight[inside])
     close(gradient, expected)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint32])
+def test_ids_of_any_width_are_compared_in_it(kind):
+    table, top = jnp.arange(300.0)[:, None], np.iinfo(kind).max
+    found = tensor.embed(table, jnp.asarray([5, top], kind), ())[:, 0]
+    np.testing.assert_array_equal(found, [5, top if top < 300 else np.nan])
 
 
 @functools.cache

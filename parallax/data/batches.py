@@ -8,15 +8,23 @@ Legend: N tokens.
 
 import functools
 from collections.abc import Iterator
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Int32
 
+from parallax import given
 from parallax.data.tokens import Source, Tokens
 
 
 def batch(
-    tokens: Source, *, seed: int, step: int, size: int, length: int, rows: slice = slice(None)
+    tokens: Source,
+    *,
+    seed: SupportsIndex,
+    step: SupportsIndex,
+    size: SupportsIndex,
+    length: SupportsIndex,
+    rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
     """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token after them.
 
@@ -25,9 +33,10 @@ def batch(
     (seed, epoch). Sequence i is the one at position p = step * size + i of this endless deal, whoever asks:
     `batch(..., rows=r)` equals `batch(...)[r]` and reads only its own windows.
 
-    Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, or for a
-    seed, step, size, length or `rows` that there cannot be.
+    Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, for tokens
+    that are not whole numbers or do not fit int32, or for a seed, step, size, length or `rows` that there cannot be.
     """
+    seed, step, size, length = given.whole("data.batch", seed=seed, step=step, size=size, length=length)
     if seed < 0 or step < 0 or size < 1 or length < 1 or seed >> 64:
         raise ValueError(
             "batch needs 0 <= seed < 2**64, step >= 0, size >= 1 and length >= 1, "
@@ -47,10 +56,10 @@ def batch(
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     starts = []
-    for p in (int(step) * size + i for i in mine):
-        offset, order = _deal(int(seed), p // windows, windows, spare)
+    for p in (step * size + i for i in mine):
+        offset, order = _deal(seed, p // windows, windows, spare)
         starts.append(offset + int(order[p % windows]) * length)
-    return np.asarray(tokens[np.add.outer(starts, np.arange(length + 1))], np.int32)
+    return _as_int32(_array(tokens)[np.add.outer(starts, np.arange(length + 1))])
 
 
 @functools.lru_cache(maxsize=2)
@@ -62,13 +71,16 @@ def _deal(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndar
 
 
 def held_out_batches(
-    tokens: Tokens, *, size: int, length: int, limit: int | None = None
+    tokens: Tokens, *, size: SupportsIndex, length: SupportsIndex, limit: SupportsIndex | None = None
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
     """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
 
     Each token but the first is a target once. Windows at the end that do not fill a batch are left out: all shapes are the same.
-    Raises `ValueError` for a text shorter than one batch, or a size below 1.
+    Raises `ValueError` for a text shorter than one batch, a size below 1, or as `batch` does for tokens.
     """
+    size, length = given.whole("data.held_out_batches", size=size, length=length)
+    if limit is not None:
+        (limit,) = given.whole("data.held_out_batches", limit=limit)
     if size < 1 or length < 1 or (limit is not None and limit < 1):
         raise ValueError(
             "held_out_batches needs size >= 1, length >= 1 and limit >= 1 or None, "
@@ -82,4 +94,22 @@ def held_out_batches(
         )
     window = np.add.outer(np.arange(size) * length, np.arange(length + 1))
     starts = range(0, batches * size * length, size * length)[:limit]
-    return (np.asarray(tokens[start + window], np.int32) for start in starts)
+    return (_as_int32(_array(tokens)[start + window]) for start in starts)
+
+
+def _array(tokens: Source) -> Source:
+    return np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
+
+
+def _as_int32(found: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
+    tokens = np.asarray(found)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
+        raise ValueError(
+            f"a batch needs a source of one dim of whole numbers; its windows are {tokens.dtype}{list(tokens.shape)}. "
+            "Encode a text with a Tokenizer."
+        )
+    int32 = np.iinfo(np.int32)
+    if not np.can_cast(tokens.dtype, np.int32) and not int32.min <= tokens.min() <= tokens.max() <= int32.max:
+        bad = tokens.max() if tokens.max() > int32.max else tokens.min()
+        raise ValueError(f"a batch needs tokens that fit int32, as devices hold them, got {bad}. Encode the text again.")
+    return tokens.astype(np.int32)

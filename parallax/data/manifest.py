@@ -7,14 +7,16 @@ unseen, and what it says of other files holds for them too.
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock
 THREADS = 4
+PARTIAL = ".*.partial"  # the names of files that were being written
 
 
 class Damaged(ValueError):
@@ -37,15 +39,49 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record that `write` stored at `path`. Raises `Damaged` where the file is missing or a bit of it has changed."""
+    """The record that `write` stored at `path`, an object of JSON. What is in it is for the caller to check, by `need`.
+
+    Raises `Damaged` where the file is missing, a bit of it has changed, or it holds no such object.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise Damaged(f"{path}: needed a manifest, found no file.") from error
+    except IsADirectoryError as error:
+        raise Damaged(f"{path}: needed a manifest, found a folder.") from error
     line, _, rest = content.partition(b"\n")
     if rest != f"{hashlib.sha256(line).hexdigest()}\n".encode():
         raise Damaged(f"{path}: the manifest is damaged: needed a line of JSON and its sha256, got {len(content)} other bytes.")
-    return json.loads(line)
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: needed a line of JSON, got {len(line)} bytes that are none: {error}.") from error
+    need(isinstance(record, dict), path, "an object", record)
+    return record
+
+
+def need(condition: object, place: object, what: str, value: object) -> None:
+    """Refuse with `Damaged` a value of a manifest that is not what was needed at `place`, a path and perhaps the name in it."""
+    if not condition:
+        shown = repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+        raise Damaged(f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not written by this program.")
+
+
+def files(path: Path, value: Any) -> dict[str, list]:
+    """The `files` of a manifest at `path`, as `hashes` gave them: there is one or more, each inside the manifest's folder.
+
+    Raises `Damaged` for anything else.
+    """
+    need(isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value)
+    for name, entry in value.items():
+        parts = PurePosixPath(name).parts
+        inside = parts and "/".join(parts) == name and not name.startswith("/") and ".." not in parts and name.isprintable()
+        need(inside, f"{path}: files", "names of files inside the folder", name)
+        place = f"{path}: files: {name}"
+        need(isinstance(entry, list) and len(entry) == 2, place, "a size and a sha256", entry)
+        need(type(entry[0]) is int and entry[0] >= 0, place, "a size in bytes", entry[0])
+        need(isinstance(entry[1], str) and re.fullmatch("[0-9a-f]{64}", entry[1]), place, "a sha256", entry[1])
+    return value
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
@@ -72,14 +108,24 @@ def check(folder: Path, files: Mapping[str, list]) -> None:
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
     """Refuse with `Damaged` any file in `folder` that is missing or of another size than `hashes` found."""
+    inside = folder.resolve()
     for name, (size, _) in files.items():
         path = folder / name
+        if not path.resolve().is_relative_to(inside):
+            raise Damaged(f"{path}: needed a file of its folder, found a link that leads out of it.")
         if not path.is_file():
             raise Damaged(f"{path}: needed a file of {size} bytes, found no file.")
         if path.stat().st_size != size:
             raise Damaged(
                 f"{path}: needed {size} bytes, the file has {path.stat().st_size}. It was cut short, or is another file."
             )
+
+
+def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
+    """Refuse with `Damaged` a file `among` those of `folder` that the manifest does not list."""
+    for path in among:
+        if path.relative_to(folder).as_posix() not in files:
+            raise Damaged(f"{path}: needed a file that the manifest lists, found one that it does not know.")
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -3,12 +3,13 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, SupportsIndex, TypeVar
 
 import jax
 from jax.sharding import Sharding
 from jaxtyping import Array, Int32
 
+from parallax import given
 from parallax.data.batches import batch
 from parallax.data.tokens import Source
 
@@ -16,7 +17,7 @@ Batch = TypeVar("Batch")
 
 
 def placed(
-    tokens: Source, sharding: Sharding, *, seed: int, step: int, size: int, length: int
+    tokens: Source, sharding: Sharding, *, seed: SupportsIndex, step: SupportsIndex, size: SupportsIndex, length: SupportsIndex
 ) -> Int32[Array, "size length_and_one"]:
     """`data.batch` as one array over all processes' devices, of which each process reads the rows of its own devices alone.
 
@@ -31,6 +32,7 @@ def placed(
     Raises:
         ValueError: as `data.batch` does.
     """
+    size, length = given.whole("data.placed", size=size, length=length)
     read = {}
 
     def rows(index):
@@ -59,10 +61,11 @@ class Prefetched(Generic[Batch]):
         ahead: how many batches wait at most.
 
     Raises:
-        ValueError: `ahead` is below 1.
+        ValueError: `ahead` is below 1, or one of the numbers is not whole.
     """
 
-    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, *, ahead: int = 2):
+    def __init__(self, make: Callable[[int], Batch], start: SupportsIndex, stop: SupportsIndex, *, ahead: SupportsIndex = 2):
+        start, stop, ahead = given.whole("Prefetched", start=start, stop=stop, ahead=ahead)
         if ahead < 1:
             raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
         self._made: queue.Queue = queue.Queue(ahead)

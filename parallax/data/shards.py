@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Integer
 
+from parallax import given
 from parallax.data import manifest
-from parallax.data.tokens import Tokens, stored_as
-from parallax.data.tokens import write as write_tokens
+from parallax.data.tokens import Tokens, store, stored_as
 
 MANIFEST = "manifest.json"
 
@@ -55,7 +56,9 @@ class Shards:
         return found
 
 
-def write(folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: int, shard_tokens: int = 1 << 27) -> None:
+def write(
+    folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: SupportsIndex, shard_tokens: SupportsIndex = 1 << 27
+) -> None:
     """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last has what is left).
 
     Holds one shard and one piece in memory. The manifest comes last: a folder whose writing was cut short is refused.
@@ -63,15 +66,16 @@ def write(folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: int, shar
     Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a manifest already.
     """
     folder = Path(folder)
+    vocabulary, each = given.whole("shards.write", vocabulary=vocabulary, shard_tokens=shard_tokens)
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} holds shards already. Choose another folder, or remove it.")
-    if shard_tokens < 1:
-        raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {shard_tokens}.")
+    if each < 1:
+        raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {each}.")
     folder.mkdir(parents=True, exist_ok=True)
     tokens = {}
-    for number, shard in enumerate(_cut(pieces, shard_tokens)):
+    for number, shard in enumerate(_cut(pieces, each)):
         name = f"{number:05d}.bin"
-        write_tokens(folder / name, shard, vocabulary=vocabulary)
+        store(folder / name, shard, vocabulary)
         tokens[name] = len(shard)
     if not tokens:
         raise ValueError(f"shards.write needs a token or more for {folder}, got none. Bring more text.")
@@ -79,7 +83,7 @@ def write(folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: int, shar
     manifest.write(folder / MANIFEST, record)
 
 
-def read(folder: str | Path, *, vocabulary: int, rank: int = 0, processes: int = 1) -> Shards:
+def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex = 0, processes: SupportsIndex = 1) -> Shards:
     """The shards that `write` stored in `folder`, checked: all sizes, and the hashes of every `processes`-th one from `rank` on.
 
     So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all.
@@ -88,18 +92,26 @@ def read(folder: str | Path, *, vocabulary: int, rank: int = 0, processes: int =
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
         ValueError: the shards were made for another vocabulary.
     """
+    vocabulary, rank, processes = given.whole("shards.read", vocabulary=vocabulary, rank=rank, processes=processes)
     folder = Path(folder)
     record = manifest.read(folder / MANIFEST)
+    for name in ("vocabulary", "tokens", "files"):
+        manifest.need(name in record, folder / MANIFEST, f"an entry {name}", ", ".join(record))
     if record["vocabulary"] != vocabulary:
         raise ValueError(
             f"{folder}: needed tokens of a vocabulary of {vocabulary}, the shards were made for {record['vocabulary']}. "
             "Give the tokenizer that made them, or make them again."
         )
-    files = record["files"]
+    files, tokens = manifest.files(folder / MANIFEST, record["files"]), record["tokens"]
+    sound = isinstance(tokens, dict) and tokens.keys() == files.keys() and all(type(count) is int for count in tokens.values())
+    manifest.need(sound, f"{folder / MANIFEST}: tokens", "a number for each file", tokens)
     manifest.check_sizes(folder, files)
     manifest.check(folder, dict(itertools.islice(files.items(), rank, None, processes)))
     item = stored_as(vocabulary)
-    parts = (np.memmap(folder / name, item, mode="r", shape=(tokens,)) for name, tokens in record["tokens"].items())
+    for name, count in tokens.items():
+        wanted = files[name][0] // np.dtype(item).itemsize
+        manifest.need(count == wanted, f"{folder / MANIFEST}: tokens: {name}", f"the {wanted} tokens of its file", count)
+    parts = (np.memmap(folder / name, item, mode="r", shape=(count,)) for name, count in tokens.items())
     return Shards(tuple(parts), vocabulary)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Tokenizer:
     Args:
         name: what it is called.
         vocabulary: the numbers are below this one.
-        encode: a text's tokens, in order.
+        encode: a text's tokens, in order. Half of a pair of surrogates, which is no text, is refused.
         decode: the text of tokens. What is no text of its own, as half a character, becomes U+FFFD.
     """
 
@@ -41,7 +42,7 @@ def bytes_tokenizer() -> Tokenizer:
     """
 
     def encode(text: str) -> Tokens:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16)
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
         return bytes(_ids(ids, 256)).decode(errors="replace")
@@ -52,8 +53,9 @@ def bytes_tokenizer() -> Tokenizer:
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token 50,256 ends a text.
 
-    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text. `decode` raises
-    `ValueError` for what are not whole numbers from 0 to 50,256, in one dim.
+    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text. It raises `ValueError` for
+    some million blanks in a row, which tiktoken has no stack for. `decode` raises `ValueError` for what are not whole numbers
+    from 0 to 50,256, in one dim.
 
     Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the file is not as OpenAI made it.
     """
@@ -80,7 +82,18 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     )
 
     def encode(text: str) -> Tokens:
-        return np.array(encoding.encode_ordinary(text), np.uint16)
+        _utf8(text)
+        try:
+            return np.array(encoding.encode_ordinary(text), np.uint16)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of tiktoken's Rust, no `Exception` and under no public name
+                raise
+            run = max(re.finditer(r"\s+", text), key=lambda run: run.end() - run.start(), default=None)
+            blanks = f"the longest run, at character {run.start()}, has {run.end() - run.start()}" if run else "it has none"
+            raise ValueError(
+                f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} characters ({error}). Blanks in a row use up "
+                f"its stack: {blanks}. Shorten the run, or cut the text inside it."
+            ) from None
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
         return encoding.decode(_ids(ids, GPT2_VOCABULARY), errors="replace")
@@ -104,6 +117,16 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
             "Save the file as UTF-8, for instance with `iconv -t utf-8`."
         ) from error
     return tokenizer.encode(text)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a tokenizer needs text, got half of a pair of surrogates, {text[error.start]!a}, at character {error.start}. Read "
+            'the text as UTF-8, or replace it: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").'
+        ) from error
 
 
 def _ids(ids: Sequence[int] | np.ndarray, vocabulary: int) -> list[int]:

@@ -11,8 +11,8 @@ ELEMENTWISE = frozenset(
         "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
         "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
         "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pbroadcast", "pcast", "polygamma",
-        "population_count", "pow", "pvary", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub",
+        "population_count", "pow", "pvary", "real", "reduce_precision", "rem", "reshard", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub",
         "tan", "tanh", "xor",
     }
 )

@@ -26,7 +26,6 @@ from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
-from parallax.models.sampling import sampled
 from parallax.step import State, make_scaled, planned
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "loss_step",
     "prepare",
     "rules_of",
-    "sample",
     "sequence_keys",
     "stored",
     "train_step",
@@ -124,8 +122,10 @@ def prepare(
         new, info = step(eqx.combine(arrays, static), Batch(windows, keys, weights))
         return eqx.filter(new, mesh.is_array), info
 
+    cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))
+    init = lambda model=None: state.init() if model is None else state.init(cut(model))
     compiled = cast("Train", train)
-    return Prepared(state.init, state.shapes, Partly(compiled, static) if jax.tree.leaves(static) else compiled)
+    return Prepared(init, state.shapes, Partly(compiled, static) if jax.tree.leaves(static) else compiled)
 
 
 def loss_step(
@@ -179,21 +179,6 @@ def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
     return does.stages.of(
         alone={}, piped={"to_disk": _on_blocks(family, does.stages.joined), "from_disk": _on_blocks(family, cut)}
     )
-
-
-def sample(
-    family: Family,
-    model: Any,
-    prompt: Int[Array, " prompt"],
-    *,
-    tokens: int,
-    window: int,
-    temperature: float | Float[Array, ""] = 1.0,
-    key: Key[Array, ""],
-) -> Int[Array, " tokens"]:
-    """The `tokens` tokens that follow `prompt`, of a whole model on one device: `models.sampling.sampled` of its logits."""
-    logits = functools.partial(family.logits, model)
-    return sampled(logits, prompt, tokens=tokens, window=window, temperature=temperature, key=key)
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[rules.Rule, rules.Rule]:

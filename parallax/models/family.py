@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from parallax.remat import none
 from parallax.rules import Rule
@@ -23,7 +23,8 @@ class Batch(NamedTuple):
     """What a loss is computed of; a tuple of the first two does too.
 
     Attributes:
-        windows: sequences of T + 1 tokens.
+        windows: sequences of T + 1 tokens. One outside the vocabulary makes the loss nan, unless it and all after it in its
+            sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
         weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
     """
@@ -72,6 +73,17 @@ class Family:
     def where(self, model: Any) -> Any:
         """The blocks of a model, or of its specs."""
         return functools.reduce(getattr, self.blocks.split("."), model)
+
+
+def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tokens"] | None:
+    """Whether a token of a weight sees each input of a causal model: `weights` are of the tokens after the inputs.
+
+    The other inputs may be anything, such as the -100 that fills a sequence up. None stays None: all are seen.
+    """
+    if weights is None:
+        return None
+    places = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    return places <= jnp.max(jnp.where(weights != 0, places, -1), axis=1, keepdims=True)
 
 
 def run_blocks(

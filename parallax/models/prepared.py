@@ -58,13 +58,14 @@ class Prepared(NamedTuple):
     """A train step that is checked and ready to compile, and the state that it will need: nothing is computed yet.
 
     Attributes:
-        init: makes the state in its place: no device ever holds the whole.
+        init: makes the state in its place: no device ever holds the whole. `init(model)` starts from the weights of that model,
+            whole, in the host's memory or on one device, such as one that `gpt2.load` gives; each process has it.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
         train: the step `(state, windows, weights=None) -> (state, info)`, under `jit`; it donates the state. With weights,
             [batch, T], the loss is the mean over the tokens that they weigh: 0 leaves one out.
     """
 
-    init: Callable[[], State]
+    init: Callable[..., State]
     shapes: State
     train: Train
 

@@ -1,43 +1,132 @@
 """Text from a trained decoder, one token after another."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, Integer, Key
+
+from parallax import given, precision
+
+NOTHING = -1  # in place of a token where the logits are nan
 
 
 def sampled(
     logits: Callable[[Int[Array, "batch tokens"]], Float[Array, "batch tokens vocabulary"]],
-    prompt: Int[Array, " prompt"],
+    prompt: Integer[Array | np.ndarray, " prompt"] | Sequence[int],
     *,
-    tokens: int,
-    window: int,
-    temperature: float | Float[Array, ""] = 1.0,
+    tokens: SupportsIndex,
+    window: SupportsIndex,
+    temperature: SupportsFloat = 1.0,
+    top_k: SupportsIndex | None = None,
+    top_p: SupportsFloat | None = None,
     key: Key[Array, ""],
 ) -> Int[Array, " tokens"]:
-    """The `tokens` tokens that follow `prompt`, each drawn from softmax(logits / temperature), on one device.
+    """The `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
+
+    With a family's model, `logits` is `functools.partial(family.logits, model)`. The model may be split: under `jax.jit`, arrays
+    placed over a mesh give the tokens that one device draws.
 
     Each token sees at most the last `window` before it. There is no cache of keys and values: the shapes stay fixed, and a token
     costs a forward pass over the whole window, 2 N window flops.
 
+    Where logits are nan, as after an id outside the vocabulary, the token is -1, and so are all after it. No tokenizer decodes
+    that.
+
+    Args:
+        logits: after each of the tokens `[1, window]`.
+        prompt: it may be longer than the window.
+        tokens: how many, static.
+        window: static.
+        temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the first of equal ones.
+        top_k: draw among the k largest logits (and those that equal the least of them); static. None: among all.
+        top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, reach p. None: among all.
+        key: each token has its own, `jax.random.split(key, tokens)`.
+
     Raises:
-        ValueError: a window below 1, or no prompt.
+        ValueError: no prompt, or one that is not whole numbers in one dim; `tokens` below 0, `window` or `top_k` below 1; where
+            values are known (outside `jax.jit`), a prompt's token outside the vocabulary, a temperature that is negative or not
+            finite, or a `top_p` outside [0, 1]. Inside, these give -1.
     """
-    if window < 1:
-        raise ValueError(f"sample needs a window of 1 token or more; got {window}.")
-    if not prompt.size:
-        raise ValueError("sample needs a prompt of one token or more; got none. Start with a space, or a line's end.")
-    prompt = prompt[-window:].astype(jnp.int32)
+    tokens, window = given.whole("sample", tokens=tokens, window=window)
+    if tokens < 0 or window < 1:
+        raise ValueError(f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, window {window}.")
+    if top_k is not None:
+        (top_k,) = given.whole("sample", top_k=top_k)
+        if top_k < 1:
+            raise ValueError(f"sample needs a top_k of 1 or more, or None for all; got {top_k}.")
+    temperature = _scalar("temperature", temperature, math.inf, "a finite number, 0 for the likeliest token, or more")
+    top_p = None if top_p is None else _scalar("top_p", top_p, 1.0, "a number from 0 to 1")
+    vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
+    prompt = _prompt(prompt, vocabulary)[-window:]
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
         seen, filled = carry  # the last tokens, and how many of the window's places they fill
-        scores = logits(seen[None])[0, filled - 1]
-        token = jax.random.categorical(key, scores / jnp.asarray(temperature, scores.dtype)).astype(jnp.int32)
+        scores = filtered(logits(seen[None])[0, filled - 1], temperature, top_k=top_k, top_p=top_p)
+        token = jax.random.categorical(key, scores).astype(jnp.int32)
+        token = jnp.where(jnp.isnan(scores).any() | (seen == NOTHING).any(), NOTHING, token)
         seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))
         filled = jnp.minimum(filled + 1, window)
         return (seen.at[filled - 1].set(token), filled), token
 
     return lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), jax.random.split(key, tokens))[1]
+
+
+def filtered(
+    logits: Float[Array, " vocabulary"],
+    temperature: SupportsFloat = 1.0,
+    *,
+    top_k: int | None = None,
+    top_p: SupportsFloat | None = None,
+) -> Float[Array, " vocabulary"]:
+    """The logits to draw from, in float32 or wider: over `temperature`, less their maximum, and -inf where no token is drawn.
+
+    At temperature 0 all are -inf but the largest, the first of equal ones. First `temperature`, then `top_k`, then `top_p` of
+    what is left; the likeliest token always stays. All are nan where a logit is nan or inf, or none is finite, or for a
+    `temperature` or `top_p` that `sampled` refuses.
+
+    Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for `top_p`.
+    """
+    wide = logits.astype(precision.wide(logits.dtype))
+    temperature = jnp.asarray(temperature, wide.dtype)
+    shifted = wide - jnp.max(wide)  # so that a small temperature overflows to -inf alone
+    likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
+    greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
+    scores = jnp.where(temperature == 0, greedy, shifted / jnp.where(temperature == 0, 1, temperature))
+    if top_k is not None:
+        scores = jnp.where(scores < lax.top_k(scores, min(top_k, scores.size))[0][-1], -jnp.inf, scores)
+    wrong = jnp.isnan(shifted).any() | ~((temperature >= 0) & (temperature < jnp.inf))
+    if top_p is not None:
+        rest = (1 - top_p).astype(wide.dtype) if isinstance(top_p, jax.Array) else jnp.asarray(1 - float(top_p), wide.dtype)
+        order = jnp.argsort(scores)
+        below = jnp.cumsum(jax.nn.softmax(scores[order])) <= rest
+        scores = scores.at[order].set(jnp.where(below.at[-1].set(False), -jnp.inf, scores[order]))
+        wrong |= ~((rest >= 0) & (rest <= 1))
+    return jnp.where(wrong, jnp.nan, scores)
+
+
+def _scalar(name: str, value: Any, most: float, needed: str) -> Any:
+    """The number, checked where it is known: from 0 to `most`, which is finite."""
+    if np.shape(value) != () or np.result_type(value).kind not in "iuf":
+        raise ValueError(f"sample needs as {name} {needed}; got {value!r}.")
+    if not isinstance(value, Tracer) and not (0 <= float(value) <= most and math.isfinite(float(value))):
+        raise ValueError(f"sample needs as {name} {needed}; got {float(value)}.")
+    return value if isinstance(value, jax.Array) else float(value)
+
+
+def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
+    """The prompt as int32, with -1 for what is outside the vocabulary."""
+    prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
+    if not prompt.size:
+        raise ValueError("sample needs a prompt of one token or more; got none. Start with a space, or a line's end.")
+    if prompt.ndim != 1:
+        raise ValueError(f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use jax.vmap.")
+    given.tokens("sample", prompt[None], vocabulary)
+    outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
+    return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))

@@ -1,93 +1,83 @@
-"""GPT-2's sizes as Hugging Face's `config.json`: what the file says that this model has no code for is refused."""
+"""GPT-2's `config.json`, and its tensors, as tables for `models.files`."""
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from parallax.models.files import Fields, Format, Free, Leaf, Number
+from parallax.models.gpt2.model import GPT2, Config
 
-from parallax.models.gpt2.model import Config
-
-_ONLY: dict[str, tuple] = {  # the values that the model has code for; the first is what is meant where the field is left out
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new",),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
-}
+_END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
-def read_config(file: Path, vocabulary_multiple: int) -> Config:
-    """The sizes that `file` states. Raises `FileNotFoundError`, or `ValueError` for what is missing or not to be represented."""
-    if not file.is_file():
-        raise FileNotFoundError(f"gpt2.load needs {file}, which says what the weights beside it are. Copy it there.")
-    fields = read_json(file)
+def _made(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that was made here ends a text as GPT-2 does, where its vocabulary has that token."""
+    end = _END if numbers["vocabulary"] > _END else None
+    return {"architectures": ["GPT2LMHeadModel"], "bos_token_id": end, "eos_token_id": end, "n_inner": None}
 
-    def number(kind: Any, *names: str, default: float | None = None) -> Any:
-        """The one value of these fields. One that is left out is `default`, or, where that is None, what the others are."""
-        values = {name: fields.get(name, default) for name in names if default is not None or name in fields}
-        if not values or any(isinstance(value, bool) or not isinstance(value, kind) for value in values.values()):
-            raise ValueError(f"{file} needs a number for {names[0]}; got {values or 'no such field'}. Correct the file.")
-        if len(set(values.values())) > 1:
-            raise ValueError(f"{file}: {' and '.join(names)} must agree; got {values}. The model has one number for them.")
-        return next(iter(values.values()))
 
-    sizes: dict[str, Any] = {
-        "layers": number(int, "n_layer"),
-        "heads": number(int, "n_head"),
-        "width": number(int, "n_embd"),
-        "context": number(int, "n_positions", "n_ctx"),
-        "vocabulary": number(int, "vocab_size"),
+FIELDS = Fields(
+    model_type="gpt2",
+    title="GPT-2",
+    numbers={
+        "layers": Number(("n_layer",), ("num_hidden_layers",)),
+        "heads": Number(("n_head",), ("num_attention_heads",)),
+        "width": Number(("n_embd",), ("hidden_size",)),
+        "context": Number(("n_positions", "n_ctx"), ("max_position_embeddings",), nullable=("n_ctx",)),
+        "vocabulary": Number(("vocab_size",)),
+        "dropout": Number(("resid_pdrop", "embd_pdrop"), kind=float, default=0.1),
+        "attention_dropout": Number(("attn_pdrop",), kind=float, default=0.1),
+        "epsilon": Number(("layer_norm_epsilon",), kind=float, default=1e-5),
+    },
+    only={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    derived=lambda numbers: {"n_inner": (None, 4 * numbers["width"])},
+    free={
+        "summary_type": Free("cls_index", (str,)),
+        "summary_use_proj": Free(True, (bool,)),
+        "summary_activation": Free(None, (str, type(None))),
+        "summary_proj_to_labels": Free(True, (bool,)),
+        "summary_first_dropout": Free(0.1, (float, int)),
+        **dict.fromkeys(("summary_last_dropout", "classifier_dropout", "hidden_dropout"), Free()),
+    },
+    made=_made,
+)
+
+
+def leaves(config: Config) -> dict[str, Leaf]:
+    """The tensors of a GPT-2, by the path of the leaf."""
+    D, V = config.width, config.vocabulary
+    shapes = {
+        "attention_norm": ("ln_1", (D,), (D,)),
+        "attention.qkv": ("attn.c_attn", (D, 3 * D), (3 * D,)),
+        "attention.out": ("attn.c_proj", (D, D), (D,)),
+        "mlp_norm": ("ln_2", (D,), (D,)),
+        "mlp.up": ("mlp.c_fc", (D, 4 * D), (4 * D,)),
+        "mlp.down": ("mlp.c_proj", (4 * D, D), (D,)),
     }
-    rates: dict[str, Any] = {
-        "dropout": float(number(int | float, "resid_pdrop", "embd_pdrop", default=0.1)),
-        "attention_dropout": float(number(int | float, "attn_pdrop", default=0.1)),
-        "epsilon": float(number(int | float, "layer_norm_epsilon", default=1e-5)),
+    layers = (("layer", config.layers),)
+    table = {
+        "wte": Leaf("wte.weight", (V, D), copies=("lm_head.weight",)),
+        "wpe": Leaf("wpe.weight", (config.context, D)),
+        "norm.weight": Leaf("ln_f.weight", (D,)),
+        "norm.bias": Leaf("ln_f.bias", (D,)),
     }
-    for field, values in (_ONLY | {"n_inner": (None, 4 * sizes["width"])}).items():
-        if fields.get(field, values[0]) not in values:
-            raise ValueError(
-                f"{file}: {field} must be {' or '.join(map(repr, values))}; it is {fields[field]!r}, for which this GPT-2 has "
-                f"no code. Load another model."
-            )
-    try:
-        return Config(**sizes, **rates, vocabulary_multiple=vocabulary_multiple)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    for ours, (theirs, weight, bias) in shapes.items():
+        table[f"blocks.{ours}.weight"] = Leaf(f"h.{{layer}}.{theirs}.weight", weight, layers)
+        table[f"blocks.{ours}.bias"] = Leaf(f"h.{{layer}}.{theirs}.bias", bias, layers)
+    return table
 
 
-def fields_of(config: Config, dtype: np.dtype) -> dict[str, Any]:
-    """The fields of a `config.json` that transformers reads as this model."""
-    end = 50256 if config.vocabulary > 50256 else None  # <|endoftext|>, in GPT-2's own vocabulary
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        **{field: values[0] for field, values in _ONLY.items() if field != "quantization_config"},
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_embd": config.width,
-        "n_inner": None,
-        "n_positions": config.context,
-        "n_ctx": config.context,
-        "vocab_size": config.vocabulary,
-        "layer_norm_epsilon": config.epsilon,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "torch_dtype": dtype.name,
-    }
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises `ValueError` where it is cut short or something else."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). Copy or download it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. Copy or download it again.")
-    return fields
+FORMAT = Format(
+    model=GPT2,
+    config=Config,
+    fields=FIELDS,
+    leaves=leaves,
+    prefix="transformer.",
+    no_weights=r"h\.\d+\.attn\.(masked_)?bias",
+)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, tensor
+from parallax import cross_entropy, given, tensor
 from parallax.collectives import AxisLike
-from parallax.models.family import Batch, run_blocks
+from parallax.models.family import Batch, run_blocks, seen
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
 
@@ -46,11 +46,14 @@ def loss(
         unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
 
     Raises:
-        ValueError: T is more than the model's context.
+        ValueError: T is more than the model's context; there is no token to predict; or, outside `jax.jit`, where values are
+            known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
     windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
+    given.there("gpt2.loss", model)
+    given.tokens("gpt2.loss", windows, model.config.vocabulary, weights=weights)
     made = joins(axis)
-    x = embed(model, windows[:, :-1], keys, joins=made)
+    x = embed(model, windows[:, :-1], keys, weights=weights, joins=made)
     apply = functools.partial(block, config=model.config, joins=made, attend=attend)
     x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
     return head(model, x, windows[:, 1:], weights=weights, joins=made)
@@ -59,8 +62,10 @@ def loss(
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and errors are those of `loss`.
+    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
+    given.there("gpt2.logits", model)
+    given.tokens("gpt2.logits", tokens, model.config.vocabulary)
     apply = functools.partial(block, config=model.config, joins=ONE_DEVICE, attend=attend)
     x = run_blocks(model.blocks, embed(model, tokens, None), None, apply)
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
@@ -71,20 +76,25 @@ def embed(
     tokens: Int[Array, "batch tokens"],
     keys: Key[Array, " batch"] | None,
     *,
+    weights: Float[Array, "batch tokens"] | None = None,
     joins: tensor.Joins = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block: the embeddings of tokens and positions, with dropout.
 
     `joins` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
-    go on with it. Raises `ValueError` for windows longer than the model's context.
+    go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
+    Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
+    if not tokens.size:
+        raise ValueError(f"gpt2 needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}.")
     if tokens.shape[1] > model.wpe.shape[0]:
         raise ValueError(
             f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
             f"Cut them, or configure context={tokens.shape[1]}."
         )
-    x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere)))
+    known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
+    x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere, **known)))
     x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
     return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
 

@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, Key
 from parallax import precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
+from parallax.models import numbers
+from parallax.models.files.origin import Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,11 @@ class Config:
         dropout: the rate after the embedding and after each half of a block.
         attention_dropout: the rate of the attention weights.
         epsilon: what layer normalisation adds to the variance.
+        origin: what a model that was loaded came with beside these, for `save`.
 
     Raises:
-        ValueError: a size below 1, a width that the heads do not divide, or a rate outside [0, 1).
+        ValueError: a size that is no whole number from 1 to 2^31 - 1, a width that the heads do not divide, a rate outside
+            [0, 1), or an epsilon below 0.
     """
 
     layers: int = 12
@@ -55,17 +59,20 @@ class Config:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     epsilon: float = 1e-5
+    origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
         for field in ("layers", "heads", "width", "context", "vocabulary", "vocabulary_multiple"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"gpt2.Config needs {field} of 1 or more; got {getattr(self, field)}.")
+            object.__setattr__(self, field, numbers.whole(f"gpt2.Config needs {field}", getattr(self, field)))
+        if self.vocabulary_multiple > 2**20:
+            raise ValueError(f"gpt2.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}.")
         if self.width % self.heads:
-            below = max(heads for heads in range(1, self.heads) if self.width % heads == 0)
+            below = numbers.divisor(self.width, self.heads)
             raise ValueError(f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}.")
         for field in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"gpt2.Config needs {field} from 0 up to, not including, 1; got {getattr(self, field)}.")
+            needed = f"gpt2.Config needs {field} from 0 up to, not including, 1"
+            object.__setattr__(self, field, numbers.real(needed, getattr(self, field), below=1.0))
+        object.__setattr__(self, "epsilon", numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon))
 
     @property
     def rows(self) -> int:

@@ -40,9 +40,10 @@ def stages(
     """
 
     def enter(model, part):
-        windows, keys, _ = forward.Batch(*part)
+        windows, keys, weights = forward.Batch(*part)
         across = functools.partial(tensor.enter, axis=stage_axis)
-        return forward.embed(model, windows[:, :-1], keys, joins=joins(axis, shared=stage_axis), across=across)
+        made = joins(axis, shared=stage_axis)
+        return forward.embed(model, windows[:, :-1], keys, weights=weights, joins=made, across=across)
 
     def stage(model, x, part, position):
         layers = model.blocks.mlp.up.bias.shape[0]

@@ -1,0 +1,74 @@
+"""What is no number, no token and no text at all is refused in a sentence that says what was needed.
+
+In a process of its own: here beartype would refuse it first.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETUP = """
+import numpy as np
+from parallax import data
+from parallax.data import shards
+TOKENS = np.arange(20)
+def batch(tokens=TOKENS, **given):
+    return data.batch(tokens, **{"seed": 0, "step": 0, "size": 4, "length": 5} | given)
+"""
+CASES = {
+    **{
+        f"batch({name}={value})": rf"data\.batch needs a whole number as {name}; got {re.escape(shown)}\. Give an int"
+        for name in ("seed", "step", "size", "length")
+        for value, shown in (("1.9", "1.9"), ("1.0", "1.0"), ("'1'", "'1'"), ("None", "None"), ("np.float32(1)", "np.float32"))
+        if shown != "np.float32"
+    },
+    "batch(step=np.float32(1))": r"a whole number as step; got np\.float32\(1\.0\)",
+    "batch(TOKENS / 2)": r"one dim of whole numbers; its windows are float64\[4, 6\]",
+    "batch(TOKENS > 3)": r"one dim of whole numbers; its windows are bool\[4, 6\]",
+    "batch(np.ones((20, 2), int))": r"its windows are int64\[4, 6, 2\]",
+    "batch([0.5] * 20)": r"its windows are float64\[4, 6\]",
+    "list(data.held_out_batches(TOKENS / 2, size=2, length=5))": r"its windows are float64\[2, 6\]",
+    "data.held_out_batches(TOKENS, size=2, length=5, limit=1.5)": r"held_out_batches needs a whole number as limit; got 1\.5",
+    "data.held_out_batches(TOKENS, size=1.0, length=5)": r"held_out_batches needs a whole number as size; got 1\.0",
+    "data.placed(TOKENS, None, seed=0, step=0, size=8.0, length=5)": r"data\.placed needs a whole number as size; got 8\.0",
+    "data.Prefetched(print, 0.5, 3)": r"Prefetched needs a whole number as start; got 0\.5",
+    "data.Prefetched(print, 0, 3.0)": r"Prefetched needs a whole number as stop; got 3\.0",
+    "data.Prefetched(print, 0, 3, ahead=1.5)": r"Prefetched needs a whole number as ahead; got 1\.5",
+    "data.write('a.bin', TOKENS, vocabulary=256.0)": r"data\.write needs a whole number as vocabulary; got 256\.0",
+    "data.write('a.bin', TOKENS / 2, vocabulary=256)": r"one dim of one or more whole numbers, got float64\[20\]",
+    "data.write('a.bin', ['a', 'b'], vocabulary=256)": r"one dim of one or more whole numbers, got <U1\[2\]",
+    "data.read('a.bin', vocabulary='256')": r"a token file needs a whole number as vocabulary; got '256'",
+    "shards.write('a', [TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
+    "shards.read('a', vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
+    "data.unigram(TOKENS, TOKENS, 30.5)": r"train needs a whole number as vocabulary; got 30\.5",
+    "data.bytes_tokenizer().decode([1.5])": r"ids to decode: needed one dim of one or more whole numbers, got float64\[1\]",
+}
+RUN = """
+import json, sys
+for case in json.load(sys.stdin):
+    try:
+        found = repr(eval(case))
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    print(json.dumps([case, found]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SETUP}{RUN}"]
+    folder = tmp_path_factory.mktemp("given")
+    done = subprocess.run(command, input=json.dumps([*CASES]), capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not [*folder.iterdir()]
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sentence_says_what_was_needed(refusals, case):
+    assert re.search(f"^ValueError: .*{CASES[case]}", refusals[case], re.DOTALL), refusals[case]
