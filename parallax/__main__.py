@@ -1,6 +1,7 @@
 """`python -m parallax plan --model xl --devices 64 --hardware a100`: what a run will need, which split is best, and is it so?
 
 plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one
+compile   compiles --layout for --target, a machine that is not there: memory, bytes, estimated time, what is exposed
 compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
 estimates two published estimates, recomputed
 """
@@ -8,7 +9,9 @@ estimates two published estimates, recomputed
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from parallax import plan as plans
 from parallax.layout import Layout
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         print(options.run(options))
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -72,6 +75,49 @@ def compare(options: argparse.Namespace) -> str:
     return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
 
 
+def compile_for(options: argparse.Namespace) -> str:
+    """The table of a step compiled for a machine that is not there.
+
+    Raises:
+        ValueError: a layout that does not fit the model or the machine, or a step that does not fit its memory.
+        ImportError: the machine's compiler is not installed.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from parallax import draw, mesh
+    from parallax.compiled import report, targets
+    from parallax.draw import canvas
+    from parallax.models import decoder
+
+    jax.config.update("jax_platforms", "cpu")
+    config, layout = model(options), Layout.parse(options.layout or "")
+    if options.picture:
+        canvas.figure(1, 1)  # an error now, not after minutes
+    there = targets.target(options.target)
+    plans.check(config, layout, options.batch, len(there.devices))
+    mesh_ = mesh.make(devices=there.devices, **layout.axes)
+    prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
+    begin = time.process_time()
+    program = targets.compile(prepared.train, prepared.shapes, windows, target=there)
+    taken = time.process_time() - begin
+    timeline = program.timeline()
+    rows = draw.replay(timeline, options.picture)
+    if options.trace:
+        draw.replay_trace(timeline, options.trace)
+    if options.text:
+        Path(options.text).write_text(program.text, encoding="utf-8")
+    found = report.table(program, operations=plans.model_flops(config, options.batch), timeline=timeline)
+    return (
+        f"{config.parameters:,} parameters, batch {options.batch} x {config.context} tokens\n{found}\n\n{rows}\n\n{_took(taken)}"
+    )
+
+
+def _took(seconds: float) -> str:
+    return f"compiled in {seconds:.0f} s of processor time"
+
+
 def both_estimates(_: argparse.Namespace) -> str:
     """The two estimates."""
     return f"{estimates.gpt3_on_64()}\n\n\n{estimates.gpt_300m_on_8()}"
@@ -80,7 +126,8 @@ def both_estimates(_: argparse.Namespace) -> str:
 def model(options: argparse.Namespace) -> gpt2.Config:
     """The model that was asked for."""
     config = MODELS[options.model]
-    return config if options.context is None else dataclasses.replace(config, context=options.context)
+    sizes = {"context": options.context, "layers": options.layers}
+    return dataclasses.replace(config, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,15 +136,24 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True)
     for name, run, words in (
         ("plan", plan, "what a layout needs, or which is best"),
+        ("compile", compile_for, "a step compiled for a TPU or GPU machine that is not there"),
         ("compare", compare, "predictions beside the program compiled for virtual CPU devices"),
     ):
         command = commands.add_parser(name, help=words)
         command.set_defaults(run=run)
-        command.add_argument("--model", choices=MODELS, default="small" if run is plan else "tiny")
+        command.add_argument("--model", choices=MODELS, default="tiny" if run is compare else "small")
         command.add_argument("--context", type=int, help="tokens of a sequence, where other than the model's")
+        command.add_argument("--layers", type=int, help="of the model, where other than the model's")
         command.add_argument("--layout", help="as data=2,tensor=4,zero=1")
         command.add_argument("--devices", type=int, help="how many there are")
-        command.add_argument("--batch", type=int, default=512 if run is plan else 16, help="sequences of the global batch")
+        command.add_argument(
+            "--batch", type=int, default={plan: 512, compile_for: 64}.get(run, 16), help="sequences of the global batch"
+        )
+        if run is compile_for:
+            command.add_argument("--target", required=True, help="as v5e:2x4, v5p:2x2x2, 8 x h100")
+            command.add_argument("--trace", help="a file for a trace of the estimated time, which Perfetto opens")
+            command.add_argument("--picture", help="a PNG, SVG or PDF file for a picture of it")
+            command.add_argument("--text", help="a file for the compiled program's text")
         if run is plan:
             command.add_argument("--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}")
             command.add_argument("--precision", default="bfloat16", help="of the search: full, bfloat16 or float16")

@@ -205,6 +205,12 @@ def test_operations_are_those_of_the_papers():
     assert plan.plan(c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch).bubble == pytest.approx(3 / 11)
 
 
+def test_what_is_computed_again_is_read_and_written_again():
+    """A block's forward pass, its backward pass, and, with `remat="block"`, its forward pass once more."""
+    planned_of = lambda remat: plan.plan(gpt2.SMALL, Layout(data=4, remat=remat), hardware.TPU_V5E, batch=8)
+    assert planned_of("block").seconds.passes == pytest.approx(1.5 * planned_of("none").seconds.passes, rel=1e-12)
+
+
 def test_links_are_slow_where_a_group_leaves_its_machine():
     layout = Layout(data=2, stage=4, tensor=8, microbatches=4)
     assert planned.span(layout, ("tensor",)) == 8
@@ -235,6 +241,7 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
     model = gpt2.SMALL
     found = layouts.search(model, 4, hardware.TPU_V5E, batch=64, sequences=(1, 16))
     assert [one.seconds.total for one in found] == sorted(one.seconds.total for one in found)
+    assert {(one.layout.tensor, one.layout.sequence) for one in found} == {(1, False), (2, True), (4, True)}
     for one in found:
         assert one.fits
         assert one.layout.devices == 4

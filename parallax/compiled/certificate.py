@@ -53,7 +53,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
         ValueError: the program names more devices than `mesh` has.
     """
     program = hlo.module(compiled)
-    key = lambda instruction: (instruction.collective, _axes(instruction.groups, mesh))
+    key = lambda instruction: (instruction.collective, along(instruction.groups, dict(mesh.shape)))
     chains = _chain(program, program.entry, key, {})
     counts, sizes = Counter(), Counter()
     for run in hlo.runs(program):
@@ -181,16 +181,16 @@ def _longest(chains: Sequence[Counter]) -> Counter:
     return functools.reduce(operator.or_, chains, Counter())
 
 
-def _axes(groups: list[np.ndarray] | None, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of `mesh` along which the devices of a group lie."""
-    sizes = tuple(mesh.shape.values())
+def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh of `shape` along which the devices of a group lie."""
+    sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
     most = max(int(group.max()) for group in groups)
     if most >= math.prod(sizes):
         raise ValueError(
             f"certificate.read needs the mesh that the program was compiled for: it names device {most}, and the mesh "
-            f"{dict(mesh.shape)} has {math.prod(sizes)} devices. Pass that mesh."
+            f"{dict(shape)} has {math.prod(sizes)} devices. Pass that mesh."
         )
     places = [np.stack(np.unravel_index(group, sizes)) for group in groups]
     spread = np.max([np.ptp(place, axis=1) for place in places], axis=0)
-    return tuple(name for name, over in zip(mesh.shape, spread, strict=True) if over)
+    return tuple(name for name, over in zip(shape, spread, strict=True) if over)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from parallax.compiled import slices, trips
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -22,7 +24,7 @@ KINDS = (
 )
 COLLECTIVE = re.compile(rf"({'|'.join(KINDS)})(-start)?$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (.*)$")
+INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = (.*)$")
 CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
     r"\{?((?:%[\w.-]+(?:, )?)+)"
@@ -60,6 +62,7 @@ class Instruction(NamedTuple):
         opcode: the operation, as "dot".
         operands: the names of what it takes, and of what it waits for without taking it.
         attributes: what follows the operands, as text.
+        trips: of a loop whose text does not say its number, what `module` found in its condition; 0 where there is none.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: list[str]
     attributes: str
+    trips: int = 0
 
     @property
     def collective(self) -> str | None:
@@ -79,9 +83,9 @@ class Instruction(NamedTuple):
         """The arrays that a collective gives."""
         result = self.result
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
-            result = _parts(result)[1]  # of (operands, results, context words)
+            result = parts(result)[1]  # of (operands, results, context words)
         found = [(dtype, tuple(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in ARRAY.findall(result)]
-        return [Op(self.collective or "", dtype, shape, math.prod(shape) * _bits(dtype) // 8) for dtype, shape in found]
+        return [Op(self.collective or "", dtype, shape, math.prod(shape) * bits(dtype) // 8) for dtype, shape in found]
 
     @property
     def called(self) -> list[tuple[str, int]]:
@@ -89,7 +93,7 @@ class Instruction(NamedTuple):
         if self.opcode.endswith(("-done", "-update")):  # its start has told
             return []
         found = TRIPS.search(self.attributes)
-        trips = int(found[1]) if found else 0
+        trips = int(found[1]) if found else self.trips
         times = {"body": trips, "condition": trips and trips + 1}
         return [(name, times.get(key, 1)) for key, names in CALLED.findall(self.attributes) for name in _names(names)]
 
@@ -156,19 +160,24 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
-    entry, lines = "", []
+    entry, lines, where = "", [], ""
+    roots: dict[str, str] = {}
     for line in text.splitlines():
         if found := COMPUTATION.match(line):
-            lines = computations.setdefault(found[2], [])
+            where = found[2]
+            lines = computations.setdefault(where, [])
             entry = found[2] if found[1] else entry
         elif found := INSTRUCTION.match(line):
-            name, rest = found.groups()
+            root, name, rest = found.groups()
+            roots |= {where: name} if root else {}
             result, rest = _closed(rest) if rest.startswith("(") else rest.split(" ", 1)
             opcode, rest = rest.strip().split("(", 1)
             operands, attributes = _closed("(" + rest)
+            # The value of a constant and the number of a parameter stand where operands do.
+            attributes = operands + attributes if opcode in ("constant", "parameter") else attributes
             waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
             lines.append(Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes))
-    return Module(computations, entry)
+    return Module(slices.joined(trips.counted(computations, roots), text), entry)
 
 
 def runs(program: Module) -> Iterator[Run]:
@@ -246,22 +255,23 @@ def _closed(text: str) -> tuple[str, str]:
     raise AssertionError(f"A bracket that does not close: {text[:200]}")
 
 
-def _parts(text: str) -> list[str]:
+def parts(text: str) -> list[str]:
     """What stands between the outer commas of `text`."""
-    parts, depth = [""], 0
+    found, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            parts.append("")
+            found.append("")
         else:
-            parts[-1] += letter
-    return parts
+            found[-1] += letter
+    return found
 
 
 def _names(text: str) -> list[str]:
     return re.findall(r"%([\w.-]+)", text)
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
+    """Bits of a number of a type, by XLA's name."""
     found = re.search(r"\d+", dtype)
     return int(found[0]) if found else 8  # a pred is a byte

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
     from parallax.plan.layouts import largest_batch, search
-    from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, plan, table
+    from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, model_flops, plan, table
     from parallax.plan.quantities import quantity
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "compared",
     "largest_batch",
     "memory",
+    "model_flops",
     "plan",
     "quantity",
     "search",

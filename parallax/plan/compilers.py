@@ -1,4 +1,8 @@
-"""How often a compiler holds what a train step needs: the constants of XLA's CPU backend, and of one that updates in place."""
+"""How often a compiler holds what a train step needs: the constants of XLA's backends, and of one that updates in place.
+
+Those of the CPU were fitted to compiled steps by `benchmarks/plan.py`, those of the accelerators by
+`benchmarks/accelerators.py`, to one half of its layouts: benchmarks/README.md has the other half's scores.
+"""
 
 from typing import NamedTuple
 
@@ -23,6 +27,8 @@ class Compiler(NamedTuple):
         sums, chunk, ends_of_stage: in a pipeline, B (ZeRO-2: its share), B / v, E.
         scattered: in a pipeline, B with any ZeRO.
         update: in the optimizer, gradients and updates of B's share, those of all of B, and (one replica, several) of E.
+        kept: of what `jax.vjp` keeps of a layer where nothing but attention is computed again; and where gathers are too.
+        near: bytes of a layer's backward pass that live in a memory on the chip, not in the device's.
     """
 
     scores: Number
@@ -41,6 +47,8 @@ class Compiler(NamedTuple):
     ends_of_stage: float
     scattered: float
     update: tuple[float, float, float, float]
+    kept: tuple[float, float] = (1.0, 1.0)
+    near: float = 0.0
 
 
 # AdamW's moments are copied before they are overwritten (benchmarks/README.md): 2 of the update's B.
@@ -79,3 +87,10 @@ IN_PLACE = XLA_CPU._replace(
     scattered=0.0,
     update=(0.0, 1.0, 1.0, 1.0),
 )
+
+# XLA's compilers for three chips, with JAX 0.10.2. `near` is the part of a TPU's vector memory that holds a layer's numbers.
+XLA_V5E = IN_PLACE._replace(
+    scores=1.91, block=((14.01, 5.23), (21.3, 0.9), (19.81, 2.54)), slots=2.21, kept=(0.95, 1.88), near=88e6
+)
+XLA_V5P = IN_PLACE._replace(scores=1.9, block=((14.4, 5.38), (21.3, 0.9), (21.06, 2.7)), slots=1.99, kept=(1.03, 1.0), near=17e6)
+XLA_H100 = IN_PLACE._replace(scores=1.23, block=((17.05, 6.37), (26.57, 1.12), (28.71, 3.68)), slots=1.26, kept=(0.99, 1.0))

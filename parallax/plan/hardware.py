@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh as meshes
 from parallax.collectives import tuning
 from parallax.collectives.cost import Link
-from parallax.plan.compilers import IN_PLACE, XLA_CPU, Compiler
+from parallax.plan.compilers import IN_PLACE, XLA_CPU, XLA_H100, XLA_V5E, XLA_V5P, Compiler
 
 GB = 10**9
 TERA = 1e12
@@ -72,23 +72,23 @@ class Hardware:
         return self.fast if span <= self.domain else self.slow
 
 
-def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
+def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network, compiler=IN_PLACE) -> Hardware:
     links = Link(3.4e-6, 1 / nvlink, 1 / bandwidth), Link(14e-6, 1 / network, 1 / bandwidth)
-    return Hardware(name, float(memory * GB), rate * TERA, full_rate * TERA, bandwidth, 8, *links)
+    return Hardware(name, float(memory * GB), rate * TERA, full_rate * TERA, bandwidth, 8, *links, compiler=compiler)
 
 
-def _tpu(name, memory, rate, bandwidth, chips, link, network) -> Hardware:
+def _tpu(name, memory, rate, bandwidth, chips, link, network, compiler=IN_PLACE) -> Hardware:
     links = Link(1e-6, 1 / link, 1 / bandwidth), Link(1e-5, 1 / network, 1 / bandwidth)
-    return Hardware(name, float(memory * GB), rate * TERA, rate * TERA, bandwidth, chips, *links)
+    return Hardware(name, float(memory * GB), rate * TERA, rate * TERA, bandwidth, chips, *links, compiler=compiler)
 
 
 V100 = _gpu("V100", 32, 125, 15.7, 900e9, 150e9, 6.25e9)
 A100 = _gpu("A100", 80, 312, 156, 2039e9, 300e9, 25e9)
-H100 = _gpu("H100", 80, 989, 495, 3350e9, 450e9, 50e9)
-H200 = _gpu("H200", 141, 989, 495, 4800e9, 450e9, 50e9)
+H100 = _gpu("H100", 80, 989, 495, 3350e9, 450e9, 50e9, XLA_H100)
+H200 = _gpu("H200", 141, 989, 495, 4800e9, 450e9, 50e9, XLA_H100)
 TPU_V4 = _tpu("TPU v4", 32, 275, 1228e9, 4096, 45e9, 6.25e9)
-TPU_V5E = _tpu("TPU v5e", 16, 197, 819e9, 256, 45e9, 3.125e9)
-TPU_V5P = _tpu("TPU v5p", 95, 459, 2765e9, 8960, 90e9, 6.25e9)
+TPU_V5E = _tpu("TPU v5e", 16, 197, 819e9, 256, 45e9, 3.125e9, XLA_V5E)
+TPU_V5P = _tpu("TPU v5p", 95, 459, 2765e9, 8960, 90e9, 6.25e9, XLA_V5P)
 TPU_V6E = _tpu("TPU v6e", 32, 918, 1640e9, 256, 90e9, 12.5e9)
 
 # A virtual CPU device: what XLA's CPU backend does with memory, and no rates: measure those.

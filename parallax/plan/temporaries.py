@@ -136,7 +136,8 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     sums, state = replicas.sums(whole=B, share=B_share), replicas.state(whole=B, share=B_share)
     many, chunks = layout.microbatches > 1, does.chunks
     layers = config.layers // (layout.stage * chunks)
-    one = size.narrow * size.stream if again.in_stages else layers * layer(config, layout, batch, short)
+    held = does.kept.of(everything=c.kept[does.kept.gathers > 0], products=1.0, inputs=1.0)
+    one = size.narrow * size.stream if again.in_stages else held * layers * layer(config, layout, batch, short)
     in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
     split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
@@ -147,6 +148,7 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     gathered = does.numbers.of(full=0.0, short=size.narrow / FLOAT * (B_share + E))
     gathered += replicas.parameters(whole=0.0, share=c.gathered * does.stages.of(alone=1, piped=1.1) * two_layers)
     block += does.stages.of(alone=0.0, piped=c.slots * one)
+    block = max(0.0, block - c.near)
 
     of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * replicas.state(whole=0, share=B)
     of_stage += replicas.parameters(whole=c.chunk * B / chunks, share=0.0)

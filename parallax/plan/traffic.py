@@ -257,10 +257,11 @@ class _Step:
         return self.does.stages.of(alone=size.backward, piped=in_lanes)
 
     def over_all(self) -> Iterator[Term]:
-        """One sum of squares for each set of axes that split some gradients."""
+        """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them."""
         sets = {}
         for leaf in self.leaves:
             axes = set(leaf.axes) | ({"data"} if leaf.split else set())
             sets[frozenset(axes)] = None
         for axes in sets:
             yield from self.all_reduce("squared norms", axes, self.wide, 1, self.wide)
+        yield from self.all_reduce("whether all is finite", set().union(*sets), self.wide, 1, self.wide)

@@ -1,0 +1,131 @@
+"""The links of a machine, and which of them each message goes over: neighbours on a torus, ports of a switch, a network.
+
+    machine = links.torus(rates.CHIPS["v5e"], [device.coords for device in mesh.devices.flat])
+    machine.crossing({(0, 1): 4096})          # bytes over each link, and the most links that one message takes
+
+A link carries one message at a time; several that share it wait for one another.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from parallax.compiled import hlo
+from parallax.compiled.rates import Rates
+
+Link = tuple[Any, ...]
+Flows = Mapping[tuple[int, int], float]
+
+
+class Machine(NamedTuple):
+    """The devices of a program, in the order of its mesh.
+
+    Attributes:
+        rates: of a chip.
+        places: of each device: its coordinates, or its number where a switch joins them.
+        groups: the slice or machine of each.
+        sizes: of the torus; empty for a switch.
+        cores: devices that share a chip.
+    """
+
+    rates: Rates
+    places: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+    cores: int = 1
+
+    def kind(self, source: int, target: int) -> str:
+        """What joins two devices: "link", or "network" between slices or machines."""
+        return "link" if self.groups[source] == self.groups[target] else "network"
+
+    def path(self, source: int, target: int) -> list[Link]:
+        """The links from one device to another, one after another."""
+        if source == target:
+            return []
+        if self.groups[source] != self.groups[target]:
+            return [("network out", source), ("network in", target)]
+        if not self.sizes:
+            return [("out", source), ("in", target)]
+        links, here, group = [], list(self.places[source]), self.groups[source]
+        for dim, size in enumerate(self.sizes):
+            ahead = self.places[target][dim] - here[dim]
+            if size >= self.rates.wraps and abs(ahead) * 2 > size:  # shorter round the back
+                ahead -= size if ahead > 0 else -size
+            sign = 1 if ahead > 0 else -1
+            for _ in range(abs(ahead)):
+                links.append((group, *here, dim, sign))
+                here[dim] = (here[dim] + sign) % size
+        return links
+
+    def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
+        """The seconds that each link is busy with these bytes, and the seconds that the longest path adds."""
+        busy: dict[Link, float] = {}
+        longest = 0.0
+        for (source, target), size in flows.items():
+            path = self.path(source, target)
+            far = bool(path) and path[0][0] == "network out"
+            speed = self.rates.network if far else self.rates.link * self.rates.reached[2]
+            for link in path:
+                busy[link] = busy.get(link, 0.0) + size / speed
+            hops = 1 if far or not self.sizes else len(path)
+            longest = max(longest, hops * (self.rates.far_hop if far else self.rates.hop) if path else 0.0)
+        return busy, longest
+
+
+def torus(rates: Rates, coordinates: Sequence[Sequence[int]], groups: Sequence[int] | None = None) -> Machine:
+    """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are cores of one chip."""
+    places = tuple(tuple(int(k) for k in place) for place in coordinates)
+    groups = tuple(groups or (0,) * len(places))
+    sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
+    return Machine(rates, places, groups, sizes, max(Counter(zip(groups, places, strict=True)).values()))
+
+
+def switch(rates: Rates, devices: int, in_machine: int = 8) -> Machine:
+    """GPUs: machines of so many, each device with one port to its switch and one to the network."""
+    return Machine(rates, tuple((k,) for k in range(devices)), tuple(k // in_machine for k in range(devices)))
+
+
+def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
+    """The bytes that a collective sends between devices, and how many rounds of messages one after another it takes.
+
+    A permute is its pairs. What XLA's runtime does for the others is not in the text: rings are assumed, in both directions for
+    gathers, scatters and sums, and a message to each device for an all-to-all.
+    """
+    kind, groups = instruction.collective, instruction.groups
+    groups = [range(devices)] if groups is None else groups
+    sizes = [op.bytes for op in instruction.ops]
+    total = float(sum(sizes))
+    if kind in ("collective-permute", "collective-broadcast"):
+        return {(int(a), int(b)): total for a, b in groups if a != b}, 1
+    sent: dict[tuple[int, int], float] = {}
+    n = max(len(group) for group in groups)
+    for group in groups:
+        members = [int(k) for k in group]
+        if "all-to-all" in str(kind):
+            sent |= {(a, b): total / n for a in members for b in members if a != b}
+            continue
+        # Of the results: an all-gather's is the whole, a reduce-scatter's a part.
+        part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[str(kind)]
+        for a, b in zip(members, [*members[1:], members[0]], strict=True):
+            if a != b:
+                for pair in ((a, b), (b, a)):
+                    sent[pair] = sent.get(pair, 0.0) + part * (n - 1) / 2
+    rounds = 1 if "all-to-all" in str(kind) else (n - 1) * (2 if kind == "all-reduce" else 1)
+    return sent, rounds
+
+
+def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
+    """Bytes that all devices together send in a program, by what joins sender and receiver: "link" or "network"."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    assert text is not None
+    found: Counter[str] = Counter()
+    for run in hlo.runs(hlo.module(text)):
+        sent, _ = flows(run.instruction, len(machine.places))
+        for (source, target), size in sent.items():
+            kind = machine.kind(source, target)
+            # A program for several slices is that of one, but for what crosses between them.
+            copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
+            found[kind] += round(copies * run.times * size)
+    return dict(found)

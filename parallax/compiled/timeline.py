@@ -1,0 +1,218 @@
+"""How long a scheduled program takes, by its compiler's own estimates: instructions in their order, messages beside them.
+
+    found = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
+    found.seconds, found.exposed, found.exposed_along["data"]
+
+The text of a program for TPUs or GPUs is in the order in which it runs. It is replayed here: each instruction takes the cycles
+that the TPU's compiler estimated, or its bytes and operations over a GPU's rates; a loop's body runs once a trip; a message
+begins at its start, waits for its links, each of which carries one message at a time, and its end waits for it. *Exposed* is the
+end of the replay less the end of the same with messages that take no time. It is an estimate, made of a compiler's estimates and
+of the rates in `compiled.rates`: no measurement.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+
+from parallax.compiled import hlo, links, seconds, sources
+from parallax.compiled.certificate import along
+
+SPEEDS = (0.5, 1.0, 2.0)  # of the links, at which every result is given
+ASYNC = ("copy-start", "slice-start", "async-start")
+
+
+class Event(NamedTuple):
+    """Something that takes time.
+
+    Attributes:
+        row: "compute", or the axes along which a message goes.
+        name: of the instruction.
+        start: in seconds.
+        stop: in seconds.
+        source: the line that it comes from.
+    """
+
+    row: str
+    name: str
+    start: float
+    stop: float
+    source: str
+
+
+class Timeline(NamedTuple):
+    """A replay.
+
+    Attributes:
+        seconds: of the program.
+        compute: of the same with messages that take no time.
+        exposed_along: for each set of axes, how much earlier the program ends if the messages along it take no time.
+        at_speed: the seconds at half, once and twice the links' speed.
+        waits: seconds that instructions wait for messages, by the line that sends.
+        events: of the replay, in order.
+        unbounded: loops whose trips are not known, which count as one.
+    """
+
+    seconds: float
+    compute: float
+    exposed_along: dict[str, float]
+    at_speed: dict[float, float]
+    waits: dict[str, float]
+    events: list[Event]
+    unbounded: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that messages add."""
+        return self.seconds - self.compute
+
+
+def of(compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mapping[str, int]) -> Timeline:
+    """The replay of a program that was compiled for `machine`.
+
+    Args:
+        compiled: the program, or its text.
+        machine: the devices in the order of the program's mesh.
+        axes: the sizes of the mesh's axes.
+
+    Raises:
+        ValueError: the program is one of another backend, or of another number of devices.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    assert text is not None
+    if math.prod(axes.values()) != len(machine.places):
+        raise ValueError(
+            f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; got {dict(axes)}. Pass the "
+            "shape of the mesh that the program was compiled for."
+        )
+    check_backend(text, machine.rates.platform)
+    program = hlo.module(text)
+    replay = _Replay(program, machine, axes, sources.read(text))
+    events: list[Event] = []
+    waits: Counter[str] = Counter()
+    total = replay.run(1.0, events=events, waits=waits)
+    rows = dict.fromkeys(event.row for event in events if event.row != "compute")
+    return Timeline(
+        seconds=total,
+        compute=replay.run(math.inf),
+        exposed_along={row: total - replay.run(1.0, without=row) for row in rows},
+        at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
+        waits=dict(waits.most_common()),
+        events=events,
+        unbounded=sum(run.opcode == "while" and not dict(run.called).get(_body(run)) for run in _all(program)),
+    )
+
+
+def check_backend(text: str, platform: str) -> None:
+    """Refuse with a `ValueError` the text of a program that was not compiled for `platform`, "tpu" or "cuda"."""
+    found = (
+        "tpu" if '"estimated_cycles"' in text or ":T(" in text[:200_000] else "cuda" if "operation_queue_id" in text else "cpu"
+    )
+    if found != platform:
+        raise ValueError(
+            f"timeline needs a program compiled for {platform}; this one was compiled for {found}. Compile the step with "
+            "targets.compile for the machine that it is read for."
+        )
+
+
+def _body(loop: hlo.Instruction) -> str:
+    return next(name for key, names in hlo.CALLED.findall(loop.attributes) if key == "body" for name in [names.strip("%, ")])
+
+
+def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
+    return (line for lines in program.computations.values() for line in lines)
+
+
+class _Message(NamedTuple):
+    """A collective on this machine."""
+
+    row: str
+    busy: dict[links.Link, float]
+    delay: float
+
+
+class _Replay:
+    """A program with what each of its instructions takes."""
+
+    def __init__(self, program: hlo.Module, machine: links.Machine, axes: Mapping[str, int], lines: Callable[[str], str]):
+        self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
+        self.costs = seconds.Costs(program, machine.rates, machine.cores)
+        self.known: dict[str, _Message] = {}
+        self.inside: dict[str, list[hlo.Instruction]] = {}
+
+    def run(self, speed: float, *, without: str = "", events: list[Event] | None = None, waits: Counter | None = None) -> float:
+        """The seconds of the program with links of `speed`, infinite for messages that take no time."""
+        state = SimpleNamespace(now=0.0, free={}, speed=speed, without=without, events=events, waits=waits)
+        self._computation(self.program.entry, state)
+        return state.now
+
+    def _computation(self, name: str, state: SimpleNamespace) -> None:
+        started: dict[str, tuple[float, str]] = {}
+        for line in self.program[name]:
+            if line.opcode == "while":
+                for _ in range(max(dict(line.called)[_body(line)], 1)):
+                    self._computation(_body(line), state)
+            elif line.opcode in ("call", "conditional"):
+                for called, _ in line.called:
+                    self._computation(called, state)
+            elif line.opcode.endswith("-done"):
+                until, source = started.pop(line.operands[0], (state.now, ""))
+                self._wait(until, source, state)
+            else:
+                self._instruction(line, started, state)
+
+    def _instruction(self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace) -> None:
+        sent = self._collectives(line)
+        source = self.lines(line.attributes) if sent else ""
+        stops = [self._send(each, source, state) for each in sent]
+        if line.opcode.endswith("-start"):
+            if not sent:  # a copy between the memories of a chip
+                begin = max(state.now, state.free.get("memory", 0.0))
+                state.free["memory"] = begin + self.costs.of(line)
+                stops = [state.free["memory"]]
+            started[line.name] = max(stops), source
+            return
+        taken = 0.0 if line.collective else self.costs.of(line)
+        if taken:
+            if state.events is not None:
+                state.events.append(Event("compute", line.name, state.now, state.now + taken, self.lines(line.attributes)))
+            state.now += taken
+        if stops:
+            self._wait(max(stops), source, state)
+
+    def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
+        if until > state.now:
+            if state.waits is not None and source:
+                state.waits[source] += until - state.now
+            state.now = until
+
+    def _collectives(self, line: hlo.Instruction) -> list[hlo.Instruction]:
+        """The instruction if it is a collective, or those that XLA fused into it."""
+        if line.name not in self.inside:
+            inner = [each for name, _ in line.called for each in self.program[name]]
+            self.inside[line.name] = [line] if line.collective else [each for each in inner if each.collective]
+        return self.inside[line.name]
+
+    def _message(self, line: hlo.Instruction) -> _Message:
+        if line.name not in self.known:
+            flows, rounds = links.flows(line, len(self.machine.places))
+            busy, delay = self.machine.crossing(flows)
+            row = " x ".join(along(line.groups, self.axes)) or "no axis"
+            self.known[line.name] = _Message(row, busy, delay * rounds)
+        return self.known[line.name]
+
+    def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
+        """When a message that begins now has come."""
+        row, busy, delay = self._message(line)
+        if row == state.without or math.isinf(state.speed) or not busy:
+            return state.now
+        begin = max(state.now, *(state.free.get(link, 0.0) for link in busy))
+        for link, taken in busy.items():
+            state.free[link] = begin + taken / state.speed
+        stop = begin + max(busy.values()) / state.speed + delay
+        if state.events is not None:
+            state.events.append(Event(row, line.name, begin, stop, source))
+        return stop

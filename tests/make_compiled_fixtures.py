@@ -1,0 +1,79 @@
+"""Makes the saved programs of `tests/fixtures/compiled`: run it once where the TPU's compiler is, and once where the GPU's is.
+
+    python tests/make_compiled_fixtures.py v5e:2x4
+    python tests/make_compiled_fixtures.py "8 x h100"
+    python tests/make_compiled_fixtures.py "2 x v5e:2x2"
+
+The texts are as the compilers give them, but for the folders in the paths of sources.
+"""
+
+import functools
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh, plan
+from parallax.collectives import ring
+from parallax.compiled import targets
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
+
+FOLDER = Path(__file__).parent / "fixtures" / "compiled"
+CONFIG = gpt2.Config(layers=2, heads=2, width=128, context=128, vocabulary=512)
+LAYOUT, BATCH = Layout(data=4, tensor=2, precision="bfloat16"), 8
+
+
+def step(there):
+    """A GPT-2 step over data x tensor."""
+    world = mesh.make(devices=there.devices, **LAYOUT.axes)
+    prepared = decoder.prepare(gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
+    windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    return targets.compile(prepared.train, prepared.shapes, windows, target=there)
+
+
+def guarded(there, name):
+    """A ring's gather or sum of a product and a sum, which a compiler could compute twice."""
+    world, spec = mesh.make(devices=there.devices, x=8), P("x") if name == "all_gather" else P()
+    of = functools.partial(getattr(ring, name), **({"tiled": True} if name == "all_gather" else {}))
+    program = jax.jit(mesh.spmd(lambda x: of(x * 1.5 + 1, "x"), mesh=world, in_specs=(P("x"),), out_specs=spec))
+    x = jax.ShapeDtypeStruct((8 * 64, 128), jnp.float32, sharding=mesh.shardings(P("x"), world))
+    return targets.compile(program, x, target=there)
+
+
+def between(there, name):
+    """A sum over the axis between two slices, by our ring or by XLA, after one inside each."""
+    world, spec = mesh.make(devices=there.devices, far=2, near=4), P(("far", "near"))
+    of = ring.all_reduce if name == "ring" else jax.lax.psum
+    program = jax.jit(mesh.spmd(lambda x: of(jax.lax.psum(x, "near"), "far"), mesh=world, in_specs=(spec,), out_specs=P()))
+    x = jax.ShapeDtypeStruct((8 * 1024, 128), jnp.float32, sharding=mesh.shardings(spec, world))
+    return targets.compile(program, x, target=there)
+
+
+def save(kind, made):
+    """The texts, without the folders of this machine."""
+    for what, program in made.items():
+        text = re.sub(r'"/[^"]*/(parallax|site-packages|tests)/', r'"/src/\1/', program.text)
+        (FOLDER / f"{kind}_{what}.txt.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+def main(name):
+    there = targets.target(name)
+    kind = there.rates.platform
+    if name.startswith("2 x"):
+        return save(kind, {f"slices_{what}": between(there, what) for what in ("ring", "psum")})
+    made = {"step": step(there), "all_gather": guarded(there, "all_gather"), "all_reduce": guarded(there, "all_reduce")}
+    save(kind, made)
+    places = [[int(k) for k in device.coords] for device in made["step"].mesh.devices.flat]
+    about = {"target": name, "memory": made["step"].memory, "places": places}
+    (FOLDER / f"{kind}_step.json").write_text(json.dumps(about) + "\n")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main(sys.argv[1])
