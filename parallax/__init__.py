@@ -4,8 +4,8 @@
     grad : (params, batch) -> (loss, gradients)
     step : (state, batch)  -> (state, info)
 
-Read `collectives.rings` first, then `tensor`, `grads` and `schedule`, then `pipeline`, `zero` and `sequence`, and `step` and
-`models.decoder` last, where they meet. `run` is for jobs that outlive what goes wrong.
+Read `collectives.by_hand` first and `collectives.route`, then `tensor`, `grads` and `schedule`, `pipeline`, `zero` and
+`sequence`, and `step` and `models.decoder` last, where they meet. `run` is for jobs that outlive what goes wrong.
 
 Each module is imported when it is first asked for: `import parallax` costs nothing.
 """

@@ -23,6 +23,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
+    Devices of several TPU slices are taken slice by slice, so that the first axes cross the network between slices.
+
     Args:
         devices: the devices to use; all of them by default.
         sizes: the size of each axis, at least 1. Their product is the number of devices.
@@ -36,7 +38,12 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
         raise ValueError(f"mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got ({asked}).")
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    types = (AxisType.Auto,) * len(sizes)
+    slice_of = lambda device: getattr(device, "slice_index", None) or 0
+    if len(set(map(slice_of, devices))) > 1:  # which jax.make_mesh refuses
+        ordered = np.array(sorted(devices, key=slice_of), dtype=object)
+        return Mesh(ordered.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:

@@ -29,6 +29,7 @@ from parallax.grads import beside, on_parts
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
+LEAST = 1.0  # the smallest loss scale: a step that overflows at this one is no matter of scale
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
@@ -99,7 +100,7 @@ class Scale(eqx.Module):
 def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0) -> Scale:
     """The `Scale` of the next step: over `factor` after an overflow, times it after `interval` steps without one.
 
-    It stays between 1 and 2^24: gradients that need more are lost in float32 sums as well, and the scale itself is finite.
+    It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well, and the scale itself is finite.
 
     Args:
         scale: this step's.
@@ -110,7 +111,7 @@ def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, fac
     good = jnp.where(finite, scale.good + 1, 0)
     grown = good >= interval
     value = jnp.where(finite, jnp.where(grown, scale.value * factor, scale.value), scale.value / factor)
-    after = (jnp.clip(value, 1.0, 2.0**24), jnp.where(grown, 0, good), scale.skipped + (~finite).astype(jnp.int32))
+    after = (jnp.clip(value, LEAST, 2.0**24), jnp.where(grown, 0, good), scale.skipped + (~finite).astype(jnp.int32))
     return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, after)
 
 

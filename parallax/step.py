@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
@@ -43,7 +44,8 @@ class Info(NamedTuple):
     Attributes:
         loss: of the global batch, in the unit of the grad arrow's.
         gradient_norm: of all gradients together, before any clipping by `make`.
-        skipped: whether one of the two was not finite: model and optimizer are then as they were.
+        skipped: whether one of the two, or what the step would have made of model and optimizer, was not finite: they are then as
+            they were.
     """
 
     loss: Float[Array, ""]
@@ -98,8 +100,8 @@ def make(
 ) -> Step:
     """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
 
-    A step whose loss or gradient norm is not finite changes nothing but the step's number, and says so in its `Info`. A leaf
-    whose gradient is None stays as it is.
+    A step whose loss or gradient norm is not finite, or by which a finite number of the model or of the optimizer's state would
+    cease to be so, changes nothing but the step's number, and says so in its `Info`. A leaf without a gradient stays as it is.
 
     Args:
         grad: a grad arrow whose gradients are reduced already.
@@ -145,10 +147,11 @@ def make_scaled(
         _check_joined(aux)
         norm = grads.norm(gradients, axes=axes)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        info = InfoWithAux(loss, norm, ~finite, aux) if isinstance(value, tuple) else Info(loss, norm, ~finite)
+        with_aux = isinstance(value, tuple)
+        info = lambda finite: InfoWithAux(loss, norm, ~finite, aux) if with_aux else Info(loss, norm, ~finite)
         gradients = gradients if max_norm is None else grads.scaled(gradients, norm, max_norm)
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        also = extra(info)
+        also = extra(info(finite))
         update = lambda g, s, w: optimizer.update(g, s, w, **also)
         _check_trained(update, gradients, state, weights)
         wholes = elementwise.wholes(weights, {} if specs is None else mesh.by_path(specs))
@@ -157,15 +160,32 @@ def make_scaled(
         model = eqx.apply_updates(state.model, updates)
         if after is not unchanged:
             model = _same_form(after(model, aux), state.model)
+        finite &= ~_lost((model, optimizer_state), (state.model, state.optimizer), norm, axes)
         new = State(
             precision.select(finite, model, state.model),
             precision.select(finite, optimizer_state, state.optimizer),
             state.step + 1,
             None if state.scale is None else precision.adjusted(state.scale, finite),
         )
-        return new, info
+        return new, info(finite)
 
     return step
+
+
+def _lost(new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]) -> Bool[Array, ""]:
+    """Whether a number that was finite is not any more, on any device: one scalar, in `norm`'s type, over all axes in use.
+
+    What never was finite, such as a mask of -inf, may stay so.
+    """
+    numbers = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if mesh.is_array(leaf) and _is_number(leaf)]
+    changed = ((a, b) for a, b in zip(numbers(new), numbers(old), strict=True) if a is not b)  # a frozen leaf is not read
+    lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
+    return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether it may be infinite."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
@@ -303,12 +323,12 @@ class Planned(NamedTuple):
     """A state that can be made.
 
     Attributes:
-        init: makes it, in its place.
+        init: makes it, in its place; `init(model)` makes it of the arrays of that model, which is whole.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings; leaves that are no arrays are those of the state.
         specs: the spec of each array.
     """
 
-    init: Callable[[], State]
+    init: Callable[..., State]
     shapes: State
     specs: State
 
@@ -335,8 +355,7 @@ def planned(
         statics.append(static)
         return jax.tree.map(jnp.asarray, arrays)
 
-    def made_leaves():
-        model = made()
+    def leaves_of(model):
         return jax.tree.leaves(State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale))
 
     def traced():
@@ -351,8 +370,35 @@ def planned(
     specs = State(model_specs, of_optimizer, P(), jax.tree.map(lambda _: P(), scale))
     placed = mesh.shardings(specs, mesh_)
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
-    make = jax.jit(made_leaves, out_shardings=jax.tree.leaves(placed))
+    make = jax.jit(lambda: leaves_of(made()), out_shardings=jax.tree.leaves(placed))
+    begin = jax.jit(leaves_of, out_shardings=jax.tree.leaves(placed), donate_argnums=0)
     state = State(model, jax.eval_shape(optimizer.init, seen), jax.ShapeDtypeStruct((), jnp.int32), scale)
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed)
     whole = lambda state: dataclasses.replace(state, model=eqx.combine(state.model, static))
-    return Planned(lambda: whole(jax.tree.unflatten(jax.tree.structure(shapes), make())), whole(shapes), specs)
+
+    def init(given=None):
+        leaves = make() if given is None else begin(_placed_as(given, shapes.model))
+        return whole(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+    return Planned(init, whole(shapes), specs)
+
+
+def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
+    """The arrays of `given`, in the places of `shapes`. Each process has them all. Raises `ValueError` for others."""
+    arrays = [leaf for leaf in jax.tree.leaves(given) if mesh.is_array(leaf)]
+    needed = jax.tree.leaves_with_path(shapes)
+    if len(arrays) != len(needed):
+        raise ValueError(f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared.")
+    found = []
+    for leaf, (path, like) in zip(arrays, needed, strict=True):
+        if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"init: {mesh.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is {leaf.shape} and {leaf.dtype}. "
+                f"Prepare for the configuration and the dtype of this model."
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
+            found.append(jax.device_put(leaf, like.sharding))
+        else:
+            host = np.asarray(leaf)
+            found.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)

@@ -6,6 +6,10 @@ It goes on from FOLDER/checkpoints where that holds a run. At the end rank 0 wri
 """
 
 import argparse
+import ctypes
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,15 @@ LAYOUTS = {
 }
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocabulary, size=5000)
 
+# How a rank stops working without an error; `return` leaves the loop.
+LEAVE = {
+    "exit": lambda: sys.exit(0),
+    "return": lambda: None,
+    "os._exit": lambda: os._exit(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hold the lock": lambda: ctypes.PyDLL(None).sleep(3600),
+}
+
 
 def arguments():
     parser = argparse.ArgumentParser()
@@ -53,6 +66,9 @@ def arguments():
     parser.add_argument("--rank", type=int, default=0, help="the rank that fails")
     parser.add_argument("--raise-at", type=int)
     parser.add_argument("--sleep-at", type=int)
+    parser.add_argument("--leave-at", type=int)
+    parser.add_argument("--leave-by", choices=LEAVE)
+    parser.add_argument("--start-up", type=int, default=900, help="seconds within which all processes must have come")
     parser.add_argument("--nan-at", type=int, nargs="*", default=[])
     for name in ("coordinator", "process", "processes"):  # instead of a launcher
         parser.add_argument(f"--{name}", type=str if name == "coordinator" else int)
@@ -111,13 +127,16 @@ def train(job: processes.Job, options) -> None:
         for i in range(first, options.steps):
             watch.step(i, "fault")
             time.sleep(options.pause)
-            if job.rank == options.rank and i in (options.raise_at, options.sleep_at):
+            if job.rank == options.rank and i in (options.raise_at, options.sleep_at, options.leave_at):
                 (options.folder / "fault").write_text(repr(time.time()))
             if job.rank == options.rank and i == options.raise_at:
                 raise ArithmeticError(f"injected in rank {job.rank}")
             if job.rank == options.rank and i == options.sleep_at:
                 watch.phase("a long sleep")
                 time.sleep(3600)
+            if job.rank == options.rank and i == options.leave_at:
+                LEAVE[options.leave_by]()
+                return
             watch.phase("train", waits=True)
             with clock("steps"):
                 state, info = jax.block_until_ready(one_step(state, next(batches)))
@@ -159,7 +178,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
     job = processes.initialize(
-        options.coordinator, options.processes, options.process, cpu_devices=LAYOUTS[options.layout].devices
+        options.coordinator,
+        options.processes,
+        options.process,
+        cpu_devices=LAYOUTS[options.layout].devices,
+        initialization_timeout=options.start_up,
     )
     processes.run(lambda: train(job, options), job)
 

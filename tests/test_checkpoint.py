@@ -1,5 +1,7 @@
 """What was saved comes back bit for bit, on any layout; what is not as it was saved is refused by name."""
 
+import contextlib
+import errno
 import functools
 import os
 import random
@@ -8,6 +10,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +30,7 @@ from parallax.data import manifest
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.run import checkpoint
+from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
 SETTINGS = {"width": 16, "seed": 0}
@@ -110,6 +115,31 @@ def test_a_new_folder_holds_nothing(tmp_path):
     assert checkpoints(tmp_path / "new").restore(small_state()) is None
 
 
+def test_a_note_is_as_it_was_when_the_save_began(tmp_path):
+    """A loop goes on counting in its list while the manifest waits for the arrays."""
+    counted = [1]
+    with checkpoints(tmp_path) as store:
+        store.save(1, small_state(1), note={"skipped": counted})
+        counted.append(2)
+    assert manifest.read(tmp_path / "00000001" / "manifest.json")["note"] == {"skipped": [1]}
+
+
+def test_a_run_comes_back_to_its_folder_while_its_own_writer_is_at_work(tmp_path, monkeypatch):
+    """As where copies differ during a save: the loop ends by an error, and begins again."""
+    seal, go = records.seal, threading.Event()
+    monkeypatch.setattr(records, "seal", lambda *arguments: go.wait(60) and seal(*arguments))
+    of = checkpoints(tmp_path)
+    with contextlib.suppress(RuntimeError), of:
+        of.save(1, small_state(1))
+        raise RuntimeError
+    with of:
+        go.set()
+        of.wait()
+    assert_equal(of.restore(small_state()).state, small_state(1))
+    with checkpoints(tmp_path):
+        pass
+
+
 def test_the_state_may_be_donated_at_once(tmp_path):
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.device_put(np.arange(4_000_000, dtype=np.float32), mesh.shardings(P("data"), mesh.make(data=8)))
@@ -126,7 +156,137 @@ def test_keeps_the_last_and_every_nth(tmp_path):
     assert checkpoints(tmp_path).steps() == [4, 8, 9, 10]
 
 
+def test_what_killed_runs_left_goes_with_the_next_save(tmp_path):
+    """Half-written files, an unfinished checkpoint, one that was being replaced."""
+    saved(tmp_path, [1])
+    for number in range(3):
+        (tmp_path / f".newest.json.{number:08x}.partial").write_text("half")
+    for name in ("00000002", "00000002.replaced"):
+        records.begin(tmp_path / name, records.Record(2, SETTINGS, {}, {}, {}))
+        (tmp_path / name / "arrays.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "00000000").mkdir()  # killed before it said what it would be
+    with checkpoints(tmp_path, keep=2) as store:
+        assert store.restore(small_state()).step == 1
+        store.save(3, small_state(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003", "newest.json"]
+
+
+def test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was(tmp_path):
+    with checkpoints(tmp_path, keep=2) as store:
+        for number in range(1, 9):
+            store.save(number, small_state(number), evaluated={3: 2.5, 5: float("nan"), 6: 2.25}.get(number))
+            store.wait()
+            assert (3 in store.steps()) == (3 <= number < 6)
+    assert store.steps() == [6, 7, 8]
+    with checkpoints(tmp_path / "other", keep=9) as store:
+        for number in range(1, 5):
+            store.save(number, small_state(number), evaluated=2.0 if number in (2, 3) else None)
+    with checkpoints(tmp_path / "other", keep=1) as store:
+        store.save(5, small_state(5))
+    assert store.steps() == [3, 5]
+
+
+STRANGERS = ("7", "00000001", "old.replaced", "00000001.replaced", "notes.replaced", "00000000")
+
+
+def test_what_this_run_did_not_make_stays(tmp_path):
+    """Folders of the user's with such names, with and without a file; through a link; another run's checkpoint at our step."""
+    run, elsewhere = tmp_path / "run", saved(tmp_path / "elsewhere", [2, 3, 4], keep=9)
+    theirs = saved(tmp_path / "theirs", [4], run=SETTINGS | {"width": 32})
+    for name in STRANGERS:
+        (run / name / "deep").mkdir(parents=True)
+        (run / name / "deep" / "thesis.txt").write_text("the only copy")
+    (run / "00000002").symlink_to(elsewhere / "00000002")
+    (run / "00000003.replaced").symlink_to(elsewhere / "00000003")
+    (run / ".mine.partial").write_text("the only copy")
+    shutil.copytree(theirs / "00000004", run / "00000004")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "newest.json"}
+    with checkpoints(run, keep=1) as store:
+        assert store.restore(small_state()).step == 2  # ours, by a link
+        for number in (3, 4, 5, 6):
+            store.save(number, small_state(number))
+    moved = {run / "00000004": run / "00000004.replaced"}  # to where it can be had again
+    for path, content in before.items():
+        here = next((new / path.relative_to(old) for old, new in moved.items() if path.is_relative_to(old)), path)
+        assert here.read_bytes() == content, path
+    assert (run / "00000002").is_symlink()
+    assert store.steps() == [2, 6]
+
+
 # What is refused
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, number):
+    state = small_state(3)
+    state["weight"] = state["weight"].at[5, 2].set(number)  # of one device alone
+    with checkpoints(tmp_path) as store:
+        store.save(1, small_state(1))
+        with pytest.raises(
+            ValueError, match=r"state of step 3 is not finite, and was not saved: weight\. The newest .*00000001\."
+        ):
+            store.save(3, state)
+        assert store.steps() == [1]
+    with checkpoints(tmp_path, finite=lambda path: path != "weight") as store:
+        store.save(3, state)
+    assert_equal(store.restore(small_state()).state, state)
+    restored = checkpoints(tmp_path).restore(small_state())
+    assert restored.step == 1
+    assert_equal(restored.state, small_state(1))
+    assert "00000003: needed a finite state; nan or inf is in weight." in restored.refused[3]
+
+
+@pytest.mark.parametrize("kind", ["a folder where a file should be", "an error of the disk", "not allowed"])
+def test_what_cannot_be_read_is_named_and_passed_over(tmp_path, monkeypatch, kind):
+    path = files_of(saved(tmp_path), 2)[0]
+    if kind == "a folder where a file should be":
+        path.unlink()
+        path.mkdir()
+    else:
+        error = PermissionError(errno.EACCES, "Permission denied") if kind == "not allowed" else OSError(errno.EIO, "I/O error")
+        opened = open
+
+        def fails(name, *options, **more):
+            if Path(name) == path:
+                error.filename = str(name)
+                raise error
+            return opened(name, *options, **more)
+
+        monkeypatch.setattr("builtins.open", fails)
+    said = []
+    restored = checkpoints(tmp_path, say=said.append).restore(small_state())
+    assert restored.step == 1
+    assert str(path) in restored.refused[2]
+    assert str(path) in said[0]
+
+
+def resealed(path, **changes):
+    """Change a manifest and its contents as somebody who knows the format."""
+    record = manifest.read(path) | changes
+    manifest.write(path, {name: value for name, value in record.items() if value is not None})
+
+
+def test_a_later_format_is_refused_in_a_sentence_and_stays(tmp_path):
+    saved(tmp_path)
+    resealed(tmp_path / "00000002" / "manifest.json", format=3)
+    with checkpoints(tmp_path, keep=1) as store:
+        restored = store.restore(small_state())
+        assert "it is of format 3, and this program reads formats up to 2. Install a newer one." in restored.refused[2]
+        store.save(3, small_state(3))
+    assert (tmp_path / "00000002" / "manifest.json").exists()
+    resealed(tmp_path / "00000003" / "manifest.json", format="2")
+    with pytest.raises(checkpoint.Refused, match="needed the number of a format, got '2'"):
+        checkpoints(tmp_path).restore(small_state())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_every_format_that_there_ever_was_is_read(tmp_path, number):
+    """The fixtures were written by the program of their time (`tests/fixtures/make_checkpoint_fixture.py`)."""
+    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / f"checkpoint_format_{number}.zip") as stored:
+        stored.extractall(tmp_path)
+    restored = checkpoints(tmp_path).restore(small_state())
+    assert (restored.step, restored.note, restored.refused) == (2, {"seen": 2}, {})
+    assert_equal(restored.state, small_state(2))
 
 
 def damage(kind, folder, number, generator):

@@ -216,6 +216,24 @@ def held_out_after_200(folder, *arguments) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["4k", "12k"])
+def test_a_full_disk_is_told_in_a_line(tmp_path, size):
+    """From the first file on, and from the metrics on."""
+    (tmp_path / "out").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path / "out"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        done = start(tmp_path, *SMALL, "--devices=1")
+    finally:
+        subprocess.run(["umount", tmp_path / "out"], check=True)
+    assert done.returncode in (1, 2)
+    assert "No space left on device" in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
     assert done.returncode == 1
@@ -248,11 +266,21 @@ MISTAKES = {
     "--zero=1 --data=1": "zero=1 splits state over replicas; got data=1. Take zero=0, or more replicas.",
     "--steps=0": "--steps must be 1 or more; got 0",
     "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
+    "--learning-rate=nan": "--learning-rate must be a number from 1e-30 to 1e+30; got nan. The default is 0.003.",
+    "--watchdog=0": "--watchdog must be 0.001 or more; got 0.0",
+    "--keep-every=0": "--keep-every must be 1 or more; got 0",
+    "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. The default is 10.",
+    "--chunks=0": "--chunks must be 1 or more; got 0",
+    "--out=short.txt/run": "needed a folder to write to; Not a directory. Choose another one.",
+    "--out=/proc/nothing/run": "needed a folder to write to; it cannot be made. Choose another one.",
+    "--fingerprint-every=-1": "--fingerprint-every must be 0 or more; got -1",
+    "--rollback-budget=-1": "--rollback-budget must be 0 or more; got -1",
+    "--fingerprint-every=5 --devices=1": "--fingerprint-every 5 compares devices with each other, and there is one",
     "--profile=7": "--profile must be FIRST:LAST, two steps such as 10:12; got 7",
 }
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_told_in_a_line(argument, tmp_path):
     (tmp_path / "short.txt").write_text("Four score and seven years ago")
@@ -262,3 +290,78 @@ def test_a_mistake_is_told_in_a_line(argument, tmp_path):
     assert MISTAKES[argument] in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def small_model(folder: Path, vocabulary: int = 256) -> Path:
+    """A folder of weights, as `gpt2.save` writes it, with an end token of its own."""
+    import jax
+
+    from parallax.models import gpt2
+    from parallax.models.files import Origin
+
+    origin = Origin((("eos_token_id", "10"),), '{"eos_token_id": 10}')
+    config = gpt2.Config(layers=4, heads=2, width=32, context=24, vocabulary=vocabulary, dropout=0.5, origin=origin)
+    gpt2.save(gpt2.GPT2(config, key=jax.random.key(3)), folder)
+    return folder
+
+
+FROM = ["--length=16", "--steps=2", "--evaluate-tokens=512", "--learning-rate=1e-6"]
+SPLITS = [
+    ["--data=2", "--stage=2", "--tensor=2", "--zero=3", "--sequence"],
+    ["--stage=2", "--schedule=interleaved", "--microbatches=4"],
+]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_path):
+    import jax.numpy as jnp
+    import numpy as np
+
+    from parallax import data
+    from parallax.models import gpt2
+
+    source = small_model(tmp_path / "source")
+    done = start(tmp_path, f"--from={source}", *FROM, *split)
+    assert done.returncode == 0, done.stderr
+    assert "holds the model and no tokenizer" in done.stdout
+    first, begun = metrics(tmp_path / "out/gpt2")[0], gpt2.load(source)
+    train, _ = data.split(data.encode_file(ROOT / "examples/data/state_of_the_union.txt", data.bytes_tokenizer()))
+    windows = jnp.asarray(data.batch(train, seed=0, step=0, size=16, length=16), jnp.int32)
+    assert first["loss"] == pytest.approx(float(gpt2.loss(begun, (windows, None))), rel=1e-5)  # float32, summed in another order
+    ended = gpt2.load(tmp_path / "out/gpt2/model")
+    assert ended.config.origin == begun.config.origin
+    for leaf in ("wte", "wpe"):
+        one, other = (np.asarray(getattr(model, leaf)) for model in (begun, ended))
+        np.testing.assert_allclose(other, one, atol=1e-5)  # ten times what two steps of AdamW at that rate may change
+        assert (one != other).any()
+
+
+@pytest.mark.parity
+def test_what_the_example_leaves_loads_in_transformers(tmp_path):
+    import transformers
+
+    done = start(tmp_path, f"--from={small_model(tmp_path / 'source')}", *FROM, *SPLITS[0], HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    model, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out/gpt2/model", output_loading_info=True, local_files_only=True
+    )
+    assert not any(report.values()), report
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers=2"], "has its own sizes; got --layers too. Leave --layers out."),
+        (["--model=small"], "has its own sizes; got --model too. Leave --model out."),
+        (["--length=25"], "has a vocabulary of 256 tokens and a context of 24; needed 256, of --tokenizer bytes, and 25."),
+        (["--tokenizer=gpt2"], "has a vocabulary of 256 tokens and a context of 24; needed 50257, of --tokenizer gpt2, and 24."),
+    ],
+)
+@pytest.mark.sweep(4)
+def test_a_model_of_other_sizes_is_refused_before_anything_is_written(arguments, message, tmp_path):
+    done = start(tmp_path, f"--from={small_model(tmp_path / 'source')}", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()

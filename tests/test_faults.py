@@ -16,6 +16,7 @@ import pytest
 from faults import LAUNCHER, Running, kill
 
 SECONDS = 30  # for a job to end after a fault, on a machine that other tests keep busy
+MORE = 5  # seconds more than the watchdog's, in which all processes are gone, whatever stopped
 WATCHDOG = 20  # seconds for a step, on such a machine
 LONG = 100  # steps, more than twenty killed sessions get through
 ALL = [LAUNCHER, "variables"] if LAUNCHER == "mpirun" else [LAUNCHER]
@@ -198,6 +199,120 @@ def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher)
     assert named[0].startswith("watchdog: rank 2 on ")
     assert "holds up the job: in step 3" in named[0]
     assert "'a long sleep'" in named[0]
+
+
+STOPPED = {
+    "exit": "has left: it was last in step 3, phase 'fault'",
+    "return": "has left: it was last in step 3, phase 'fault'",
+    "os._exit": "is gone: it was last in step ",  # of up to half a second before
+    "stop": "is stopped, or holds Python's lock",
+    "hold the lock": "is stopped, or holds Python's lock",
+}
+
+
+@pytest.mark.faults
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("leave", STOPPED)
+@pytest.mark.parametrize("launcher", ALL)
+def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, cache, launcher, leave, rank):
+    options = ["--layout", "small", "--leave-at", 3, "--leave-by", leave, "--rank", rank, "--seconds", WATCHDOG]
+    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher) as job:
+        assert job.wait() != 0
+        print(f"{launcher}, {leave}, rank {rank}: all ranks gone {since_fault(job):.2f} s after it; the watchdog has {WATCHDOG}")
+        assert since_fault(job) < WATCHDOG + MORE
+        printed = job.printed()
+    assert re.search(rf"rank {rank} on \S+ \(process \d+\) {re.escape(STOPPED[leave])}", printed), printed
+
+
+@pytest.mark.faults
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("delay", [0.5, 8.0])
+def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay):
+    """Without mpirun, which would end them: before the processes have met, and when they compile."""
+    limit = 25
+    options = ["--layout", "small", "--start-up", limit, "--pause", 0.2, "--steps", 1000]
+    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher="variables") as job:
+        time.sleep(delay)
+        kill(job.rank(rank), signal.SIGKILL)
+        killed = time.monotonic()
+        assert job.wait(limit + SECONDS) != 0
+        print(f"rank {rank} killed {delay} s after the start: the others gone {time.monotonic() - killed:.2f} s later")
+        printed = job.printed()
+    named = (
+        rf"rank {rank} (at 127\.0\.0\.1:\d+ )?did not come" if "did not come" in printed else rf"rank {rank} on \S+ .* is gone"
+    )
+    assert re.search(named, printed), printed
+
+
+@pytest.mark.faults
+@pytest.mark.sweep(2)
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, number, processes):
+    launcher = "one process" if processes == 1 else "variables"
+    options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
+    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3, **options) as job:
+        job.until(lambda: job.steps() >= 2)
+        kill(job.rank(processes - 1), number)
+        assert job.wait(SECONDS) == 0, job.printed()
+        printed = job.printed()
+    assert f"{number.name}: the run saves after this step, and ends" in printed
+    assert printed.count(f"preempted: saved step {job.steps()}") == 1
+    assert "Traceback" not in printed
+
+
+@pytest.mark.faults
+@pytest.mark.sweep(2)
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_ctrl_c_ends_at_once(tmp_path, cache, processes):
+    launcher = "one process" if processes == 1 else "variables"
+    options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
+    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 20, **options) as job:
+        job.until(lambda: job.steps() >= 1)
+        for _ in range(2):
+            time.sleep(1)
+            kill(job.rank(0), signal.SIGINT)
+        told = time.monotonic()
+        assert job.wait(SECONDS) != 0
+        print(f"{processes} processes: gone {time.monotonic() - told:.2f} s after the second Ctrl-C")
+        assert time.monotonic() - told < MORE
+        printed = job.printed()
+    assert "SIGINT: ended at once. The same command goes on from the last checkpoint." in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(LAUNCHER != "mpirun", reason="no mpirun here")
+def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache):
+    """It sends SIGKILL a second later, or after as many as it is told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "30")
+        job = Running(
+            tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3,
+            processes=2, cache=cache, flags=flags.quick(),
+        )  # fmt: skip
+    with job:
+        job.until(lambda: job.steps() >= 2)
+        kill(job.started[0].pid, signal.SIGTERM)
+        job.wait(60)
+        assert f"preempted: saved step {job.steps()}" in job.printed()
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
+    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
+    started = ["--layout", "one", "--steps", 1000, "--every", 1000]  # no checkpoint, whose settings would be refused first
+    with Running(tmp_path, *started, "--pause", 0.2, **options) as job:
+        job.until(lambda: job.steps() >= 1)
+        with Running(tmp_path, *started, "--seed", 1, **options) as other:
+            assert other.wait() == 2, other.printed()
+            assert re.search(rf"error: .* belongs to another run: process {job.rank(0)} on ", other.printed().splitlines()[-1])
+            assert "Traceback" not in other.printed()
+        assert job.ranks()
 
 
 @pytest.mark.faults

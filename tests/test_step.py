@@ -98,7 +98,7 @@ def reductions(config, layout, state):
     return [
         *[(layout.tensor, n) for n in over_tensor * layout.microbatches],
         *[(layout.data, n) for n in [*local, scalar]],  # each gradient once a step, whatever the microbatches; the loss
-        (layout.tensor, scalar),  # the squared norm of what is split
+        *[(layout.tensor, scalar)] * 2,  # the squared norm of what is split, and whether what the step made is finite
     ]
 
 

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from reference import FLOAT64
 
-from parallax import grads, mesh, rules, step
-from parallax.collectives import ring
+from parallax import grads, mesh, precision, rules, step
+from parallax.collectives import ring, xla
 from parallax.run import metrics
 
 BAD = {"nan": math.nan, "inf": math.inf, "overflow": 1e300}
@@ -91,6 +91,57 @@ def test_the_budget_holds_over_restarts():
         skipped.count(15, info)
 
 
+def test_probes_of_a_larger_loss_scale_are_no_faults():
+    """Every 2,000 good steps the scale is raised, and may be too large: 20 times in 40,000 steps of a converged float16 run."""
+    good, bad = (step.Info(jnp.asarray(1.0), jnp.asarray(1.0), jnp.asarray(skips)) for skips in (False, True))
+    skipped, scale = metrics.Skipped(2), precision.Scale(2.0)
+    for number in range(20):
+        scale = precision.adjusted(scale, jnp.asarray(True), interval=1)
+        assert not skipped.count(2 * number, good, scale)
+        scale = precision.adjusted(scale, jnp.asarray(False))
+        assert skipped.count(2 * number + 1, bad, scale)
+    assert skipped.steps == []
+    for number in (100, 101, 102):  # at 2, which falls to 1; then at 1
+        scale = precision.adjusted(scale, jnp.asarray(False))
+        assert skipped.count(number, bad, scale)
+    assert skipped.steps == [101, 102]
+    with pytest.raises(metrics.OverBudget, match=r"step 103: .* 3 steps were not finite"):
+        skipped.count(103, bad, precision.adjusted(scale, jnp.asarray(False)))
+
+
+# What the update makes
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("of", ["parameters", "state"])
+def test_an_update_that_is_not_finite_changes_nothing_on_any_device(of, shards):
+    """One number of one shard overflows, of finite gradients; what was infinite before stays so, and is no fault."""
+    devices = mesh.make(devices=jax.devices()[:shards], data=shards)
+    large = lambda g: jnp.where(g > 50, jnp.inf, g)
+
+    def update(gradients, state, params):
+        kept = (state[0], jax.tree.map(lambda g, s: s + (large(g) if of == "state" else g), gradients, state[1]))
+        return jax.tree.map(lambda g: large(g) if of == "parameters" else g, gradients), kept
+
+    optimizer = optax.GradientTransformation(lambda params: (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), update)
+    specs = step.State(P("data"), (P(), P("data")), P())
+    grad = lambda params, batch: (xla("data").all_reduce(jnp.sum(batch) * 0.0), batch)
+    one = mesh.spmd(
+        step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, step.Info(P(), P(), P()))
+    )
+    params = mesh.place(np.ones(8, np.float32), P("data"), devices)
+    state = step.State(params, (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), jnp.zeros((), jnp.int32))
+    right = mesh.place(np.arange(8, dtype=np.float32), P("data"), devices)
+    wrong = mesh.place(np.asarray([1, 99, 1, 1, 1, 1, 1, 1], np.float32), P("data"), devices)
+    state, info = jax.jit(one)(state, right)
+    assert not info.skipped
+    after, info = jax.jit(one)(state, wrong)
+    assert info.skipped
+    assert np.isfinite(float(info.gradient_norm))
+    jax.tree.map(np.testing.assert_array_equal, (after.model, after.optimizer), (state.model, state.optimizer))
+    assert int(after.step) == 2
+
+
 # Time
 
 
@@ -131,6 +182,19 @@ def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
         *({"step": i, "loss": float(i)} for i in (1, 2, 3)),
         {"step": 4, "loss": 40.0},
     ]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [b'{"step": 3, "lo', b"\0" * 4096, b'{"step": 3, "loss": NaN}', b"\xff\xfe\n", b"[" * 200_000 + b"\n", b'{"step": "3"}\n'],
+)
+def test_what_a_crash_left_of_the_metrics_is_cut_out_and_said(tmp_path, left):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n' + left)
+    metrics.jsonl(path, after=2, say=said.append)(3, {"loss": 3.0})
+    assert metrics.recorded(path) == [{"step": i, "loss": float(i)} for i in (1, 2, 3)]
+    assert said == [f"{path}: 1 line is not whole, and passed over."]
+    assert metrics.recorded(tmp_path / "none") == []
 
 
 def test_all_sinks_get_all_and_none_is_silent(tmp_path):
@@ -216,3 +280,10 @@ def test_a_trace_is_written(tmp_path):
         begin(0)
         jnp.ones(3).block_until_ready()
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_full_disk_is_told_with_the_step(tmp_path):
+    sink = metrics.jsonl(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"metrics\.jsonl: the numbers of step 1 were not written; No space left on device"):
+        sink(1, {"loss": 1.0})

@@ -1,9 +1,11 @@
 """A run, worked out and checked before a device computes: sizes, layout, text, what it costs, and what its numbers depend on."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import zlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,17 +16,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gpt2_run import report
-from gpt2_run.settings import SHIPPED, Settings
+from gpt2_run.settings import SHIPPED, Settings, profiled
 from parallax import data, draw, mesh, schedule
 from parallax.collectives import Axis, ring, tuning, xla
 from parallax.layout import Layout, words
 from parallax.layout.nearest import KNOWN
 from parallax.models import gpt2
 from parallax.plan import quantity
-from parallax.run import checkpoint, processes
+from parallax.run import checkpoint, kept, lock, metrics, processes
 from parallax.schedule import Schedule
 
-SETTINGS = "settings.json"
+SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
 INTERLEAVED = "interleaved"  # 1F1B in two chunks
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
@@ -40,6 +42,7 @@ class Plan:
     settings: Settings
     job: processes.Job
     config: gpt2.Config
+    begins_with: gpt2.GPT2 | None
     layout: Layout
     schedule: Schedule
     mesh: Mesh
@@ -57,6 +60,7 @@ class Plan:
         """What the losses depend on, by the names of the flags: the layout is not among it."""
         s, c = self.settings, self.config
         flags = ("model", "batch", "steps", "learning_rate", "seed", "precision", "dropout")
+        begun = {} if self.begins_with is None else {"from": checksum(self.begins_with)}
         return {name: getattr(s, name) for name in flags} | {
             "layers": c.layers,
             "heads": c.heads,
@@ -64,6 +68,7 @@ class Plan:
             "length": self.length,
             "text": f"{len(self.train)} {self.unit}s, crc32 {zlib.crc32(self.train.tobytes()):08x}",
             "dtype": str(DTYPE()),
+            **begun,
         }
 
     @property
@@ -83,40 +88,27 @@ class Plan:
         return "byte" if self.settings.tokenizer == "bytes" else "token"
 
 
-def check(settings: Settings) -> None:
-    """Refuse with a `ValueError` what is wrong with the flags by themselves, before any process meets another."""
-    least = {"devices": 1, "steps": 1, "evaluate_every": 1, "checkpoint_every": 2, "keep": 1}
-    for name, value in least.items():
-        if getattr(settings, name) < value:
-            raise ValueError(f"--{name.replace('_', '-')} must be {value} or more; got {getattr(settings, name)}.")
-    profiled(settings)
-
-
-def profiled(settings: Settings) -> range:
-    """The steps to trace."""
-    first, colon, last = (settings.profile or "1:0").partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal()) or (settings.profile and int(last) < int(first)):
-        raise ValueError(f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}.")
-    return range(int(first), int(last) + 1)
-
-
 def prepare(settings: Settings, job: processes.Job) -> Plan:
     """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
     layout, table = split(settings, jax.device_count())
     mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
+    if settings.fingerprint_every and mesh_.size == 1:
+        raise ValueError(
+            f"--fingerprint-every {settings.fingerprint_every} compares devices with each other, and there is one. Leave it out, "
+            "or take more --devices."
+        )
 
     tokenizer = TOKENIZERS[settings.tokenizer]()
-    preset = MODELS[settings.model]
+    begins_with = None if settings.source is None else loaded(settings.source)
+    preset = sizes(settings, tokenizer) if begins_with is None else begins_with.config
     length = preset.context if settings.length is None else settings.length
-    sizes: dict[str, Any] = {name: getattr(settings, name) for name in ("layers", "heads", "width")}
-    config = dataclasses.replace(
-        preset,
-        context=max(length, preset.context),
-        vocabulary=tokenizer.vocabulary,
-        dropout=settings.dropout,
-        attention_dropout=settings.dropout,
-        **{name: size for name, size in sizes.items() if size is not None},
-    )
+    context = max(length, preset.context) if begins_with is None else preset.context
+    config = dataclasses.replace(preset, context=context, dropout=settings.dropout, attention_dropout=settings.dropout)
+    if tokenizer.vocabulary != config.vocabulary or length > config.context:
+        raise ValueError(
+            f"--from {settings.source} has a vocabulary of {config.vocabulary} tokens and a context of {config.context}; needed "
+            f"{tokenizer.vocabulary}, of --tokenizer {settings.tokenizer}, and {length}. Choose another --tokenizer or --length."
+        )
     layout.check(**config.sizes | {"tokens": length}, batch=settings.batch)
 
     prompt = tokenizer.encode(settings.prompt)
@@ -137,24 +129,73 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
         "bigram": data.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
     }
     told = profiled(settings)
-    plan = Plan(settings, job, config, layout, table, mesh_, tokenizer, length, train, batches, evaluated, prompt, lines, told)
+    text = (train, batches, evaluated, prompt)
+    plan = Plan(settings, job, config, begins_with, layout, table, mesh_, tokenizer, length, *text, lines, told)
     if job.rank == 0:
         check_folder(plan)
     return plan
 
 
+def sizes(settings: Settings, tokenizer: data.Tokenizer) -> gpt2.Config:
+    """The configuration that the flags ask for, with the context of its preset."""
+    given = {name: size for name in ("layers", "heads", "width") if (size := getattr(settings, name)) is not None}
+    return dataclasses.replace(MODELS[settings.model], vocabulary=tokenizer.vocabulary, **given)
+
+
+def loaded(folder: Path) -> gpt2.GPT2:
+    """The model in `folder`, in the host's memory, from which each device gets its part."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return gpt2.load(folder, dtype=DTYPE())
+
+
+def checksum(model: gpt2.GPT2) -> str:
+    """The crc32 of the weights: a run goes on only from those that it began with."""
+    found = 0
+    for leaf in jax.tree.leaves(model):
+        found = zlib.crc32(np.asarray(leaf).tobytes(), found)
+    return f"crc32 {found:08x}"
+
+
 def check_folder(plan: Plan) -> None:
-    """Refuse with a `ValueError` a folder of results that is not empty and not this run's."""
-    out = plan.settings.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: needed a folder for the results, found a file. Choose another --out.")
+    """Refuse with a `ValueError` a folder of results that is not empty and not this run's, or that has lost its checkpoints.
+
+    A run that was killed as it began leaves a folder with nothing in it to lose, which is taken.
+    """
+    out, stored, written = plan.settings.out, checkpoints_of(plan.settings.out), {}
     if (out / SETTINGS).exists():
-        theirs = json.loads((out / SETTINGS).read_text(encoding="utf-8"))["numbers"]
-        differing = checkpoint.differences(theirs, plan.numbers)
-        if differing:
+        if not (written := settings_in(out / SETTINGS)) and not stored:
+            raise ValueError(
+                f"{out / SETTINGS}: needed the settings of a run, found something else: it is damaged, and no checkpoint says "
+                "whose folder this is. Choose another --out."
+            )
+        # Where they are damaged, the checkpoints know whose they are.
+        if written and (differing := checkpoint.differences(written["numbers"], plan.numbers)):
             raise ValueError(f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it.")
-    elif out.exists() and any(out.iterdir()):
+    elif not stored and out.exists() and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}:
         raise ValueError(f"{out}: needed an empty folder or that of a run, found other files. Choose another --out.")
+    reached = max((record["step"] for record in metrics.recorded(out / "metrics.jsonl")), default=0)
+    # A save begins every half of these steps, and waits for the one before.
+    lost_at_most = written.get("flags", {}).get("checkpoint_every", plan.settings.checkpoint_every)
+    if not stored and reached > lost_at_most:
+        raise ValueError(
+            f"{out / 'metrics.jsonl'} speaks of step {reached:,}, and {out / CHECKPOINTS} holds no checkpoint: they are lost. "
+            "Put them back, or choose another --out to begin again."
+        )
+
+
+def checkpoints_of(out: Path) -> bool:
+    """Whether a checkpoint was ever finished in this folder of results, as far as can be seen."""
+    folder = out / CHECKPOINTS
+    return folder.is_dir() and bool(kept.finished(folder) or (folder / kept.NEWEST).exists())
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """What `claim_folder` wrote at `path`; empty where it is something else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and all(isinstance(record.get(name), dict) for name in ("numbers", "flags")):
+            return record
+    return {}
 
 
 def claim_folder(plan: Plan) -> None:
@@ -162,7 +203,7 @@ def claim_folder(plan: Plan) -> None:
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
     written = json.dumps({"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2)
-    partial = out / f".{SETTINGS}.partial"
+    partial = out / PARTIAL
     partial.write_text(written + "\n", encoding="utf-8")
     partial.replace(out / SETTINGS)
 
@@ -187,7 +228,7 @@ def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
     if name not in (INTERLEAVED, *KNOWN["schedule"]):
         raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
     usual, chunks = ("one_f_one_b", 2) if name == INTERLEAVED else (name, 1)
-    layout = Layout(data_, stage, tensor, M, settings.chunks or chunks, schedule=usual, **extras)
+    layout = Layout(data_, stage, tensor, M, chunks if settings.chunks is None else settings.chunks, schedule=usual, **extras)
     return layout, words.read(layout).table()
 
 

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import draw
+from parallax import draw, step
 from parallax.compiled import certificate, memory
 from parallax.layout import Layout, words
 from parallax.models import gpt2
-from parallax.run import processes
+from parallax.run import fingerprint, processes
 
 # What a run will do
 
@@ -44,8 +44,9 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
     """The bytes that one device sends in a step, by mesh axis: of permutes exactly, of XLA's own collectives their results."""
     axes: dict[str, int] = {}
     for entry in entries:
-        over = " x ".join(entry.axes)
-        axes[over] = axes.get(over, 0) + entry.bytes
+        if entry.axes:  # along none, each device is alone, and sends nothing
+            over = " x ".join(entry.axes)
+            axes[over] = axes.get(over, 0) + entry.bytes
     return axes
 
 
@@ -54,6 +55,13 @@ def split(layout: Layout) -> str:
     does = words.read(layout)
     split = f"{does.replicas.says}{does.tokens.says}{does.sends.says}"
     return f"{split}; computes in {does.numbers.says} precision; computed again: {does.again.says}"
+
+
+def copies(state: step.State, every: int) -> str:
+    """What is compared between devices, how often, and what cannot be, in words."""
+    number, alone = len(jax.tree.leaves(state)), fingerprint.uncompared(state)
+    without = f"; {len(alone)} have no copy, such as {alone[0]}" if alone else ""
+    return f"copies of {number - len(alone)} of {number} arrays are compared every {every} steps and before each save{without}"
 
 
 def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:

@@ -1,8 +1,16 @@
-"""The flags of the example, each with its default and its meaning: `python examples/gpt2.py --help` prints them."""
+"""The flags of the example, each with its default, its meaning and its range: `python examples/gpt2.py --help` prints them.
+
+JAX is not imported here: what is wrong with a flag by itself is told at once.
+"""
 
 import dataclasses
+import importlib.util
+import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data"
 
@@ -13,6 +21,8 @@ class Settings:
 
     model: Literal["tiny", "small", "medium", "large", "xl"] = "tiny"
     """The sizes to start from; `small` to `xl` are the published ones."""
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Start from the GPT-2 in this folder, of safetensors and `config.json`: its sizes and weights, with this run's dropout."""
     layers: int | None = None
     """Layers, instead of the model's."""
     heads: int | None = None
@@ -81,8 +91,14 @@ class Settings:
     """How many of the newest checkpoints stay."""
     keep_every: int | None = None
     """The checkpoints of steps that are multiples of this one stay for good."""
+    fingerprint_every: int = 0
+    """Steps from one comparison of the devices' copies of the state to the next, to find a bit that turned; 0 makes none."""
+    rollback_budget: int = 3
+    """Times that the run goes back to its last checkpoint, since copies differ, before it stops."""
     watchdog: float = 600.0
     """Seconds that a step may take before the rank that holds it up is named and the job ends."""
+    start_up: float = 1800.0
+    """Seconds that all processes may take to meet, and then from there to their second step."""
     profile: str | None = None
     """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
     profile_memory: bool = False
@@ -91,3 +107,49 @@ class Settings:
     """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
     wandb: str | None = None
     """Send the metrics to this project of Weights & Biases too. Needs wandb."""
+
+
+MANY = 2**31 - 1  # steps and the like are counted in int32
+LARGE = 2**20  # beyond every size that was published
+# The least and the most that each number may be, both allowed.
+RANGES = {
+    **dict.fromkeys(("layers", "heads", "width", "length", "batch", "data", "stage", "tensor"), (1, LARGE)),
+    **dict.fromkeys(("microbatches", "chunks"), (1, LARGE)),
+    "devices": (1, 1024),
+    "seed": (0, 2**32 - 1),
+    **dict.fromkeys(("skip_budget", "fingerprint_every", "rollback_budget"), (0, MANY)),
+    "checkpoint_every": (2, MANY),
+    **dict.fromkeys(("steps", "evaluate_every", "evaluate_tokens", "keep", "keep_every"), (1, MANY)),
+    "dropout": (0.0, 0.99),
+    "learning_rate": (1e-30, 1e30),
+    "watchdog": (0.001, 1e6),
+    "start_up": (1.0, 1e6),
+}
+
+
+def check(settings: Settings) -> None:
+    """Refuse with a `ValueError` what is wrong with the flags by themselves, before anything is written."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(settings, name)
+        if value is None or least <= value <= most:
+            continue
+        bound = f"{least} or more" if value < least else f"{most} or less" if value > most else f"a number from {least} to {most}"
+        default = f" The default is {shown}." if (shown := getattr(Settings, name)) is not None else ""
+        raise ValueError(f"--{name.replace('_', '-')} must be {bound}; got {value}.{default}")
+    profiled(settings)
+    for name in ("layers", "heads", "width", "model"):
+        if settings.source is not None and getattr(settings, name) != getattr(Settings, name):
+            raise ValueError(f"--from {settings.source} has its own sizes; got --{name} too. Leave --{name} out.")
+    if os.path.lexists(settings.out) and not os.path.isdir(settings.out):
+        raise ValueError(f"{settings.out}: needed a folder for the results, found a file. Choose another --out.")
+    for flag, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(settings, flag) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"--{flag} needs {package}: pip install {package}, or leave --{flag} out.")
+
+
+def profiled(settings: Settings) -> range:
+    """The steps to trace."""
+    steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
+    if steps is None or (settings.profile and int(steps[2]) < int(steps[1])):
+        raise ValueError(f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}.")
+    return range(int(steps[1]), int(steps[2]) + 1)

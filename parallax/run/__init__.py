@@ -1,5 +1,29 @@
-"""Runs that outlive what goes wrong: many processes as one job, checkpoints, a watchdog, and what a loop measures."""
+"""Runs that outlive what goes wrong: many processes as one job, a lock on the folder, checkpoints, copies compared, a watchdog,
+and what a loop measures. Each module is imported when it is first asked for: `launch` and `lock` work before JAX is imported.
+"""
 
-from parallax.run import checkpoint, metrics, processes, stored, watchdog
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["checkpoint", "metrics", "processes", "stored", "watchdog"]
+if TYPE_CHECKING:
+    from parallax.run import checkpoint, fingerprint, launch, lock, metrics, peers, processes, record, signals, stored, watchdog
+
+__all__ = [
+    "checkpoint",
+    "fingerprint",
+    "launch",
+    "lock",
+    "metrics",
+    "peers",
+    "processes",
+    "record",
+    "signals",
+    "stored",
+    "watchdog",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f"parallax.run.{name}")
+    raise AttributeError(f"module 'parallax.run' has no attribute {name!r}")

@@ -2,17 +2,18 @@
 
 Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder; it does not notice a bit that turned.
 Here a checkpoint counts only with its manifest, which is written last. What fails its check is refused by name, the newest good
-one is restored, and nothing good is ever replaced by something worse:
+one is restored, and nothing good is ever replaced by something worse. A state that is not finite is neither stored nor restored:
 
     folder/00000100/arrays/...       Orbax's files
-    folder/00000100/manifest.json    step, settings, names and shapes of the arrays, size and sha256 of every file
+    folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the arrays; written first
+    folder/00000100/manifest.json    the same, with the size and sha256 of every file; written last
     folder/newest.json               the newest step ever finished, so that no run begins again unseen
 
 The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back in the shardings asked for.
 """
 
 import json
-import shutil
+import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,10 +25,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from parallax.data import manifest
-from parallax.run import stored
+from parallax.run import kept, lock, stored
+from parallax.run import record as records
+from parallax.run.kept import NEWEST
+from parallax.run.record import ARRAYS, MANIFEST, Record
 from parallax.typed import PyTree
 
-MANIFEST, NEWEST, ARRAYS, OLD = "manifest.json", "newest.json", "arrays", ".replaced"
 NONE = -1  # no checkpoint, where a step is told to other processes
 
 
@@ -60,7 +63,8 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install "parallax-jax[checkpoint]"`.
+    Needs `pip install "parallax-jax[checkpoint]"`. From `with` on, the folder is this run's alone: another one that wants to
+    write is refused with `lock.Held`. Reading needs no lock, and no `with`.
 
     Args:
         folder: is made where it is missing.
@@ -73,6 +77,8 @@ class Checkpoints:
         to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it is compiled. The default
             stores the state as it is. For a pipeline, what joins the blocks of its chunks, as `decoder.stored` gives it.
         from_disk: its inverse.
+        finite: which arrays must be finite, by their path: no others are stored or restored. By default all; a mask of -inf, or
+            an optimizer's best value that begins at inf, may be left out.
         say: prints a line on the first process.
 
     Raises:
@@ -91,6 +97,7 @@ class Checkpoints:
         keep_every: int | None = None,
         to_disk: Callable[[PyTree], PyTree] | None = None,
         from_disk: Callable[[PyTree], PyTree] | None = None,
+        finite: Callable[[str], bool] = lambda path: True,
         say: Callable[[str], Any] = print,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
@@ -104,22 +111,31 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.settings = json.loads(json.dumps(settings))
         self.lose_at_most, self.keep, self.keep_every = lose_at_most, keep, keep_every
-        self.to_disk, self.from_disk = to_disk, from_disk
+        self.to_disk, self.from_disk, self.finite = to_disk, from_disk, finite
         self.refused: dict[int, ValueError] = {}
         self._saved = eqx.filter_jit(to_disk or (lambda state: state))
         self._say = say if jax.process_index() == 0 else lambda line: None
         self._arrays = _checkpointer()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._lock: lock.Lock | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
+        if jax.process_index() == 0 and self._lock is None:
+            self._lock = lock.take(self.folder, say=self._say)
         return self
 
     def __exit__(self, kind, error, traceback):
-        if kind is None:
-            self.wait()
-        # After an error a writer may hang for its peers: whoever ends the process ends it too.
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            # After an error a writer may hang for its peers: whoever ends the process ends it too, and its lock. Until then the
+            # folder stays this run's, which may come back to it.
+            if self._lock is not None and not self.saving():
+                self._lock.release()
+                self._lock = None
 
     # Saving
 
@@ -127,7 +143,7 @@ class Checkpoints:
         """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most` steps."""
         return step % (self.lose_at_most // 2) == 0
 
-    def save(self, step: int, state: PyTree, note: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: PyTree, note: Mapping[str, Any] | None = None, *, evaluated: float | None = None) -> None:
         """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon as this returns.
 
         Waits for the save before it. What went wrong in the background is raised by the next `save`, `check` or `wait`.
@@ -136,25 +152,31 @@ class Checkpoints:
             state: arrays, random keys and plain numbers are stored; the rest (functions, flags of a module) is not, and comes
                 from the state that `restore` is given.
             note: JSON values to come back with the state, such as the counts of the loop.
+            evaluated: a loss that was measured of this state, on held-out data. The newest checkpoint with one that is finite
+                stays until there is a newer one.
 
         Raises:
-            ValueError: the folder holds a finished checkpoint of this step or of a later one, and it was not refused.
+            ValueError: an array is not finite; or the folder holds a finished checkpoint of this step or of a later one, and it
+                was not refused.
             OSError: the disk is full, say; the message names the folder and the newest good checkpoint.
         """
         self.wait()
         arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
-        record = {
-            "step": step,
-            "settings": self.settings,
-            "note": dict(note or {}),
-            "numbers": numbers,
-            "arrays": {name: stored.described(leaf) for name, leaf in arrays.items()},
-        }
+        if lost := self._lost(arrays):
+            raise ValueError(
+                f"The state of step {step} is not finite, and was not saved: {_listed(lost)}. {self._newest_words()}"
+            )
+        # The note as it is now: the writer's thread comes to it later.
+        noted = json.loads(json.dumps(dict(note or {})))
+        described = {name: stored.described(leaf) for name, leaf in arrays.items()}
+        loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
+        record = Record(step, self.settings, noted, numbers, described, loss)
         folder = self._path(step)
         if jax.process_index() == 0:
-            self._make_room(step)
-            folder.mkdir()
+            kept.make_room(self.folder, step, self.settings, self.refused)
         try:
+            if jax.process_index() == 0:
+                records.begin(folder, record)
             plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
             self._arrays.save(folder / ARRAYS, args=_orbax().args.PyTreeSave(plain))
         except Exception as error:
@@ -179,61 +201,36 @@ class Checkpoints:
             self._writer = None
         self.check()
 
-    def _finish(self, step: int, record: dict[str, Any]) -> None:
+    def _finish(self, step: int, record: Record) -> None:
         """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go."""
         try:
             self._arrays.wait_until_finished()
             if jax.process_index() == 0:
-                folder = self._path(step)
-                names = (str(path.relative_to(folder)) for path in (folder / ARRAYS).rglob("*") if path.is_file())
-                manifest.write(folder / MANIFEST, record | {"files": manifest.hashes(folder, names)})
+                records.seal(self._path(step), record)
                 manifest.write(self.folder / NEWEST, {"step": step})
                 self.refused.pop(step, None)
-                self._thin()
+                kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
         except BaseException as error:
             self._error = self._failed(step, error)
 
     def _failed(self, step: int, error: BaseException) -> OSError:
-        good = self.steps()
-        newest = f"the newest finished one is {self._path(good[-1])}" if good else "there is no finished one yet"
-        failure = OSError(f"The checkpoint of step {step} in {self._path(step)} was not saved: {error} Of the others {newest}.")
+        words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
+        failure = OSError(f"{words} {self._newest_words()}")
         failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
         return failure
 
-    def _make_room(self, step: int) -> None:
-        """Nothing finished may stand where the checkpoint of `step` will, or after it; what was refused is moved aside."""
-        later = [other for other in self.steps() if other >= step and other not in self.refused]
-        if later:
-            raise ValueError(
-                f"{self.folder} holds a finished checkpoint of step {later[-1]}, and saving step {step} would go back behind it. "
-                f"Restore it first, or choose another folder."
-            )
-        folder = self._path(step)
-        if folder.exists():
-            aside = folder.with_name(folder.name + OLD)
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+    def _newest_words(self) -> str:
+        good = self.steps()
+        return f"The newest finished one is {self._path(good[-1])}." if good else "There is no finished one yet."
 
-    def _thin(self) -> None:
-        """Remove finished checkpoints beyond those to keep, and what unfinished and replaced ones left behind."""
-        finished = [step for step in self.steps() if step not in self.refused]
-        kept = set(finished[-self.keep :])
-        kept |= {step for step in finished if self.keep_every and step % self.keep_every == 0}
-        # What was refused stays until a good one is newer, and for good where it is another run's.
-        kept |= {step for step, why in self.refused.items() if step > finished[-1] or not isinstance(why, manifest.Damaged)}
-        for path in self.folder.iterdir():
-            step = _step(path)
-            if path.name.endswith(OLD) or (step is not None and step not in kept):
-                # The manifest first: a removal that is cut short leaves an unfinished checkpoint, not a damaged one.
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path)
+    def _lost(self, arrays: dict[str, Any]) -> list[str]:
+        return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
 
     # Restoring
 
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
-        found = ((path, _step(path)) for path in self.folder.iterdir())
-        return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
+        return kept.finished(self.folder)
 
     def restore(self, like: PyTree) -> Restored | None:
         """The newest good checkpoint of this run, or `None` where the folder never held a finished one.
@@ -248,43 +245,60 @@ class Checkpoints:
             ValueError: the checkpoint is good, and its arrays are not those of `like`; the message names the leaf.
         """
         self.wait()
-        step = self._newest_good() if jax.process_index() == 0 else NONE
-        if jax.process_count() > 1:
-            step = int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
-        if step == NONE:
-            return None
-        record = manifest.read(self._path(step) / MANIFEST)
-        state = self._read(step, record, like)
-        self._say(f"restored step {step} from {self._path(step)}")
-        return Restored(step, state, record["note"], {other: str(why) for other, why in self.refused.items()})
+        self.refused = {}
+        while True:
+            step = self._newest_good() if jax.process_index() == 0 else NONE
+            if jax.process_count() > 1:
+                step = int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+            if step == NONE:
+                return None
+            record, _ = records.read(self._path(step))
+            try:
+                state = self._read(step, record, like)
+            except manifest.Damaged as error:
+                self._refuse(step, error)
+                continue
+            self._say(f"restored step {step} from {self._path(step)}")
+            return Restored(step, state, record.note, {other: str(why) for other, why in self.refused.items()})
+
+    def _refuse(self, step: int, why: ValueError) -> None:
+        self.refused[step] = why
+        self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        self.refused = {}
-        for step in reversed(self._seen()):
-            try:
-                self._verify(step)
-            except ValueError as error:
-                self.refused[step] = error
-                self._say(f"refused the checkpoint of step {step}: {error}")
-            else:
-                return step
+        """The newest step whose checkpoint passes its checks, and was not refused since. What does not pass is refused."""
+        steps, reasons = self._seen()
+        for step in reversed(steps):
+            if step not in self.refused:
+                try:
+                    self._verify(step)
+                except RecursionError:
+                    nested = f"{self._path(step) / MANIFEST}: needed a manifest, got one nested too deep to compare."
+                    self._refuse(step, manifest.Damaged(nested))
+                except OSError as error:
+                    self._refuse(step, ValueError(f"{error.filename or self._path(step)}: it cannot be read; {error.strerror}."))
+                except ValueError as error:
+                    self._refuse(step, error)
+                else:
+                    return step
+            reasons += f"\n  step {step}: {self.refused[step]}"
         if not (self.folder / NEWEST).exists() and not self.steps():
             return NONE
-        reasons = "".join(f"\n  step {step}: {why}" for step, why in self.refused.items()) or "\n  they are gone"
         raise Refused(
             f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
             "Give back what is missing, or choose another folder to begin again."
         )
 
-    def _seen(self) -> list[int]:
-        """Every step that a folder or the newest manifest speaks of, oldest first."""
-        steps = {step for path in self.folder.iterdir() if (step := _step(path)) is not None}
+    def _seen(self) -> tuple[list[int], str]:
+        """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, a line."""
+        steps = {step for path in self.folder.iterdir() if path.is_dir() and (step := kept.step_of(path)) is not None}
         if (self.folder / NEWEST).exists():
             try:
-                steps.add(manifest.read(self.folder / NEWEST)["step"])
+                steps.add(records.newest(self.folder / NEWEST))
             except manifest.Damaged as error:
                 self._say(str(error))
-        return sorted(steps)
+                return sorted(steps), f"\n  {error}"
+        return sorted(steps), ""
 
     def _verify(self, step: int) -> None:
         folder = self._path(step)
@@ -294,15 +308,15 @@ class Checkpoints:
             raise manifest.Damaged(
                 f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest."
             )
-        record = manifest.read(folder / MANIFEST)
-        if record["step"] != step:
-            raise manifest.Damaged(f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record['step']}.")
-        differing = differences(record["settings"], self.settings)
+        record, files = records.read(folder)
+        if record.step != step:
+            raise manifest.Damaged(f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record.step}.")
+        differing = differences(record.settings, self.settings)
         if differing:
             raise ValueError(f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder.")
-        manifest.check(folder, record["files"])
+        records.check(folder, record, files)
 
-    def _read(self, step: int, record: dict[str, Any], like: PyTree) -> PyTree:
+    def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
         like = stored.shapes(like)
         wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
         arrays, numbers = stored.stored(wanted)
@@ -310,13 +324,15 @@ class Checkpoints:
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         shardings = _orbax().checkpoint_utils.construct_restore_args(template)
         found = self._arrays.restore(self._path(step) / ARRAYS, args=_orbax().args.PyTreeRestore(template, shardings))
-        state = stored.found(wanted, found, record["numbers"])
+        if lost := self._lost(found):
+            raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {_listed(lost)}.")
+        state = stored.found(wanted, found, record.numbers)
         if self.from_disk is None:
             return state
         return stored.placed(self.from_disk, state, like)
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"{step:08d}"
+        return kept.path_of(self.folder, step)
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -327,9 +343,8 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
 
 
-def _step(path: Path) -> int | None:
-    """The step of a checkpoint's folder; of other files and folders none."""
-    return int(path.name) if path.name.isdecimal() and path.is_dir() else None
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _orbax() -> Any:

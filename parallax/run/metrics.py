@@ -6,6 +6,7 @@ Each is small and knows nothing of the others; a loop of one's own takes what it
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,8 @@ from typing import Any
 
 import jax
 
-from parallax.step import Info
+from parallax import precision
+from parallax.step import Info, InfoWithAux
 
 # Steps that are not finite
 
@@ -27,6 +29,9 @@ class OverBudget(RuntimeError):
 class Skipped:
     """Counts the steps that `step.make` skipped, since they were not finite, against a budget.
 
+    With a loss scale, a step that overflows is first of all a probe: the scale was too large, and falls. Only one that overflows
+    at the smallest scale is a fault.
+
     Args:
         budget: how many may be skipped in a run.
         steps: those that were, oldest first; from a checkpoint's note, where the run goes on.
@@ -34,16 +39,27 @@ class Skipped:
 
     budget: int
     steps: list[int] = dataclasses.field(default_factory=list)
+    _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
 
-    def count(self, number: int, info: Info) -> bool:
-        """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the state is still good to save."""
+    def count(self, number: int, info: Info | InfoWithAux, scale: precision.Scale | None = None) -> bool:
+        """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the state is still good to save.
+
+        Args:
+            number: of the step.
+            info: as the step returned it.
+            scale: that of the state that the step returned, where the loss is scaled.
+        """
+        before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False
+        if scale is not None and before > precision.LEAST:
+            return True
         loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
+            what = " What the update makes of them is not finite." if math.isfinite(loss + norm) else ""
             raise OverBudget(
-                f"step {number}: the loss is {loss} and the gradient norm {norm}. {len(self.steps)} steps were not finite "
+                f"step {number}: the loss is {loss} and the gradient norm {norm}.{what} {len(self.steps)} steps were not finite "
                 f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is {self.budget}. Lower the learning rate, clip "
                 "the gradients, or look at these batches."
             )
@@ -96,23 +112,48 @@ class Clock:
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
-def jsonl(path: str | Path, *, after: int = 0) -> Sink:
+def recorded(path: str | Path, *, say: Callable[[str], Any] = lambda line: None) -> list[dict[str, Any]]:
+    """The records that `jsonl` wrote to a file, oldest first; none where there is no file.
+
+    What is no record, such as a line that a crash cut short or filled with zeros, is passed over, and said.
+    """
+    path, found, others = Path(path), [], 0
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        record = None
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if line.endswith("\n") and isinstance(record, dict) and type(record.get("step")) is int:
+            found.append(record)
+        else:
+            others += 1
+    if others:
+        say(f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and passed over.")
+    return found
+
+
+def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print) -> Sink:
     """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when the call returns.
 
     Args:
         after: keep the lines of an earlier session up to this step, and drop the later ones, which are computed again.
+        say: prints a line where what an earlier session left is not whole; that is cut out.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(line for line in whole if json.loads(line)["step"] <= after), encoding="utf-8")
+        kept = (json.dumps(record) + "\n" for record in recorded(path, say=say) if record["step"] <= after)
+        partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, path)
 
     def sink(step, values):
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise OSError(f"{path}: the numbers of step {step} were not written; {error.strerror}.") from error
 
     return sink
 

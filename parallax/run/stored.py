@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax import mesh
+from parallax.run.record import Record
 from parallax.typed import PyTree
 
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}  # random keys' dtypes and generators
@@ -75,10 +76,10 @@ def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Cal
     return arrays, of_arrays, statics
 
 
-def check_same(folder: Path, record: dict[str, Any], arrays: dict[str, list], numbers: dict[str, Any]) -> None:
+def check_same(folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]) -> None:
     """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message names them."""
     kind = lambda number: "complex" if isinstance(number, list) else type(number).__name__
-    there = record["arrays"] | {name: [kind(number), []] for name, number in record["numbers"].items()}
+    there = record.arrays | {name: [kind(number), []] for name, number in record.numbers.items()}
     wanted = arrays | {name: [kind(number), []] for name, number in numbers.items()}
     words = lambda entry: "nothing" if entry is None else f"{entry[0]}{entry[1]}"
     wrong = [
@@ -106,6 +107,17 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
         return jax.random.wrap_key_data(arrays[name], impl=KEYS[str(leaf.dtype)]) if _is_key(leaf) else arrays[name]
 
     return jax.tree.map_with_path(leaf, like)
+
+
+def not_finite(arrays: dict[str, Any]) -> list[str]:
+    """The names of the arrays that hold a nan or an infinite number. All processes learn of the shards of all."""
+    numbers = {name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    return sorted(name for name, finite in _all_finite(numbers).items() if not finite)
+
+
+@jax.jit
+def _all_finite(arrays):
+    return {name: jnp.all(jnp.isfinite(leaf)) for name, leaf in arrays.items()}
 
 
 def described(leaf: Any) -> list:

@@ -6,10 +6,14 @@ each rank was doing is the one thing worth knowing then.
 
 import contextlib
 import faulthandler
+import sys
 import threading
 import time
 
 from parallax.run import processes
+
+LAST_RESORT = 2 * processes.GRACE  # seconds after the limit
+YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
 class Watchdog:
@@ -22,8 +26,11 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
+    The time runs from the moment when it is made, so make it first: `first` is then the limit of the whole start.
+
     Every rank watches itself. In a phase that `waits` for the others (all that communicates) it is likely a victim, and says so
     only `processes.GRACE` seconds later: the rank that never came speaks first, with the stacks of its threads, and ends the job.
+    Where that one cannot speak, being stopped, gone or held by Python's lock, the others name it, as `peers` knows it.
 
     Args:
         job: what `processes.initialize` found.
@@ -48,24 +55,41 @@ class Watchdog:
 
     def __enter__(self):
         self._thread.start()
+        self._arm()
         return self
 
     def __exit__(self, *_):
         self._left.set()
         self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
         """Step `number` begins now."""
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
+        self._arm()
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
         """What this rank does from now on; `waits` says that it cannot end without the other ranks."""
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
+        if self.job.peers:
+            self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
+
+    @property
+    def _limit(self) -> float:
+        return self.seconds if self._steps > 1 else self.first
+
+    @property
+    def _where(self) -> str:
+        return "before the first step" if self._number is None else f"in step {self._number}"
+
+    def _arm(self) -> None:
+        """The last resort is a thread of C: where something holds Python's lock, no thread of Python's runs."""
+        faulthandler.dump_traceback_later(min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2)
 
     def _watch(self) -> None:
         while True:
-            limit = (self.seconds if self._steps > 1 else self.first) + processes.GRACE * self._waits
+            limit = self._limit + processes.GRACE * self._waits
             left = self._step_began + limit - time.monotonic()
             if left <= 0:
                 break
@@ -73,11 +97,15 @@ class Watchdog:
                 return
         now = time.monotonic()
         doing = "waits for the other ranks" if self._waits else "holds up the job"
-        where = "before the first step" if self._number is None else f"in step {self._number}"
+        named = ""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback()
+        if self.job.peers and self._waits:
+            named = self.job.peers.fault()
+            self.job.peers.end_silent()
         processes.end(
-            f"watchdog: {self.job.who} {doing}: {where}, which has taken {now - self._step_began:.1f} s of the "
+            (f"at fault: {named}\n" if named else "")
+            + f"watchdog: {self.job.who} {doing}: {self._where}, which has taken {now - self._step_began:.1f} s of the "
             f"{limit - processes.GRACE * self._waits:g} s allowed, {now - self._phase_began:.1f} s of them in phase "
             f"{self._phase!r}. The job ends.\n"
         )

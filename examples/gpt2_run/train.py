@@ -1,0 +1,237 @@
+"""The loop of `examples/gpt2.py`, and what is around it: the model, prepared or restored, then the steps, then the sample."""
+
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gpt2_run import report
+from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare
+from gpt2_run.session import Session
+from gpt2_run.settings import Settings
+from parallax import draw, step
+from parallax.collectives import Axis
+from parallax.compiled import certificate
+from parallax.data import prefetch
+from parallax.models import decoder, gpt2
+from parallax.run import fingerprint, launch, lock, metrics, processes
+from parallax.run.checkpoint import Checkpoints
+from parallax.run.watchdog import Watchdog
+
+SAMPLED = 300  # tokens of text at the end
+
+
+def held_out_loss(plan: Plan, axes: dict[str, Axis], compute: decoder.Compute):
+    """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
+    one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, axes=axes, compute=compute)
+    placed = lambda windows: jax.make_array_from_callback(windows.shape, plan.windows.sharding, lambda rows: windows[rows])
+    return lambda model: float(np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out]))
+
+
+def run(plan: Plan, started: float) -> None:
+    """Train from where the folder's checkpoints end, evaluate, sample, and say where things are."""
+    s, seconds = plan.settings, {"start": time.perf_counter() - started}
+    with Watchdog(plan.job, seconds=s.watchdog, first=s.start_up) as watch:
+        session, state, first = begin(plan, watch, seconds, started)
+        if session is None:
+            return
+        state = steps(session, state, first)
+    session.progress.done()
+    say = report.printer(plan.job)
+    if int(state.step) < s.steps:
+        done = f"saved step {state.step:,} of {s.steps:,} in {s.out}"
+        say(f"told to end ({session.told}): {done}. The same command goes on from there.")
+        return
+    if session.skipped.steps:
+        say(f"{len(session.skipped.steps)} steps were skipped, since they were not finite: {session.skipped.steps}")
+    finish(plan, state.model, seconds, session.clock, started)
+
+
+def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float) -> tuple[Session | None, Any, int]:
+    """All that comes before the first step of this process; no session where the run is finished already.
+
+    Args:
+        seconds: what each part took is added here.
+    """
+    s, job = plan.settings, plan.job
+    say = report.printer(job)
+    watch.phase("prepare", waits=True)
+    rate, measured = report.matrix_rate(job)
+    axes, compute = chosen(plan), decoder.Compute(schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
+    prepared = decoder.prepare(
+        gpt2.FAMILY,
+        plan.config,
+        optimizer(s),
+        plan.layout,
+        plan.mesh,
+        batch=s.batch,
+        key=jax.random.key(s.seed),
+        axes=axes,
+        compute=compute,
+    )
+    checkpoints = Checkpoints(
+        s.out / CHECKPOINTS,
+        settings=plan.numbers,
+        lose_at_most=s.checkpoint_every,
+        keep=s.keep,
+        keep_every=s.keep_every,
+        **decoder.stored(gpt2.FAMILY, plan.layout),
+    )
+    watch.phase("restore", waits=True)
+    restored = checkpoints.restore(prepared.shapes)
+    first, note = (0, {}) if restored is None else (restored.step, restored.note)
+    if first == s.steps and (s.out / "sample.txt").exists():
+        say(f"{s.out} holds this run, and it is finished, after {first:,} steps. To train again, give --out another folder.")
+        return None, None, first
+    if job.rank == 0:
+        claim_folder(plan)
+    watch.phase("compile", waits=True)
+    start = time.perf_counter()
+    train: Any = prepared.train.lower(prepared.shapes, plan.windows).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    seconds["compile"] = time.perf_counter() - start
+    say(describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first))
+    state = prepared.init(plan.begins_with) if restored is None else restored.state
+    if plan.schedule.stages > 1 and job.rank == 0:
+        draw.timeline(plan.schedule, s.out / "schedule.png")
+    session = Session(
+        plan,
+        watch,
+        prepared,
+        train,
+        held_out_loss(plan, axes, compute),
+        checkpoints,
+        rate,
+        report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,
+        note.get("rollbacks", []),
+    )
+    session.begin(first, note)
+    if s.fingerprint_every:
+        say(report.copies(state, s.fingerprint_every))
+    jax.block_until_ready(state)
+    seconds["setup"] = time.perf_counter() - started - sum(seconds.values())
+    return session, state, first
+
+
+def steps(session: Session, state: step.State, first: int) -> step.State:
+    """The state after the loop, which begins again from the last checkpoint where copies differ."""
+    with processes.preemption() as preempted, session.checkpoints:
+        while True:
+            try:
+                return loop(session, state, first, preempted)
+            except fingerprint.CopiesDiffer as error:
+                found = error.with_traceback(None)  # which holds the state, and its memory is for the one that is restored
+            state, first = session.back(found)
+
+
+def loop(session: Session, state: step.State, first: int, preempted: processes.Told) -> step.State:
+    """The state after the last step, or after the one at which all processes were told to end."""
+    plan, s, job, watch = session.plan, session.plan.settings, session.plan.job, session.watch
+    batch = lambda i: prefetch.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i, size=s.batch, length=plan.length)
+    traced = plan.profiled if job.rank == 0 else range(0)
+    with (
+        metrics.profiler(s.out / "profile", traced) as trace,
+        prefetch.Prefetched(batch, first, s.steps) as batches,
+    ):
+        for i in range(first + 1, s.steps + 1):
+            watch.step(i)
+            trace(i)
+            if session.memory is not None:
+                session.memory.begin()
+            start = time.perf_counter()
+            placed = next(batches)
+            watch.phase("train", waits=True)
+            # Wait for every device, not only for the loss: on virtual CPU devices, programs in flight together can take all of
+            # XLA's threads and wait for each other for ever.
+            with session.clock("steps"):
+                state, info = jax.block_until_ready(session.train(state, placed))
+            took = time.perf_counter() - start
+            watch.phase("measure", waits=True)
+            record = session.measured(i, state, info, took)
+            session.sink(i, record)
+            session.progress.show({"step": i} | record)
+            watch.phase("checkpoint", waits=True)
+            session.checkpoints.check()
+            stop = preempted(i)
+            saves = stop or session.checkpoints.due(i) or i == s.steps
+            session.compare(i, state, saves=saves)
+            if saves:
+                session.save(i, state)
+            if stop:
+                session.told = preempted.by
+                break
+    if session.memory is not None:
+        session.memory.end()
+    return state
+
+
+def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metrics.Clock, started: float) -> None:
+    """The sample, the picture, and the last lines: rank 0's work, for which the others bring their shards."""
+    s, start, device = plan.settings, time.perf_counter(), jax.local_devices()[0]
+    if plan.job.processes > 1:
+        model = multihost_utils.process_allgather(model, tiled=True)
+    if plan.job.rank > 0:
+        return
+    whole = decoder.joined(gpt2.FAMILY, plan.layout, jax.device_put(model, device))
+    write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
+    key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
+    ids = np.asarray(write(whole, jnp.asarray(plan.prompt), tokens=SAMPLED, window=plan.length, temperature=0.8, key=key))
+    drawn = ids[ids >= 0]  # -1: the logits were nan
+    text = plan.tokenizer.decode(np.concatenate([plan.prompt, drawn]))
+    print(f"\nsample, {len(drawn)} {plan.unit}s at temperature 0.8:\n{text}\n")
+    seconds["sample"], start = time.perf_counter() - start, time.perf_counter()
+
+    records = metrics.recorded(s.out / "metrics.jsonl")
+    title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {s.all_reduce} all-reduce: {s.text.name}"
+    report.picture(s.out / "loss.png", records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title)
+    saved = gpt2.save(whole, s.out / "model")
+    (s.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    seconds["picture"] = time.perf_counter() - start
+    print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in (seconds | clock.seconds).items()))
+    loss, bigram = records[-1]["held_out"], plan.lines["bigram"]
+    verdict = "below" if loss < bigram else "NOT below"
+    print(
+        f"held-out loss {loss:.3f} nats a {plan.unit}, {verdict} the bigram line of {bigram:.3f}; "
+        f"{time.perf_counter() - started:.0f} s in all, {clock.goodput():.0%} of the run's time in steps; checkpoints, "
+        f"metrics.jsonl, loss.png and sample.txt are in {s.out}. {saved}"
+    )
+
+
+def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
+    """Meet the other processes, and train; a mistake is told in a line, and leaves the folder as it was.
+
+    Args:
+        claim: the lock on the folder, on rank 0; `None` where JAX alone knows which rank that is.
+        started: when the program began, by `time.perf_counter`.
+    """
+    claims = [claim] if claim else []
+    free = lambda: [each.release() for each in claims]
+    try:
+        job = processes.initialize(
+            cpu_devices=settings.devices, initialization_timeout=math.ceil(settings.start_up), say=lambda line: None
+        )
+    except ValueError as error:
+        free()
+        processes.end(f"error: {error}\n", launch.REFUSED)
+
+    def prepared() -> Plan:
+        if job.rank == 0 and not claims:
+            claims.append(lock.take(settings.out))
+        return prepare(settings, job)
+
+    plan = processes.together(prepared, job, refused=free)
+
+    def train() -> None:
+        try:
+            run(plan, started)
+        except OSError as error:
+            if processes.of_peers(error):
+                raise
+            raise SystemExit(
+                f"error: {error} {settings.out} is as it was before; the same command goes on from there."
+            ) from error
+
+    processes.run(train, job)

@@ -1,0 +1,92 @@
+"""Which of a folder's checkpoints stay, and which go: of this run's alone, whatever else somebody put there."""
+
+import itertools
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallax.data import manifest
+from parallax.run import record as records
+from parallax.run.record import MANIFEST
+
+NEWEST, OLD = "newest.json", ".replaced"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return folder / f"{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None of other names."""
+    named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
+    return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
+
+
+def finished(folder: Path) -> list[int]:
+    """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
+    found = ((path, step_of(path)) for path in folder.iterdir())
+    return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
+
+
+def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]) -> None:
+    """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
+
+    Raises:
+        ValueError: a finished one stands there, or after it.
+    """
+    later = [other for other in finished(folder) if other >= step and other not in refused]
+    if later:
+        raise ValueError(
+            f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step {step} would go back behind it. "
+            f"Restore it first, or choose another folder."
+        )
+    path = path_of(folder, step)
+    if path.is_symlink() or path.exists():
+        aside = Path(f"{path}{OLD}")
+        if aside.is_dir() and records.is_of(aside, step, settings):
+            shutil.rmtree(aside)
+        names = itertools.chain([aside], (Path(f"{aside}.{number}") for number in itertools.count(2)))
+        path.rename(next(name for name in names if not (name.is_symlink() or name.exists())))
+
+
+def thin(
+    folder: Path, settings: Mapping[str, Any], refused: Mapping[int, ValueError], *, keep: int, keep_every: int | None
+) -> None:
+    """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and replaced ones left behind.
+
+    The newest `keep` stay, those of every so many steps, and the newest one whose loss was measured. What was refused stays
+    until a good one is newer, and for good where no damage is known. At least one is finished.
+    """
+    ours = lambda path, step: records.is_of(path, step, settings)
+    good = (step for step in reversed(finished(folder)) if step not in refused and ours(path_of(folder, step), step))
+    newest = list(itertools.islice(good, keep))
+
+    def stays(step):
+        if step in refused:
+            return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
+        return step in newest or (keep_every is not None and step % keep_every == 0)
+
+    going = {}
+    for path in folder.iterdir():
+        step, replaced = step_of(path.with_name(path.name.removesuffix(OLD))), path.name.endswith(OLD)
+        if step is not None and path.is_dir() and (replaced or not stays(step)) and ours(path, step):
+            going[path] = step
+    for path in going.keys() - {_evaluated(folder, newest, {step for step in going.values() if step not in refused})}:
+        # The manifest first: a removal that is cut short leaves an unfinished checkpoint, not a damaged one.
+        if not (path / MANIFEST).is_dir():
+            (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    for path in folder.glob(f".{NEWEST}.*.partial"):  # of a run that was killed: this one alone writes here
+        path.unlink()
+
+
+def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
+    """The newest checkpoint of `others` whose loss was measured, where that of no newer one was."""
+    for step in (*newest, *sorted(others, reverse=True)):
+        path = path_of(folder, step)
+        if (path / MANIFEST).is_file() and records.read(path)[0].evaluated is not None:
+            return path
+    return None

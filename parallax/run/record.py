@@ -1,0 +1,156 @@
+"""What a checkpoint's manifest says, as a typed record: a malformed one is refused where it is read, by name, and passed over.
+
+contents.json    the record alone, written first: whose checkpoint this is, from its first moment
+manifest.json    the record and, as `files`, the size and sha256 of every file beside it, contents.json too; written last
+
+Both have the number of their format, and every format that there ever was is read:
+
+1    without a number, and without `evaluated`
+2    with both
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallax.data import manifest
+
+MANIFEST, CONTENTS, ARRAYS = "manifest.json", "contents.json", "arrays"
+FORMAT = 2
+STEPS = 2**31  # a step is below: processes tell each other in int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A checkpoint without the bytes of its arrays.
+
+    Args:
+        step: its number.
+        settings: of the run.
+        note: what the loop wanted to have back.
+        numbers: the plain numbers of the state, by path; a complex one as a list of two.
+        arrays: the `[dtype, shape]` of each array of the state, by path.
+        evaluated: a finite loss that was measured of this very state; None where none was.
+    """
+
+    step: int
+    settings: dict[str, Any]
+    note: dict[str, Any]
+    numbers: dict[str, Any]
+    arrays: dict[str, list]
+    evaluated: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The record in one spelling, in which `1`, `1.0` and `true` differ."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+FIELDS = [field.name for field in dataclasses.fields(Record)]
+
+
+def begin(folder: Path, record: Record) -> None:
+    """Make `folder` for a checkpoint, and say in it whose it will be."""
+    folder.mkdir()
+    manifest.write(folder / CONTENTS, dataclasses.asdict(record) | {"format": FORMAT})
+
+
+def seal(folder: Path, record: Record) -> None:
+    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file, and write what was written."""
+    files = manifest.hashes(folder, [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))])
+    manifest.write(folder / MANIFEST, dataclasses.asdict(record) | {"files": files, "format": FORMAT})
+
+
+def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
+    """Whether the run with these settings made `folder` for its checkpoint of `step`, finished or not.
+
+    False for all that does not say so: a link, another run's, anybody's files. An empty folder holds nothing to lose.
+    """
+    if folder.is_symlink():
+        return False
+    for name in (CONTENTS, MANIFEST):
+        with contextlib.suppress(ValueError, RecursionError, OSError):
+            found = manifest.read(folder / name)
+            found.pop("files", None)
+            record = _typed(found, folder / name)
+            return (record.step, record.settings) == (step, settings)
+    return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
+
+
+def read(folder: Path) -> tuple[Record, dict[str, list]]:
+    """The record of the checkpoint in `folder`, and its files as `manifest.hashes` gave them; no file is looked at.
+
+    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError` where it is of a later format.
+    """
+    path = folder / MANIFEST
+    found = manifest.read(path)
+    files = manifest.files(path, found.pop("files", None))
+    for name in files:
+        manifest.need(name == CONTENTS or name.startswith(f"{ARRAYS}/"), f"{path}: files", f"{CONTENTS} or {ARRAYS}/...", name)
+    manifest.need(CONTENTS in files, f"{path}: files", f"{CONTENTS} among them", len(files))
+    return _typed(found, path), files
+
+
+def _typed(found: dict[str, Any], path: Path) -> Record:
+    """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the first entry that is wrong."""
+    number = found.pop("format", 1)
+    manifest.need(type(number) is int and number > 0, f"{path}: format", "the number of a format", number)
+    if number > FORMAT:
+        raise ValueError(f"{path}: it is of format {number}, and this program reads formats up to {FORMAT}. Install a newer one.")
+    fields = FIELDS[:-1] if number == 1 else FIELDS
+    manifest.need(sorted(found) == sorted(fields), path, f"the entries {', '.join(fields)}", ", ".join(found) or "none")
+    found = {"evaluated": None} | found
+    manifest.need(is_step(found["step"]), f"{path}: step", "a step, from 0 on", found["step"])
+    for name in FIELDS[1:-1]:
+        manifest.need(isinstance(found[name], dict), f"{path}: {name}", "an object", found[name])
+    for name, number in found["numbers"].items():
+        manifest.need(_is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number)
+    for name, entry in found["arrays"].items():
+        manifest.need(_is_array(entry), f"{path}: arrays: {name}", "a dtype and a shape", entry)
+    loss = found["evaluated"]
+    finite = loss is None or (isinstance(loss, float) and math.isfinite(loss))
+    manifest.need(finite, f"{path}: evaluated", "a finite loss, or none", loss)
+    return Record(**found)
+
+
+def check(folder: Path, record: Record, files: dict[str, list]) -> None:
+    """Refuse with `manifest.Damaged` a folder whose files are not those listed, or a record that is not that of its bytes."""
+    manifest.check_all_listed(folder, files, arrays_of(folder))
+    manifest.check(folder, files)
+    if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
+        raise manifest.Damaged(
+            f"{folder / MANIFEST}: needed what {CONTENTS} says, which was written with the arrays; got "
+            "something else. It is damaged."
+        )
+
+
+def newest(path: Path) -> int:
+    """The step stored at `path`. Raises `manifest.Damaged` where there is none."""
+    step = manifest.read(path).get("step")
+    manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
+    return step  # pyright: ignore[reportReturnType]
+
+
+def is_step(value: Any) -> bool:
+    """Whether a JSON value is the number of a step."""
+    return type(value) is int and 0 <= value < STEPS
+
+
+def arrays_of(folder: Path) -> list[Path]:
+    """The files of the arrays, with links and whatever else is no folder."""
+    return sorted(path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _is_number(value: Any) -> bool:
+    parts = value if isinstance(value, list) and len(value) == 2 else [value]
+    return all(isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part)) for part in parts)
+
+
+def _is_array(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], list)):
+        return False
+    return all(type(size) is int and size >= 0 for size in value[1])
