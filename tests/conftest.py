@@ -18,6 +18,7 @@ of one sweep. A test marked `sweep` alone lets hypothesis draw other examples fo
 
 import hashlib
 import os
+import signal
 from collections import defaultdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -93,3 +94,13 @@ def part(cases, seed, parts=1):
 def drawn(cases, seed, parts):
     """One of `parts` equal parts, drawn anew for each seed: taken in turns, some cases of a sweep would never have their turn."""
     return sorted(cases, key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())[::parts]
+
+
+@pytest.fixture
+def heard():
+    """SIGINT and SIGHUP end a process, and its children, as they usually do, though nohup or a shell's `&` had them ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -169,9 +169,9 @@ def _joins(node: ast.AST) -> bool:
 
 
 def covering(root: Path, path: Path) -> list[str]:
-    """The test files that import the module of the file `path`, by way of as few others as may be.
+    """The test files of the name of the file `path` or its package, and those that import it, by way of as few others as may be.
 
-    Those of its name come first, then those that import the least beside it.
+    Those of its name come first, then those that import the least beside it, and last those of the names of its users.
     """
     imports, name = _imports(root), path.with_suffix("").as_posix()
     reached, tests = {name}, []
@@ -181,8 +181,12 @@ def covering(root: Path, path: Path) -> list[str]:
         if users <= reached:
             break
         reached |= users
-    other = lambda test: [not test.startswith(f"tests/test_{part}") for part in (path.stem, path.parent.name)]
+    named = [f"tests/test_{part}" for part in (path.stem, path.parent.name)]
+    tests += [test for test in named if test in imports and test not in tests]
+    other = lambda test: [not test.startswith(name) for name in named]
     tests.sort(key=lambda test: (other(test), len(imports[test]), test))
+    users = sorted(f"tests/test_{Path(user).name}" for user, used in imports.items() if name in used)
+    tests += [test for test in users if test in imports and test not in tests]
     return [f"{test.removeprefix('tests/')}.py" for test in tests]
 
 

@@ -50,6 +50,7 @@ RUNS = {
         ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
     ),
     "checkpoint": (["--quick"], ["A state of 8 MB in 10 arrays over 8 devices", "waits", "computes", "blocked"]),
+    "fingerprint": (["--quick"], ["data 8", "ZeRO-1", "not compared", "1 of", "every 50"]),
     "scaling": (
         ["--quick", "--steps=1"],
         ["GPT-2 with 0.0 M parameters", "weak", "strong", "ours: two processes train"],
@@ -61,7 +62,7 @@ RUNS = {
 }
 
 
-LONG = ("buckets", "collectives", "scaling", "train_step", "pipeline")
+LONG = ("buckets", "collectives", "fingerprint", "scaling", "train_step", "pipeline")
 
 
 @pytest.mark.sweep(3)

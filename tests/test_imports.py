@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = (
     *(
         "typed",
+        "given",
         "mesh",
         "collectives",
         "jaxprs",
@@ -76,6 +77,8 @@ import sys
 loaded = lambda *names: [name for name in names if any(each == name or each.startswith(name + ".") for each in sys.modules)]
 import parallax
 assert not loaded("jax", "parallax.mesh"), loaded("jax", "parallax.mesh")
+from parallax.run import launch, lock
+assert not loaded("jax", "numpy"), "run.lock"
 import parallax.collectives
 assert not loaded("equinox", "optax", "parallax.mesh"), "collectives"
 from parallax.plan import hardware

@@ -434,6 +434,7 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
         *[(d, shard(leaf)) for leaf in jax.tree.leaves(state.model)],
         (d, 1),  # the loss
         *[(P_, 1), (everywhere, 1)],  # squared norms of what is split over the stages, and over both
+        (everywhere, 1),  # whether what the step made is finite
     ]
     # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of the logits stay `lax.pmax`.
     expected = collections.Counter({("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M})

@@ -148,7 +148,7 @@ def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
         2: (M + 1) * (blocks + rest) * (n - 1) // n,  # scattered once a microbatch
         3: (3 * M * blocks + 2 * rest) * (n - 1) // n,  # blocks gathered forward and backward; the rest gathered once and kept
     }[zero_]
-    scalars = [1] if zero_ == 0 else [1, 1]  # the loss, and the squared norm of what is split
+    scalars = [1] if zero_ == 0 else [1, 1, 1]  # the loss; the squared norm of what is split, and whether the update is finite
     others = sum(map(ring_of, [*whole, *scalars]))
     assert sent(Layout(data=n, zero=zero_, microbatches=M)) == 4 * (split + others)
 
