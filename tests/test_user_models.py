@@ -110,7 +110,8 @@ def test_five_steps_are_those_of_one_device(name, way):
         for number, loss in enumerate(plain.losses):
             state, info = train(state, batch_of(number))
             np.testing.assert_allclose(info.loss, loss, rtol=EXACT)
-            once = len(traces) if number == 0 else once
+            if number == 0:
+                once = len(traces)
     assert len(traces) == once  # compiled once
     same(state.model, plain.model)
     same(state.optimizer, plain.optimizer)

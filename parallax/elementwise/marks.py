@@ -1,6 +1,7 @@
 """Marks for what is right on shards, and optimizers whose `update` takes any extra argument."""
 
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import optax
