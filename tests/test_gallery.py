@@ -139,7 +139,7 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
     mean, alone = numbers(text, "is the step's: #; one device alone has #")
     assert sum(map(float, own)) / 4 == pytest.approx(mean, abs=1e-4)  # the digits that are printed
     assert mean == alone
-    assert numbers(text, "in 16 steps: # of the loss")[0] < 2e-5  # float32, 16 steps of AdamW
+    assert numbers(text, "in 16 steps: # of the loss")[0] < 2e-6  # float32: some roundings of 1.2e-7; 1.2e-7 was seen
     weights = numbers(text, r"MB of weights +# +#")[0]
     assert numbers(text, r"MB sent a step +# +#") == [0, pytest.approx(2 * 3 / 4 * weights, rel=0.01)]
 
