@@ -6,7 +6,6 @@
 Run: python examples/custom_training.py. An MLP-Mixer (arXiv 2105.01601) learns handwritten digits, is stopped, and goes on.
 """
 
-import functools
 import tempfile
 
 import equinox as eqx
@@ -64,7 +63,7 @@ def head(model, x, part):  # the loss, on the last stage
 @jax.jit
 def right(model, images, labels):  # the share of digits told right: the same functions on one device
     share = lambda model, x, part: jnp.mean(jnp.argmax(logits(model, x), axis=1) == labels)
-    return pipeline.unsplit(enter, functools.partial(stage, axis=()), share)(model, (images,))
+    return pipeline.unsplit(enter, lambda *of: stage(*of, axis=()), share)(model, (images,))
 
 
 def session(folder, fresh, train, learn, held_out):
