@@ -87,6 +87,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, argum
     assert files(folder) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_path):
     """SIGTERM after the first step that is written down; then the same command, on another layout."""
     with subprocess.Popen(
@@ -312,6 +313,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_path):

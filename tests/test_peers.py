@@ -1,11 +1,14 @@
 """Processes without JAX, of which one is gone, silent, or late: the others name it."""
 
+import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ here.does("in step 7, phase 'train'", waits=rank != 2)
 print("met", flush=True)
 """
 IDLE = "time.sleep(60)"
+JOBS = itertools.count(os.getpid() * 1000)
 ASK = "time.sleep(8)\nprint('fault: ' + here.fault(), flush=True)\nhere.end_silent()\ntime.sleep(60)"
 
 
@@ -34,7 +38,7 @@ class Members:
 
     def __init__(self, *programs, limit=60.0, start=(0, 1, 2)):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        job = str(os.getpid() * 1000 + time.time_ns() % 1000)
+        job = str(next(JOBS))
         self.started = {
             rank: subprocess.Popen(
                 [sys.executable, "-c", MEMBER + programs[rank], str(rank), job, str(limit)],
@@ -60,9 +64,18 @@ class Members:
         return self.started[rank].communicate(timeout=60)[0]
 
 
-@pytest.mark.parametrize("gone", [0, 1])
-@pytest.mark.parametrize("how", ["killed", "polite"])
-def test_who_is_gone_is_named_and_the_others_end(gone, how):
+def at_once(*cases):
+    """Run the cases side by side: nearly all of their time is waiting."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for running in [pool.submit(case) for case in cases]:
+            running.result()
+
+
+def test_who_is_gone_is_named_and_the_others_end():
+    at_once(*(functools.partial(gone_is_named, *case) for case in itertools.product([0, 1], ["killed", "polite"])))
+
+
+def gone_is_named(gone, how):
     leaves = "time.sleep(3); os._exit(0)" if how == "polite" else IDLE
     with Members(*[leaves if rank == gone else IDLE for rank in range(3)]) as members:
         members.met()
@@ -83,8 +96,12 @@ def test_who_leaves_with_a_word_ends_nobody():
             assert members.started[rank].returncode == 0
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_who_is_silent_is_named(stopped):
+def test_who_is_silent_is_named():
+    """Or works while the others wait for it, or has left."""
+    at_once(functools.partial(silent_is_named, 0), functools.partial(silent_is_named, 1), working_is_named, left_is_named)
+
+
+def silent_is_named(stopped):
     with Members(*[IDLE if rank == stopped else ASK for rank in range(3)]) as members:
         members.met()
         members.started[stopped].send_signal(signal.SIGSTOP)
@@ -96,7 +113,7 @@ def test_who_is_silent_is_named(stopped):
     assert any(re.search(f"{named}stopped", words) for words in said), said
 
 
-def test_who_works_while_the_others_wait_is_named():
+def working_is_named():
     with Members(ASK, ASK, IDLE) as members:
         members.met()
         for rank in (0, 1):
@@ -104,7 +121,7 @@ def test_who_works_while_the_others_wait_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
-def test_a_left_one_that_the_others_wait_for_is_named():
+def left_is_named():
     with Members(ASK, ASK, "here.leave(); time.sleep(60)") as members:
         members.met()
         for rank in (0, 1):
