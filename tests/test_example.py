@@ -243,6 +243,7 @@ def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "out/gpt2") if "skipped" in record] == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30", "--skip-budget=1")
     assert done.returncode == 1
