@@ -231,8 +231,12 @@ class Peers:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
             self._send(now=True)
+            told = f"{self.job.who}: {self.gone}. The job ends."
+            if self.job.rank and not peer.gone:  # JAX ends who has lost rank 0 within 0.2 s, and names nobody
+                signals.say(told)
+                told = ""
             time.sleep(GRACE)
-            launch.end(f"{self.job.who}: {self.gone}. The job ends.\n")
+            launch.end(told and f"{told}\n")
         if self.job.rank == 0:
             self.others.remove(peer)
 
