@@ -411,9 +411,27 @@ RUN = (
     ),
     Mutant(
         "read",
-        "itertools.islice(files.items(), rank, None, processes)",
-        "itertools.islice(files.items(), 0, None, processes)",
+        "strict=True), rank, None, processes)",
+        "strict=True), 0, None, processes)",
         "test_shards.py::test_processes_check_the_bytes_of_each_shard_once",
+    ),
+    Mutant("verify", "_remembered(place) == found", "_remembered(place)", "test_shards.py::test_a_file_is_hashed_once"),
+    Mutant(
+        "verify", "not stated and high", "stated and high", "test_shards.py::test_four_bytes_a_token_declared_as_two_are_refused"
+    ),
+    Mutant("verify", "began - SETTLED", "began", "test_shards.py::test_a_file_that_has_just_changed_is_not_remembered"),
+    Mutant(
+        "verify",
+        "if high >= vocabulary:",
+        "if high > vocabulary:",
+        "test_shards.py::test_what_is_no_token_is_refused_where_the_hash_is_right",
+    ),
+    Mutant("File.__getitem__", "np.diff(flat) != 1", "np.diff(flat) < 1", "test_shards.py::test_a_file_is_indexed_as_an_array"),
+    Mutant(
+        "number_of_format",
+        "number > newest",
+        "number > newest + 1",
+        "test_shards.py::test_a_later_format_and_another_type_are_refused",
     ),
     Mutant(
         "check",

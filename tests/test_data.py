@@ -17,7 +17,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from parallax import data
-from parallax.data import batches, manifest
+from parallax.data import batches, manifest, opened
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 TEXT, RANKS = EXAMPLES / "state_of_the_union.txt", EXAMPLES / "gpt2.tiktoken"
@@ -35,7 +35,7 @@ def test_a_file_gives_back_what_was_written(tmp_path, vocabulary, item):
     data.write(tmp_path / "text.bin", tokens, vocabulary=vocabulary)
     assert (tmp_path / "text.bin").read_bytes() == b"".join(int(token).to_bytes(item, "little") for token in tokens)
     back = data.read(tmp_path / "text.bin", vocabulary=vocabulary)
-    assert isinstance(back, np.memmap)
+    assert isinstance(back, opened.File)
     np.testing.assert_array_equal(back, tokens)
 
 
@@ -259,8 +259,8 @@ def test_the_deal_is_the_same_on_every_machine():
 def test_tokens_may_lie_in_a_file(tmp_path):
     tokens = np.arange(500)
     data.write(tmp_path / "text.bin", tokens, vocabulary=500)
-    mapped = data.read(tmp_path / "text.bin", vocabulary=500)
-    from_file = data.batch(mapped, seed=0, step=2, size=4, length=16)
+    file = data.read(tmp_path / "text.bin", vocabulary=500)
+    from_file = data.batch(file, seed=0, step=2, size=4, length=16)
     assert type(from_file) is np.ndarray
     np.testing.assert_array_equal(from_file, data.batch(tokens, seed=0, step=2, size=4, length=16))
 

@@ -1,14 +1,23 @@
-"""Many files read as one array: the same batches; and what is wrong with a file is said before the first step."""
+"""Many files read as one array: the same batches; and what is wrong with a file is said before the first step, or in a line."""
+
+import copy
+import errno
+import os
+import pickle
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_manifests import PATHS, seal, unseal
 
 from parallax import data
-from parallax.data import manifest, shards
+from parallax.data import manifest, opened, shards, tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
+STORED = np.arange(300) * 7 % 300
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,7 @@ def test_any_cut_of_the_text_reads_as_the_text(tmp_path_factory, lengths, size, 
     assert len(found) == sum(lengths)
     np.testing.assert_array_equal(found[np.arange(len(found))], TOKENS[: sum(lengths)])
     assert [len(part) for part in found.parts[:-1]] == [size] * (len(found.parts) - 1)
-    assert all(isinstance(part, np.memmap) for part in found.parts)
+    assert all(isinstance(part, opened.File) for part in found.parts)
 
 
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 10**6), rows=st.tuples(st.integers(0, 7), st.integers(1, 8)))
@@ -104,3 +113,237 @@ def test_mistakes_are_refused(folder, tmp_path):
         shards.write(tmp_path / "c", [TOKENS], vocabulary=100)
     with pytest.raises(manifest.Damaged, match="needed a manifest, found no file"):
         shards.read(tmp_path / "c", vocabulary=100)
+
+
+# What a manifest may say
+
+
+@pytest.fixture
+def own(tmp_path):
+    shards.write(tmp_path / "own", [TOKENS], vocabulary=300, shard_tokens=150)
+    return tmp_path / "own"
+
+
+def text(folder):
+    path = folder / "text.bin"
+    data.write(path, TOKENS, vocabulary=300)
+    return path
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_every_format_that_there_ever_was_is_read(tmp_path, number):
+    """The fixtures were written by the program of their time (`tests/fixtures/make_tokens_fixture.py`)."""
+    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / f"tokens_format_{number}.zip") as stored:
+        stored.extractall(tmp_path)
+    assert manifest.read(tmp_path / "shards" / "manifest.json").get("format", 1) == number
+    assert manifest.read(tmp_path / "text.bin.json").get("format", 1) == number
+    places = np.arange(len(STORED))
+    np.testing.assert_array_equal(shards.read(tmp_path / "shards", vocabulary=300)[places], STORED)
+    np.testing.assert_array_equal(shards.read(tmp_path / "wide", vocabulary=70_000)[places], STORED)
+    np.testing.assert_array_equal(data.read(tmp_path / "text.bin", vocabulary=300), STORED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 3}, r"json: it is of format 3, and this program reads formats up to 2\. Install a newer one\."),
+        ({"format": "2"}, "needed the number of a format, got '2'"),
+        ({"format": True}, "needed the number of a format, got True"),
+        ({"dtype": "uint32"}, "dtype: needed uint16, as vocabulary 300 asks, got 'uint32'"),
+        ({"dtype": None}, "dtype: needed uint16, as vocabulary 300 asks, got None"),
+    ],
+)
+def test_a_later_format_and_another_type_are_refused(own, tmp_path, changes, message):
+    path = text(tmp_path)
+    for record, read in ((own / "manifest.json", lambda: shards.read(own, vocabulary=300)),
+                         (tokens.record_of(path), lambda: data.read(path, vocabulary=300))):  # fmt: skip
+        manifest.write(record, manifest.read(record) | changes)
+        with pytest.raises(ValueError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_leads_out_is_refused(own, name):
+    record = unseal(own / "manifest.json")
+    for entry in ("files", "tokens"):
+        record[entry][name] = record[entry].pop("00000.bin")
+    seal(own / "manifest.json", record)
+    with pytest.raises(manifest.Damaged, match=r"files: needed names of files inside the folder|other: needed a file of 300 "):
+        shards.read(own, vocabulary=300)
+
+
+def test_a_link_that_leads_out_is_refused(own, tmp_path):
+    (own / "00001.bin").rename(tmp_path / "outside")
+    (own / "00001.bin").symlink_to(tmp_path / "outside")
+    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed a file of its folder, found a link that leads out of it"):
+        shards.read(own, vocabulary=300)
+
+
+def test_four_bytes_a_token_declared_as_two_are_refused(tmp_path):
+    """Sizes and hashes may be right, and all halves below the vocabulary."""
+    content = TOKENS.astype("<u4").tobytes()
+    message = "needed tokens of 2 bytes .vocabulary 300., but every second one is 0"
+    (tmp_path / "text.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.read(tmp_path / "text.bin", vocabulary=300)
+    files = manifest.hashes(tmp_path, ["text.bin"])
+    record = {"vocabulary": 300, "tokens": {"text.bin": len(content) // 2}, "files": files}
+    manifest.write(tmp_path / "manifest.json", record)
+    with pytest.raises(ValueError, match=message):
+        shards.read(tmp_path, vocabulary=300)
+    np.testing.assert_array_equal(data.read(tmp_path / "text.bin", vocabulary=70_000), TOKENS)
+    zeros = np.stack([TOKENS, 0 * TOKENS], 1).reshape(-1)  # a text like that
+    data.write(tmp_path / "text.bin", zeros, vocabulary=300)
+    np.testing.assert_array_equal(data.read(tmp_path / "text.bin", vocabulary=300), zeros)
+
+
+def test_what_is_no_token_is_refused_where_the_hash_is_right(own):
+    content = TOKENS[:150].astype("<u2")
+    content[77] = 300
+    (own / "00000.bin").write_bytes(content.tobytes())
+    record = unseal(own / "manifest.json")
+    record["files"] |= manifest.hashes(own, ["00000.bin"])
+    seal(own / "manifest.json", record)
+    with pytest.raises(ValueError, match=r"00000\.bin: needed tokens from 0 to 299, got 300 at index 77"):
+        shards.read(own, vocabulary=300)
+
+
+def test_an_index_is_that_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK", 64)
+    content = TOKENS.astype("<u2")
+    content[777] = 65_535
+    (tmp_path / "text.bin").write_bytes(content.tobytes())
+    with pytest.raises(ValueError, match="needed tokens from 0 to 299, got 65535 at index 777"):
+        data.read(tmp_path / "text.bin", vocabulary=300)
+
+
+# What is read, and how often
+
+
+def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
+    """Mapped, it ended the process by SIGBUS."""
+    path = text(tmp_path)
+    found, of_text = shards.read(own, vocabulary=300), data.read(path, vocabulary=300)
+    for each in (path, own / "00004.bin"):
+        os.truncate(each, 0)
+    np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
+    for source, name, first in ((found, "00004", 0), (of_text, "text", 1198)):
+        line = rf"{name}\.bin: needed 4 bytes from byte {first} on, the file ends at 0\. It was cut short after it was opened"
+        with pytest.raises(manifest.Damaged, match=line):
+            source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
+
+
+def test_an_error_of_the_disk_names_the_file(own, monkeypatch):
+    found = shards.read(own, vocabulary=300)
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(OSError, match=r"00001\.bin: the tokens cannot be read: Input/output error\.") as refused:
+        found[np.array([200])]
+    assert refused.value.errno == errno.EIO
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were read, as they are."""
+    read, found = os.preadv, []
+
+    def preadv(descriptor, *rest):
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        return read(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(tokens, "SETTLED", 0.0)
+    return found
+
+
+def test_a_file_is_hashed_once(own, tmp_path, reads):
+    path = text(tmp_path)
+    both = lambda: (shards.read(own, vocabulary=300), data.read(path, vocabulary=300))
+    both()
+    assert len(reads) == 8
+    reads.clear()
+    both()
+    assert not reads
+    (own / "00003.bin").touch()
+    both()
+    assert reads == ["00003.bin"]
+    (own / "00002.bin.checked").write_text("damaged")
+    both()
+    assert reads == ["00003.bin", "00002.bin"]
+    for changed in (path, own / "00005.bin"):  # of the same size, at the same time
+        state = changed.stat()
+        changed.write_bytes(changed.read_bytes()[::-1])
+        os.utime(changed, ns=(state.st_atime_ns, state.st_mtime_ns))
+        with pytest.raises(manifest.Damaged, match=rf"{changed.name}: needed sha256 \w+\.\.\., the file has other bytes"):
+            both()
+
+
+def test_what_was_remembered_of_other_bytes_does_not_hold(own, reads):
+    """A manifest of other hashes, as where the shards were made again, and not the folder."""
+    shards.read(own, vocabulary=300)
+    record = unseal(own / "manifest.json")
+    record["files"]["00001.bin"][1] = "0" * 64
+    seal(own / "manifest.json", record)
+    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed sha256 000000000000\.\.\., the file has other bytes"):
+        shards.read(own, vocabulary=300)
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(own):
+    """It could change again, and keep its time."""
+    shards.read(own, vocabulary=300)
+    assert not list(own.glob("*.checked"))
+
+
+def test_a_folder_that_takes_no_files_is_read(own, reads, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(manifest, "write", refuse)
+    for _ in range(2):
+        assert len(shards.read(own, vocabulary=300)) == len(TOKENS)
+    assert len(reads) == 14
+
+
+@given(
+    places=st.lists(st.integers(0, 99), max_size=12),
+    runs=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 10)), max_size=4),
+    cut=st.tuples(st.integers(0, 50), st.integers(51, 100)),
+)
+@settings(max_examples=60)
+def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
+    path = tmp_path_factory.mktemp("file") / "text.bin"
+    data.write(path, TOKENS[:100], vocabulary=300)
+    file, array = data.read(path, vocabulary=300), TOKENS[:100]
+    asked = np.array([*places, *(place for start, size in runs for place in range(start, start + size))], int)
+    np.testing.assert_array_equal(file[asked], array[asked])
+    np.testing.assert_array_equal(file[np.stack([asked, asked[::-1]])], array[np.stack([asked, asked[::-1]])])
+    start, stop = cut
+    part = file[start:stop]
+    assert isinstance(part, opened.File)
+    np.testing.assert_array_equal(part, array[start:stop])
+    np.testing.assert_array_equal(part[3:][:-2], array[start:stop][3:][:-2])
+    inside = asked[asked < stop - start]
+    np.testing.assert_array_equal(part[inside], array[start:stop][inside])
+    if len(part) < 100:
+        with pytest.raises(IndexError, match=rf"it has the places 0 to {len(part) - 1}; got "):
+            part[np.array([0, len(part)])]
+
+
+def test_a_file_is_split_counted_and_copied_as_an_array_is(tmp_path):
+    file = data.read(text(tmp_path), vocabulary=300)
+    train, held_out = data.split(file, 0.1)
+    assert data.unigram(train, held_out, 300) == data.unigram(TOKENS[:900], TOKENS[900:], 300)
+    assert data.bigram(train, held_out, 300) == data.bigram(TOKENS[:900], TOKENS[900:], 300)
+    for given_, wanted in zip(
+        data.held_out_batches(held_out, size=2, length=8), data.held_out_batches(TOKENS[900:], size=2, length=8), strict=True
+    ):
+        np.testing.assert_array_equal(given_, wanted)
+    for other in (pickle.loads(pickle.dumps(held_out)), copy.deepcopy(held_out)):
+        assert other.descriptor.number != file.descriptor.number
+        np.testing.assert_array_equal(other, TOKENS[900:])
+    for wrong in (slice(0, 9, 2), np.array([0.5]), np.ones(1000, bool)):
+        with pytest.raises(IndexError, match=r"needed a slice of step 1, got 2|needed whole numbers as places, got "):
+            file[wrong]

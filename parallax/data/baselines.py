@@ -5,27 +5,30 @@ Legend: V vocabulary, N tokens, c(v, w) how often token w follows token v.
 
 import numpy as np
 
+from parallax.data.opened import File
 from parallax.data.tokens import Tokens, check
 
 
-def unigram(train: Tokens, held_out: Tokens, vocabulary: int) -> float:
+def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
     """Nats per held-out token when each token is predicted by how often it came: `log(V)` is knowing nothing at all.
 
     `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train` (Witten and Bell 1991), so none has P = 0.
     Raises `ValueError` for tokens outside the vocabulary.
     """
+    train, held_out = np.asarray(train), np.asarray(held_out)
     check(train, vocabulary, where="train")
     check(held_out, vocabulary, where="held_out")
     return float(-np.log(_frequencies(train, vocabulary)[held_out]).mean())
 
 
-def bigram(train: Tokens, held_out: Tokens, vocabulary: int) -> float:
+def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
     """Nats per held-out token, the first left out, when each is predicted from the one before it.
 
     `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct tokens after v and P(w) that of `unigram`
     (Witten and Bell 1991); after a v never seen, P(w). Needs memory for the pairs that occur, not V squared. Raises `ValueError`
     for tokens outside the vocabulary, or fewer than two.
     """
+    train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):
         check(tokens, vocabulary, where=name)
         if len(tokens) < 2:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from parallax import given
-from parallax.data.tokens import Source, Tokens
+from parallax.data.tokens import Source
 
 
 def batch(
@@ -71,7 +71,7 @@ def _deal(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndar
 
 
 def held_out_batches(
-    tokens: Tokens, *, size: SupportsIndex, length: SupportsIndex, limit: SupportsIndex | None = None
+    tokens: Source, *, size: SupportsIndex, length: SupportsIndex, limit: SupportsIndex | None = None
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
     """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
 

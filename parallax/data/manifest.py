@@ -80,8 +80,25 @@ def files(path: Path, value: Any) -> dict[str, list]:
         place = f"{path}: files: {name}"
         need(isinstance(entry, list) and len(entry) == 2, place, "a size and a sha256", entry)
         need(type(entry[0]) is int and entry[0] >= 0, place, "a size in bytes", entry[0])
-        need(isinstance(entry[1], str) and re.fullmatch("[0-9a-f]{64}", entry[1]), place, "a sha256", entry[1])
+        need(is_sha256(entry[1]), place, "a sha256", entry[1])
     return value
+
+
+def is_sha256(value: Any) -> bool:
+    """Whether a JSON value is one in hexadecimal digits."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def number_of_format(record: Mapping[str, Any], path: Path, newest: int) -> int:
+    """The number of the format of the record read at `path`; the first had none.
+
+    Raises `Damaged` for what is no number, and another `ValueError` for one after the `newest` that the caller reads.
+    """
+    number = record.get("format", 1)
+    need(type(number) is int and number > 0, f"{path}: format", "the number of a format", number)
+    if number > newest:
+        raise ValueError(f"{path}: it is of format {number}, and this program reads formats up to {newest}. Install a newer one.")
+    return number
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:

@@ -1,7 +1,8 @@
-"""A text too large for one file: token files with a manifest, read as one long array of which nothing is copied.
+"""A text too large for one file: token files with a manifest, read as one long array, of which a batch reads its windows.
 
-    folder/manifest.json    the vocabulary; for each shard its tokens, bytes and sha256
-    folder/00000.bin ...    tokens as `data.write` stores them
+    folder/manifest.json    the number of its format (`tokens`), the vocabulary, the type of a token; for each shard its tokens,
+                            bytes and sha256
+    folder/00000.bin ...    tokens as `data.write` stores them, with nothing else, so the format's number is in the manifest alone
 
 A shard that is missing, cut short or damaged is refused by name before the first step, not met at step 40,000.
 """
@@ -9,6 +10,7 @@ A shard that is missing, cut short or damaged is refused by name before the firs
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -17,24 +19,25 @@ from jaxtyping import Integer
 
 from parallax import given
 from parallax.data import manifest
-from parallax.data.tokens import Tokens, store, stored_as
+from parallax.data.opened import File
+from parallax.data.tokens import FORMAT, Tokens, check_dtype, opened, store, stored_as, verify
 
 MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files, mapped into memory: `len(shards)`, and `shards[places]` for places as one array of all.
+    """Tokens in several files: `len(shards)`, and `shards[places]` for places as one array of all.
 
     It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
-    that they do not have.
+    that they do not have, and as `opened.File` does.
 
     Attributes:
-        parts: the tokens of each file, `[tokens]` each, in order.
+        parts: the tokens of each file, in order.
         vocabulary: all tokens are below this one.
     """
 
-    parts: tuple[Tokens, ...]
+    parts: tuple[File, ...]
     vocabulary: int
 
     @property
@@ -72,47 +75,55 @@ def write(
     if each < 1:
         raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {each}.")
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = {}
+    tokens, files = {}, {}
     for number, shard in enumerate(_cut(pieces, each)):
         name = f"{number:05d}.bin"
-        store(folder / name, shard, vocabulary)
+        files[name] = store(folder / name, shard, vocabulary)
         tokens[name] = len(shard)
     if not tokens:
         raise ValueError(f"shards.write needs a token or more for {folder}, got none. Bring more text.")
-    record = {"vocabulary": vocabulary, "tokens": tokens, "files": manifest.hashes(folder, tokens)}
+    record = {"format": FORMAT, "vocabulary": vocabulary, "dtype": stored_as(vocabulary).name, "tokens": tokens, "files": files}
     manifest.write(folder / MANIFEST, record)
 
 
 def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex = 0, processes: SupportsIndex = 1) -> Shards:
-    """The shards that `write` stored in `folder`, checked: all sizes, and the hashes of every `processes`-th one from `rank` on.
+    """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every `processes`-th one from `rank` on.
 
-    So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all.
+    So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all. What was
+    found good is remembered beside each shard, as `tokens.verify` says. A file stays open for each shard.
 
     Raises:
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
-        ValueError: the shards were made for another vocabulary.
+        ValueError: the shards were made for another vocabulary, or by a later program, or hold what is no token.
     """
     vocabulary, rank, processes = given.whole("shards.read", vocabulary=vocabulary, rank=rank, processes=processes)
     folder = Path(folder)
-    record = manifest.read(folder / MANIFEST)
+    place = folder / MANIFEST
+    record = manifest.read(place)
+    stated = manifest.number_of_format(record, place, FORMAT) > 1
     for name in ("vocabulary", "tokens", "files"):
-        manifest.need(name in record, folder / MANIFEST, f"an entry {name}", ", ".join(record))
+        manifest.need(name in record, place, f"an entry {name}", ", ".join(record))
     if record["vocabulary"] != vocabulary:
         raise ValueError(
             f"{folder}: needed tokens of a vocabulary of {vocabulary}, the shards were made for {record['vocabulary']}. "
             "Give the tokenizer that made them, or make them again."
         )
-    files, tokens = manifest.files(folder / MANIFEST, record["files"]), record["tokens"]
+    if stated:
+        check_dtype(record, place, vocabulary)
+    files, tokens = manifest.files(place, record["files"]), record["tokens"]
     sound = isinstance(tokens, dict) and tokens.keys() == files.keys() and all(type(count) is int for count in tokens.values())
-    manifest.need(sound, f"{folder / MANIFEST}: tokens", "a number for each file", tokens)
-    manifest.check_sizes(folder, files)
-    manifest.check(folder, dict(itertools.islice(files.items(), rank, None, processes)))
+    manifest.need(sound, f"{place}: tokens", "a number for each file", tokens)
     item = stored_as(vocabulary)
     for name, count in tokens.items():
-        wanted = files[name][0] // np.dtype(item).itemsize
-        manifest.need(count == wanted, f"{folder / MANIFEST}: tokens: {name}", f"the {wanted} tokens of its file", count)
-    parts = (np.memmap(folder / name, item, mode="r", shape=(count,)) for name, count in tokens.items())
-    return Shards(tuple(parts), vocabulary)
+        wanted, rest = divmod(files[name][0], item.itemsize)
+        manifest.need(count == wanted and not rest, f"{place}: tokens: {name}", f"the {wanted} tokens of its file", count)
+    manifest.check_sizes(folder, files)
+    parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
+    sha256 = (files[name][1] for name in tokens)
+    mine = itertools.islice(zip(parts, sha256, strict=True), rank, None, processes)
+    with ThreadPoolExecutor(manifest.THREADS) as pool:
+        list(pool.map(lambda of: verify(of[0], vocabulary, sha256=of[1], stated=stated), mine))
+    return Shards(parts, vocabulary)
 
 
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:

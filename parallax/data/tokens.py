@@ -1,31 +1,44 @@
-"""Text as whole numbers in files: token files, read without a copy, and their two parts, to train on and to hold out.
+"""Text as whole numbers in files: token files, read piece by piece, and their two parts, to train on and to hold out.
 
-    text.bin          the tokens, with nothing before or after them: two bytes each, or four where V > 65,536 (nanoGPT's `.bin`)
-    text.bin.json     the vocabulary that they were written with, and how many bytes they are
+    text.bin            the tokens, with nothing before or after them: two bytes each, or four where V > 65,536 (nanoGPT's `.bin`)
+    text.bin.json       its record: the vocabulary that they were written with, their type, how many bytes they are, the sha256
+    text.bin.checked    that a reader found all that to be so, and which size and time the file had then
+
+The record, and the manifest of `shards`, have the number of their format, and every format that there ever was is read:
+
+1    without a number, a type, and a hash in the record
+2    with them
 
 Legend: V vocabulary.
 """
 
 import contextlib
+import hashlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Integer
 
 from parallax import given
 from parallax.data import manifest
+from parallax.data.opened import Descriptor, File
 
 MOST = 1 << 31  # tokens on devices are int32
+FORMAT = 2
+CHUNK = 1 << 19  # tokens checked at a time; an even number
+SETTLED = 2.0  # seconds after which a file that changes again has another time, on the coarsest file systems
 Tokens = Integer[np.ndarray, "_"]  # any number of them: train and held_out differ
+Text = TypeVar("Text", np.ndarray, File)
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Tokens that `batch` can read: an array, a mapped file, or `shards.Shards`."""
+    """Tokens that `batch` can read: an array, an `opened.File`, or `shards.Shards`."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -47,13 +60,17 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     """
     path = Path(path)
     (vocabulary,) = given.whole("data.write", vocabulary=vocabulary)
-    store(path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True))
+    size, sha256 = store(path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True))
+    record = {"format": FORMAT, "vocabulary": vocabulary, "dtype": stored_as(vocabulary).name, "bytes": size, "sha256": sha256}
     with _said(path):
-        manifest.write(record_of(path), {"vocabulary": vocabulary, "bytes": path.stat().st_size})
+        manifest.write(record_of(path), record)
 
 
-def store(path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None) -> None:
-    """`write` without a record of the vocabulary; `before` is called once the tokens are on the disk, before they have a name."""
+def store(path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None) -> list:
+    """`write` without a record of the vocabulary, which gives the `[size in bytes, sha256]` of what it wrote.
+
+    `before` is called once the tokens are on the disk, before they have a name.
+    """
     item = stored_as(vocabulary)
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
@@ -68,15 +85,17 @@ def store(path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], N
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+    return [content.nbytes, hashlib.sha256(content).hexdigest()]
 
 
-def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> Tokens:
-    """The tokens that `write` stored at `path`, mapped into memory and not copied. Reads the file once, to check its tokens.
+def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> File:
+    """The tokens that `write` stored at `path`, read as they are asked for. Reads the file once, to check it: see `verify`.
 
-    A file without a record, from elsewhere, is taken as tokens of V.
+    A file without a record, from elsewhere, is taken as tokens of V, and checked each time.
 
-    Raises `FileNotFoundError`, or `ValueError` for a file that was written with another vocabulary, is empty, cut short, or holds
-    tokens outside the vocabulary; `manifest.Damaged` where the record is damaged.
+    Raises `FileNotFoundError`, or `ValueError` for a file that was written with another vocabulary, by a later program, with four
+    bytes a token where V asks for two, is empty, cut short, or holds tokens outside the vocabulary; `manifest.Damaged` where its
+    bytes are not those that were written, or the record is damaged.
     """
     path, item, (vocabulary,) = Path(path), stored_as(vocabulary), given.whole("data.read", vocabulary=vocabulary)
     if not path.is_file():
@@ -87,13 +106,56 @@ def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> Tokens:
             f"{path}: needed one or more tokens of {item.itemsize} bytes (vocabulary {vocabulary}), the file has {size} bytes. "
             "It was cut short or is no token file: make it again with data.write."
         )
-    _check_record(path, vocabulary, size)
-    tokens = np.memmap(path, item, mode="r")
-    check(tokens, vocabulary, where=str(path))
+    record = _record(path, vocabulary, size)
+    tokens = opened(path, item, size // item.itemsize)
+    verify(tokens, vocabulary, sha256=record.get("sha256"), stated="dtype" in record)
     return tokens
 
 
-def split(tokens: Tokens, held_out: float = 0.1) -> tuple[Tokens, Tokens]:
+def opened(path: Path, item: np.dtype, count: int) -> File:
+    """The first `count` tokens of the file at `path`, unchecked."""
+    return File(Descriptor(path), item, range(count))
+
+
+def verify(file: File, vocabulary: int, *, sha256: str | None, stated: bool) -> None:
+    """Read `file` once, and refuse bytes of another hash, and what is no token of V.
+
+    That a file is of this hash is remembered beside it, in `PATH.checked`, with its size and its times, and while these are the
+    same it is not read again. So what turns on the disk without the system's knowledge is found by who removes that file first.
+
+    Args:
+        sha256: what its bytes must have; None where nobody knows, and then nothing is remembered.
+        stated: whether who wrote it said of which type its tokens are. Where nobody did, a file whose every second token is 0 is
+            taken for one of four bytes a token, and refused.
+
+    Raises:
+        manifest.Damaged: its bytes have another hash.
+        ValueError: it holds what is no token of V.
+    """
+    place, began, state = file.path.with_name(f"{file.path.name}.checked"), time.time(), file.state()
+    found = {"format": 1, "sha256": sha256, "vocabulary": vocabulary, "state": state}
+    if sha256 and _remembered(place) == found:
+        return
+    digest, high, halves = hashlib.sha256(), 0, False
+    for part in _chunks(file):
+        digest.update(part.data)
+        high, halves = max(high, int(part.max())), halves or bool(part[1::2].any())
+    if sha256 and digest.hexdigest() != sha256:
+        raise manifest.Damaged(f"{file.path}: needed sha256 {sha256[:12]}..., the file has other bytes. It is damaged.")
+    if high >= vocabulary:
+        for number, part in enumerate(_chunks(file)):
+            check(part, vocabulary, where=str(file.path), first=number * CHUNK)
+    if not stated and high and not halves and len(file) % 2 == 0 and len(file) >= 32:
+        raise ValueError(
+            f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), but every second one is 0, as "
+            "in a file of twice as many bytes a token. Write it again with data.write, which notes the type."
+        )
+    if sha256 and file.state() == state and max(state[1:]) / 1e9 < began - SETTLED:
+        with contextlib.suppress(OSError):  # a folder that others wrote is read only
+            manifest.write(place, found)
+
+
+def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
     """`(train, held_out)`: views of the first tokens and of the last `held_out` of them, a fraction.
 
     The cut is one place in the text, so that no held-out sentence stands beside its neighbours in training.
@@ -121,8 +183,8 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
-def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str) -> None:
-    """Refuse with a `ValueError` what is no token of the vocabulary; `where` begins the message."""
+def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
+    """Refuse with a `ValueError` what is no token of the vocabulary; `where` begins the message, `first` is the first's index."""
     (vocabulary,) = given.whole(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
@@ -134,7 +196,7 @@ def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str) -> None:
     if low < 0 or high >= vocabulary:
         bad = low if low < 0 else high
         raise ValueError(
-            f"{where}: needed tokens from 0 to {vocabulary - 1}, got {bad} at index {int((tokens == bad).argmax())}. "
+            f"{where}: needed tokens from 0 to {vocabulary - 1}, got {bad} at index {first + int((tokens == bad).argmax())}. "
             "Give the vocabulary of the tokenizer that made them."
         )
 
@@ -149,11 +211,23 @@ def _said(path: Path) -> Iterator[None]:
         raise OSError(error.errno, reason) from error
 
 
-def _check_record(path: Path, vocabulary: int, size: SupportsIndex) -> None:
+def _chunks(file: File) -> Iterator[np.ndarray]:
+    return (np.asarray(file[at : at + CHUNK]) for at in range(0, len(file), CHUNK))
+
+
+def _remembered(place: Path) -> dict[str, Any] | None:
+    """What an earlier reader found; None where there was none, or its word is damaged."""
+    with contextlib.suppress(ValueError, OSError):
+        return manifest.read(place)
+
+
+def _record(path: Path, vocabulary: int, size: int) -> dict[str, Any]:
+    """What was written beside the file at `path`, checked; empty where nothing was."""
     place = record_of(path)
     if not place.exists():
-        return
+        return {}
     record = manifest.read(place)
+    number = manifest.number_of_format(record, place, FORMAT)
     for name in ("vocabulary", "bytes"):
         manifest.need(type(record.get(name)) is int, f"{place}: {name}", "a whole number", record.get(name))
     if record["bytes"] != size:
@@ -166,3 +240,13 @@ def _check_record(path: Path, vocabulary: int, size: SupportsIndex) -> None:
             f"{path}: needed tokens of a vocabulary of {vocabulary}, the file was written with {record['vocabulary']}. "
             "Give the tokenizer that made them, or make them again."
         )
+    if number > 1:
+        check_dtype(record, place, vocabulary)
+        manifest.need(manifest.is_sha256(record.get("sha256")), f"{place}: sha256", "a sha256", record.get("sha256"))
+    return record
+
+
+def check_dtype(record: dict[str, Any], place: Path, vocabulary: int) -> None:
+    """Refuse with `manifest.Damaged` a record whose tokens are not stored as those of V are."""
+    item = stored_as(vocabulary).name
+    manifest.need(record.get("dtype") == item, f"{place}: dtype", f"{item}, as vocabulary {vocabulary} asks", record.get("dtype"))

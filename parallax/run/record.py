@@ -97,10 +97,8 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 def _typed(found: dict[str, Any], path: Path) -> Record:
     """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the first entry that is wrong."""
-    number = found.pop("format", 1)
-    manifest.need(type(number) is int and number > 0, f"{path}: format", "the number of a format", number)
-    if number > FORMAT:
-        raise ValueError(f"{path}: it is of format {number}, and this program reads formats up to {FORMAT}. Install a newer one.")
+    number = manifest.number_of_format(found, path, FORMAT)
+    found.pop("format", None)
     fields = FIELDS[:-1] if number == 1 else FIELDS
     manifest.need(sorted(found) == sorted(fields), path, f"the entries {', '.join(fields)}", ", ".join(found) or "none")
     found = {"evaluated": None} | found
