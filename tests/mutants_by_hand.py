@@ -465,6 +465,32 @@ RUN = (
         "test_lock.py::test_kill_9_frees_the_folder_though_a_child_lives_on",
     ),
     Mutant("listening", "(signal.SIG_IGN, None)", "(None,)", "test_signals.py::test_what_was_ignored_stays_so"),
+    Mutant(
+        "Peers._closed", "not peer.over", "not peer.left", "test_peers.py::test_who_is_gone_while_all_take_their_leave_is_named"
+    ),
+    Mutant(
+        "Guest.hear",
+        "return secret.proves(message",
+        "return True or secret.proves(message",
+        "test_peers.py::test_strangers_are_turned_away_in_a_line_and_the_job_goes_on",
+    ),
+    Mutant(
+        "Peers._let_in",
+        'if self._message["port"] or ',
+        "if ",
+        "test_peers.py::test_a_rank_that_has_gone_is_not_let_in_again",
+    ),
+    Mutant("Secret.proof", "[whose, rank,", "[whose,", "test_peers.py::test_a_proof_holds_for_one_meeting_alone"),
+    Mutant(
+        "listen", "for port in ports(job)", "for port in ports(job)[:1]", "test_peers.py::test_two_jobs_given_one_port_stay_apart"
+    ),
+    Mutant("_server", "(bound(job), port)", '("", port)', "test_peers.py::test_on_one_machine_others_do_not_reach_it"),
+    Mutant(
+        "found",
+        "{environment.get(TOKEN, '')}",
+        "",
+        "test_launch.py::test_jobs_are_told_apart_by_what_their_launcher_gives_and_the_users_token",
+    ),
     Mutant("Peer.why", "self.silent > SILENT", "self.silent > 1e9", "test_peers.py::test_who_is_silent_is_named"),
     Mutant(
         "Checkpoints.check",

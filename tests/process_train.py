@@ -68,7 +68,7 @@ def arguments():
     parser.add_argument("--sleep-at", type=int)
     parser.add_argument("--leave-at", type=int)
     parser.add_argument("--leave-by", choices=LEAVE)
-    parser.add_argument("--start-up", type=int, default=900, help="seconds within which all processes must have come")
+    parser.add_argument("--start-up", type=float, help="seconds within which all processes must have come")
     parser.add_argument("--nan-at", type=int, nargs="*", default=[])
     for name in ("coordinator", "process", "processes"):  # instead of a launcher
         parser.add_argument(f"--{name}", type=str if name == "coordinator" else int)

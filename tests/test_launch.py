@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from parallax.run import processes
+from parallax.run import launch, processes
 from parallax.run.processes import Job
 from parallax.run.watchdog import Watchdog
 
@@ -22,6 +22,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
 OPEN_MPI_4 = OPEN_MPI | {
+    "OMPI_MCA_orte_precondition_transports": "0123456789abcdef-fedcba9876543210",
     "OMPI_MCA_orte_hnp_uri": "1993539584.0;tcp://10.96.0.1,10.148.0.1:37141;tcp6://[fd00::2]:53621",
     "OMPI_MCA_ess_base_jobid": "1993539585",
 }
@@ -56,6 +57,7 @@ JOBSET = {
         (OPEN_MPI_5 | SLURM | {"SLURM_PROCID": "0"}, "mpirun of Open MPI 5", 5, 8, "login-node-2", (1, 4)),
         (MPICH, "mpirun of MPICH or Intel MPI", 1, 4, "127.0.0.1", (1, 4)),
         (SLURM, "srun", 3, 4, "node007", (1, 2)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "srun", 3, 4, "127.0.0.1", (1, 4)),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu-a[3,7-9]-ib,other"}, "srun", 3, 4, "gpu-a3-ib", (1, 2)),
         (SLURM | {"SLURM_STEP_NODELIST": "alone,other"}, "srun", 3, 4, "alone", (1, 2)),
         (JOBSET, "a Kubernetes JobSet", 2, 4, "run-workers-0-0.run", (None, None)),
@@ -98,14 +100,51 @@ def test_one_process_of_a_launcher_is_not_connected():
     assert not jax.distributed.is_initialized()
 
 
-def test_what_was_found_is_handed_to_jax(monkeypatch):
+class NoPeers:
+    """All have come, and rank 0 has chosen a port."""
+
+    def __init__(self, job, limit):
+        self.address = f"{'127.0.0.1' if job.on_one_machine else 'node007'}:1234"
+
+    def coordinator(self):
+        return self.address
+
+    def met(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("more", "devices", "bound", "limit"),
+    [({}, [2, 3], {}, 900), ({"SLURM_STEP_TASKS_PER_NODE": "4"}, [1], {"coordinator_bind_address": "127.0.0.1:1234"}, 60)],
+    ids=["two machines", "one machine"],
+)
+def test_what_was_found_is_handed_to_jax(monkeypatch, more, devices, bound, limit):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
-    environment = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    monkeypatch.setattr(processes, "Peers", NoPeers)
+    environment = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | more
     processes.initialize(environment=environment, heartbeat_timeout=7, say=lambda line: None)
-    job = processes.found(environment)
-    timeouts = {"initialization_timeout": 900, "heartbeat_timeout_seconds": 7, "shutdown_timeout_seconds": 120}
-    assert calls == [((job.coordinator, 4, 3, [2, 3]), timeouts)]
+    address = NoPeers(processes.found(environment), 0.0).address
+    timeouts = {"initialization_timeout": limit, "heartbeat_timeout_seconds": 7, "shutdown_timeout_seconds": 120}
+    assert calls == [((address, 4, 3, devices), bound | timeouts)]
+    processes.initialize(environment=environment, initialization_timeout=2.5, say=lambda line: None)
+    assert calls[1][1]["initialization_timeout"] == 3
+
+
+def test_jobs_are_told_apart_by_what_their_launcher_gives_and_the_users_token():
+    for environment, other in (
+        (OPEN_MPI_4, {"OMPI_MCA_orte_precondition_transports": "1"}),
+        (OPEN_MPI_4, {"OMPI_MCA_ess_base_jobid": "7"}),
+        (OPEN_MPI_5, {"PMIX_NAMESPACE": "prterun-login-node-2-12346@1"}),
+        (SLURM, {"SLURM_JOB_ID": "4243"}),
+        (JOBSET, {"JOBSET_NAME": "other"}),
+        *((each, {"PARALLAX_JOB_TOKEN": "a token"}) for each in (OPEN_MPI_4, OPEN_MPI_5, MPICH, SLURM, JOBSET)),
+    ):
+        secret = processes.found(environment).secret
+        assert processes.found(environment | other).secret != secret
+        rank = next(n for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") if n in environment)
+        assert processes.found(environment | {rank: "0"}).secret == secret
+    assert launch.told("a:1", 2, 0, "a token").secret == "a token"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +174,12 @@ def test_a_coordinator_that_nobody_knows_is_asked_for(environment):
 def test_half_of_what_to_do_is_refused(told):
     with pytest.raises(ValueError, match="needs coordinator, processes and rank together, with 0 <= rank < processes"):
         processes.initialize(*told, environment={})
+
+
+@pytest.mark.parametrize("coordinator", ["localhost", "localhost:", ":1", "localhost:http"])
+def test_a_coordinator_needs_a_port(coordinator):
+    with pytest.raises(ValueError, match=rf'needs a coordinator "host:port", with a port .* got {coordinator!r}'):
+        processes.initialize(coordinator, 2, 0, environment={})
 
 
 def test_virtual_devices_must_divide(monkeypatch):

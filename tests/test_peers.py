@@ -1,45 +1,50 @@
-"""Processes without JAX, of which one is gone, silent, or late: the others name it."""
+"""Processes without JAX, of which one is gone, silent, or late, or of another job: the others name it, or turn it away."""
 
-import functools
-import itertools
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
+
+from parallax.run import door, launch, peers
 
 ROOT = Path(__file__).parents[1]
 MEMBER = """
 import os, sys, time
 from parallax.run import launch, peers
-rank, job, limit = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-here = peers.Peers(launch.Job("test", rank, 3, f"127.0.0.1:{job}"), limit)
-while len(here.others) < (2 if rank == 0 else 1): time.sleep(0.01)
-if rank == 0:
-    while not all(other.about for other in here.others): time.sleep(0.01)
-else:
-    while here.others[0].doing == "starting": time.sleep(0.01)  # rank 0 waits for the third
+rank, port, limit, token = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+here = peers.Peers(launch.Job("test", rank, 3, f"127.0.0.1:{port}", ports=2, secret=token), limit)
+address = here.coordinator()
 here.met()
 here.does("in step 7, phase 'train'", waits=rank != 2)
 print("met", flush=True)
 """
 IDLE = "time.sleep(60)"
-JOBS = itertools.count(os.getpid() * 1000)
 ASK = "time.sleep(8)\nprint('fault: ' + here.fault(), flush=True)\nhere.end_silent()\ntime.sleep(60)"
+
+
+def free_port():
+    """A port that is free, and the one after it most likely is."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 class Members:
     """Three processes; `programs` says what each does once all have met."""
 
-    def __init__(self, *programs, limit=60.0, start=(0, 1, 2)):
+    def __init__(self, *programs, limit=60.0, start=(0, 1, 2), port=None, token="a token"):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        job = str(next(JOBS))
+        self.port = port or free_port()
         self.started = {
             rank: subprocess.Popen(
-                [sys.executable, "-c", MEMBER + programs[rank], str(rank), job, str(limit)],
+                [sys.executable, "-c", MEMBER + programs[rank], str(rank), str(self.port), str(limit), token],
                 env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in start
@@ -62,18 +67,9 @@ class Members:
         return self.started[rank].communicate(timeout=60)[0]
 
 
-def at_once(*cases):
-    """Run the cases side by side: nearly all of their time is waiting."""
-    with ThreadPoolExecutor(len(cases)) as pool:
-        for running in [pool.submit(case) for case in cases]:
-            running.result()
-
-
-def test_who_is_gone_is_named_and_the_others_end():
-    at_once(*(functools.partial(gone_is_named, *case) for case in itertools.product([0, 1], ["killed", "polite"])))
-
-
-def gone_is_named(gone, how):
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "polite"])
+def test_who_is_gone_is_named_and_the_others_end(gone, how):
     leaves = "time.sleep(3); os._exit(0)" if how == "polite" else IDLE
     with Members(*[leaves if rank == gone else IDLE for rank in range(3)]) as members:
         members.met()
@@ -88,18 +84,25 @@ def gone_is_named(gone, how):
 
 
 def test_who_leaves_with_a_word_ends_nobody():
-    with Members("here.leave()", "here.leave()", "here.leave(); time.sleep(2)") as members:
+    goes = "here.leave(); time.sleep(1); here.close()"
+    with Members(goes, goes, f"{goes}; time.sleep(2)") as members:
         for rank in range(3):
             assert members.said(rank) == "met\n"
             assert members.started[rank].returncode == 0
 
 
-def test_who_is_silent_is_named():
-    """Or works while the others wait for it, or has left."""
-    at_once(functools.partial(silent_is_named, 0), functools.partial(silent_is_named, 1), working_is_named, left_is_named)
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_is_gone_while_all_take_their_leave_is_named(gone):
+    waits = f"here.leave()\n{IDLE}"
+    with Members(waits, waits, waits) as members:
+        members.met()
+        members.started[gone].kill()
+        for rank in {0, 1, 2} - {gone}:
+            assert f"(process {members.started[gone].pid}) is gone: it was last in step 7" in members.said(rank)
 
 
-def silent_is_named(stopped):
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_who_is_silent_is_named(stopped):
     with Members(*[IDLE if rank == stopped else ASK for rank in range(3)]) as members:
         members.met()
         members.started[stopped].send_signal(signal.SIGSTOP)
@@ -111,7 +114,7 @@ def silent_is_named(stopped):
     assert any(re.search(f"{named}stopped", words) for words in said), said
 
 
-def working_is_named():
+def test_who_works_while_the_others_wait_is_named():
     with Members(ASK, ASK, IDLE) as members:
         members.met()
         for rank in (0, 1):
@@ -119,7 +122,7 @@ def working_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
-def left_is_named():
+def test_a_left_one_that_the_others_wait_for_is_named():
     with Members(ASK, ASK, "here.leave(); time.sleep(60)") as members:
         members.met()
         for rank in (0, 1):
@@ -127,12 +130,10 @@ def left_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
-def test_who_does_not_come_in_time_is_named():
-    nobody_at = r"rank 0 at 127\.0\.0\.1:\d+ did not come"
-    at_once(lambda: missing_is_named((0, 1), "rank 2 did not come"), lambda: missing_is_named((1, 2), nobody_at))
-
-
-def missing_is_named(start, missing):
+@pytest.mark.parametrize(
+    ("start", "missing"), [((0, 1), "rank 2 did not come"), ((1, 2), r"rank 0 at 127\.0\.0\.1:\d+ did not come")]
+)
+def test_who_does_not_come_in_time_is_named(start, missing):
     with Members(IDLE, IDLE, IDLE, limit=3.0, start=start) as members:
         for rank in start:
             assert re.search(rf"{missing}\. The job ends\.", members.said(rank))
@@ -162,3 +163,163 @@ print(len(here.others), flush=True)
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert said.stdout == "0\n"
+
+
+# Who is let in
+
+
+def joined(port, token, processes=3, rank=1):
+    """The answer to one that says that it is a rank of the job."""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
+        job = launch.Job("test", rank, processes, f"127.0.0.1:{port}", secret=token)
+        return door.knock(door.Line(connection), rank, door.secret(job), peers.about(job))[0]
+
+
+def strangers(port):
+    """What comes to a port that was meant for others, or not even for that."""
+    for said in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[" * 100_000,
+        b'{"rank": 1, "nonce": "a"}\n{"proof": 1, "about": {"rank": 1}}\n',
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.send(said)
+    message = {
+        "about": {"rank": 1, "host": "h", "process": 1},
+        "doing": "",
+        "waits": True,
+        "left": False,
+        "fault": "",
+        "gone": "you",
+    }
+    with socket.create_connection(("127.0.0.1", port)) as connection:  # of the program before this one: it ended the job
+        connection.send(json.dumps(message).encode() + b"\n")
+    return [joined(port, "another token"), joined(port, "a token", processes=2), joined(port, "")]
+
+
+def test_strangers_are_turned_away_in_a_line_and_the_job_goes_on():
+    with Members(IDLE, IDLE, IDLE, start=(0, 2)) as members:
+        until(lambda: connects(members.port))
+        early = strangers(members.port)
+        members.started[1] = Members(IDLE, IDLE, IDLE, start=(1,), port=members.port).started[1]
+        met = [said_until(members.started[rank], "met\n") for rank in range(3)]
+        late = strangers(members.port)
+        other = joined(members.port, "a token")
+        time.sleep(3)  # a rank that is gone ends the job within two
+        assert all(process.poll() is None for process in members.started.values())
+        members.started[0].kill()
+        said = "".join(met[0]) + members.said(0)
+    for answer in [*early, *late]:
+        assert answer == "another job listens there, or another program, or PARALLAX_JOB_TOKEN is not the same"
+    assert other == "a rank 1 has come already"
+    found = re.findall(r"rank 0 on \S+ turned away 127\.0\.0\.1 port \d+( \(.*\))?: (.*)\. The job goes on\.", said)
+    nothing, stranger, twice = "it left before it had shown anything", "it does not know this job's secret", other
+    rank_1 = " (it says that it is rank 1)"
+    assert set(found) == {("", nothing), ("", stranger), (rank_1, stranger), (rank_1, twice)}
+    assert len(found) == len(set(found)) < peers.LINES  # once each
+
+
+def test_a_rank_that_has_gone_is_not_let_in_again():
+    with Members(IDLE, "here.leave(); here.close()", IDLE) as members:
+        assert members.said(1) == "met\n"
+        time.sleep(1)
+        assert joined(members.port, "a token") == "a rank 1 has come already"
+
+
+def test_two_jobs_given_one_port_stay_apart():
+    """The second takes the next port; with one port alone its rank 0 ends with a line."""
+    with Members(IDLE, IDLE, IDLE) as first:
+        addresses = [said_until(process, "met\n") for process in first.started.values()]
+        assert addresses
+        with Members(IDLE, IDLE, IDLE, port=first.port, token="another") as second:
+            for process in second.started.values():
+                said_until(process, "met\n")
+            assert all(process.poll() is None for process in [*first.started.values(), *second.started.values()])
+            refused = run(f"door.TAKEN = 0.1; door.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))")
+            assert refused.returncode == 2
+            words = (
+                rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port {first.port} is taken, by another job or"
+            )
+            assert re.match(words, refused.stderr), refused.stderr
+            refused = run(f"door.TAKEN = 0.1; door.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))")
+            assert f"each of the ports {first.port} to {first.port + 1} is taken" in refused.stderr
+
+
+def test_a_rank_of_another_token_is_not_let_in_and_names_rank_0():
+    with Members(IDLE, IDLE, IDLE, start=(0,)) as first:
+        until(lambda: connects(first.port))
+        with Members(IDLE, IDLE, IDLE, start=(1,), port=first.port, token="another", limit=3.0) as stray:
+            said = stray.said(1)
+            assert stray.started[1].returncode == 1
+        assert "was not let in at 127.0.0.1 port" in said
+        assert "or PARALLAX_JOB_TOKEN is not the same. It looks on for rank 0 of its job." in said
+        assert re.search(r"rank 0 at 127\.0\.0\.1:\d+ did not come\. The job ends\.", said)
+        assert first.started[0].poll() is None
+
+
+def test_all_learn_one_address_for_jax_which_is_free():
+    shown = "print(address, flush=True)\ntime.sleep(60)"
+    with Members(shown, shown, shown) as members:
+        found = set()
+        for process in members.started.values():
+            said_until(process, "met\n")
+            found.add(process.stdout.readline())
+        (address,) = found
+        host, _, port = address.strip().rpartition(":")
+        with socket.create_server((host, int(port))) as server:
+            assert server.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "where"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("node7", None), ("10.0.0.1", None)],
+)
+def test_on_one_machine_others_do_not_reach_it(host, where):
+    try:
+        with door.listen(launch.Job("test", 0, 2, f"[{host}]:0" if ":" in host else f"{host}:0")) as server:
+            bound = server.getsockname()[0]
+    except SystemExit:
+        pytest.skip("no such address here")
+    assert bound == where or (where is None and bound in ("::", "0.0.0.0"))
+
+
+def test_a_proof_holds_for_one_meeting_alone():
+    secret = door.secret(launch.Job("test", 0, 3, "h:1", secret="a token"))
+    proof = secret.proof(1, 1, "a", "b")
+    assert secret.proves(proof, 1, 1, "a", "b")
+    for other in [(0, 1, "a", "b"), (1, 2, "a", "b"), (1, 1, "b", "a"), (1, 1, "a", "c")]:
+        assert not secret.proves(proof, *other)
+    for junk in (None, 1, "", "\ud800", [proof], proof.upper()):
+        assert not secret.proves(junk, 1, 1, "a", "b")
+    assert "token" not in repr(secret) + repr(launch.Job("test", secret="a token"))
+    assert secret.key.hex() not in repr(secret)
+
+
+def run(program):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(
+        [sys.executable, "-c", f"from parallax.run import door, launch\n{program}"],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def connects(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+
+
+def until(happened):
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def said_until(process, line):
+    """What a process has printed up to that line."""
+    found = [process.stdout.readline()]
+    while found[-1] not in (line, ""):
+        found.append(process.stdout.readline())
+    assert found[-1] == line, found
+    return found

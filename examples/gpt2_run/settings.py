@@ -97,8 +97,10 @@ class Settings:
     """Times that the run goes back to its last checkpoint, since copies differ, before it stops."""
     watchdog: float = 600.0
     """Seconds that a step may take before the rank that holds it up is named and the job ends."""
+    connect: float | None = None
+    """Seconds that all processes may take to meet; by default 60 on one machine, and 900 on several."""
     start_up: float = 1800.0
-    """Seconds that all processes may take to meet, and then from there to their second step."""
+    """Seconds that may pass from there to the second step."""
     profile: str | None = None
     """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
     profile_memory: bool = False
@@ -123,7 +125,7 @@ RANGES = {
     "dropout": (0.0, 0.99),
     "learning_rate": (1e-30, 1e30),
     "watchdog": (0.001, 1e6),
-    "start_up": (1.0, 1e6),
+    **dict.fromkeys(("connect", "start_up"), (1.0, 1e6)),
 }
 
 

@@ -1,6 +1,5 @@
 """The loop of `examples/gpt2.py`, and what is around it: the model, prepared or restored, then the steps, then the sample."""
 
-import math
 import time
 from typing import Any
 
@@ -210,9 +209,7 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
     claims = [claim] if claim else []
     free = lambda: [each.release() for each in claims]
     try:
-        job = processes.initialize(
-            cpu_devices=settings.devices, initialization_timeout=math.ceil(settings.start_up), say=lambda line: None
-        )
+        job = processes.initialize(cpu_devices=settings.devices, initialization_timeout=settings.connect, say=lambda line: None)
     except ValueError as error:
         free()
         processes.end(f"error: {error}\n", launch.REFUSED)

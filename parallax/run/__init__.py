@@ -6,10 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallax.run import checkpoint, fingerprint, launch, lock, metrics, peers, processes, record, signals, stored, watchdog
+    from parallax.run import (
+        checkpoint,
+        door,
+        fingerprint,
+        launch,
+        lock,
+        metrics,
+        peers,
+        processes,
+        record,
+        signals,
+        stored,
+        watchdog,
+    )
 
 __all__ = [
     "checkpoint",
+    "door",
     "fingerprint",
     "launch",
     "lock",

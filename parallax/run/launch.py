@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 FAILED = 1  # the exit code of a process that raised, lost its peers, or hung
 REFUSED = 2  # the exit code of a process that was started wrongly, and has changed nothing
 PORTS = 49152, 65536  # the range for private use (RFC 6335) from which a job's coordinator gets its port
+OTHERS = 8  # ports from there on, of which rank 0 takes the first that is free
+TOKEN = "PARALLAX_JOB_TOKEN"  # the variable with a secret of the user's for a job, the same for all its processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Job:
         launcher: in words.
         rank: of this process, from 0.
         processes: how many there are.
-        coordinator: `host:port` of rank 0; `None` for a process alone, or where JAX finds it itself.
+        coordinator: `host:port` at which rank 0 listens; `None` for a process alone, or where JAX finds it itself.
         local_rank: among the processes of this machine, where the launcher says so.
         local_processes: how many those are, where the launcher says so.
         peers: the other processes, as `peers.Peers` knows them; `None` until they are connected, and for a process alone.
+        ports: rank 0 listens at the first of so many, from the coordinator's on, that is free.
+        secret: what tells this job from others: the launcher's name for it, and what only its processes know, if there is such.
     """
 
     launcher: str
@@ -43,6 +47,14 @@ class Job:
     local_rank: int | None = None
     local_processes: int | None = None
     peers: Any = dataclasses.field(default=None, compare=False, repr=False)
+    ports: int = 1
+    secret: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether the coordinator's address is one that other machines cannot reach."""
+        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        return host in ("localhost", "::1") or host.startswith("127.")
 
     @property
     def who(self) -> str:
@@ -72,19 +84,23 @@ def found(environment: Mapping[str, str] = os.environ, coordinator: str | None =
             continue
         if job.processes == 1:
             return dataclasses.replace(job, coordinator=None)
-        address = coordinator or job.coordinator
+        address, ports = coordinator or job.coordinator, job.ports
         if address is None:
             raise ValueError(
                 f"{job.launcher} started {job.processes} processes and does not say where rank 0 is. Pass "
                 f'initialize(coordinator="host:port"), or set JAX_COORDINATOR_ADDRESS=host:port for all of them.'
             )
-        address = address if re.search(r":\d+$", address) else f"{address}:{port(job.launcher)}"
-        return dataclasses.replace(job, coordinator=address)
+        if coordinator and re.search(r":\d+$", coordinator):
+            ports = 1
+        elif coordinator:
+            address = f"{coordinator}:{port(job.secret)}"
+        secret = f"{job.secret} {environment.get(TOKEN, '')}"
+        return dataclasses.replace(job, coordinator=address, ports=ports, secret=secret)
     chips = importlib.util.find_spec("libtpu") and (Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists())
     return Job(TPU) if chips else None
 
 
-def told(coordinator: str | None, processes: int | None, rank: int | None) -> Job | None:
+def told(coordinator: str | None, processes: int | None, rank: int | None, token: str = "") -> Job | None:
     """The job that these arguments describe; `None` where they are none. Raises `ValueError` where some are missing."""
     if processes is None and rank is None:
         return None
@@ -93,7 +109,9 @@ def told(coordinator: str | None, processes: int | None, rank: int | None) -> Jo
             "initialize needs coordinator, processes and rank together, with 0 <= rank < processes; got "
             f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Or give none, and the launcher decides."
         )
-    return Job("arguments", rank, processes, coordinator)
+    if processes > 1 and not re.search(r".:\d+$", coordinator or ""):
+        raise ValueError(f'initialize needs a coordinator "host:port", with a port that is free on rank 0; got {coordinator!r}.')
+    return Job("arguments", rank, processes, coordinator, secret=token)
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Job | None:
@@ -101,20 +119,23 @@ def _open_mpi(environment: Mapping[str, str]) -> Job | None:
         return None
     number = lambda name: int(environment[f"OMPI_COMM_WORLD_{name}"])
     old, new = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
-    own = port(environment.get("OMPI_MCA_ess_base_jobid") or new)
+    name = environment.get("OMPI_MCA_ess_base_jobid") or new
     # mpirun's own host holds rank 0 unless a host file says otherwise. Open MPI 4 tells its address, 5 puts its name into
     # prterun-HOST-PID@JOB.
-    address, name = re.search(r"tcp://([^,:;]+)", old), re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", new)
-    host = address[1] if address else name[1] if name else None
+    address, within = re.search(r"tcp://([^,:;]+)", old), re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", new)
+    host = address[1] if address else within[1] if within else None
     if number("LOCAL_SIZE") == number("SIZE"):
         host = "127.0.0.1"
     return Job(
         f"mpirun of Open MPI {4 if old else 5}",
         number("RANK"),
         number("SIZE"),
-        host and f"{host}:{own}",
+        host and f"{host}:{port(name)}",
         number("LOCAL_RANK"),
         number("LOCAL_SIZE"),
+        ports=OTHERS,
+        # Open MPI 4 draws 128 bits for each job, for its own transports.
+        secret=f"{name} {environment.get('OMPI_MCA_orte_precondition_transports', '')}",
     )
 
 
@@ -125,8 +146,9 @@ def _mpich(environment: Mapping[str, str]) -> Job | None:
         int(environment[name]) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     )
     # The parent of all ranks on one machine is the same process: its id tells two jobs apart.
-    host = f"127.0.0.1:{port(str(os.getppid()))}" if size == local_size else None
-    return Job("mpirun of MPICH or Intel MPI", rank, size, host, local_rank, local_size)
+    name = str(os.getppid()) if size == local_size else ""
+    host = f"127.0.0.1:{port(name)}" if name else None
+    return Job("mpirun of MPICH or Intel MPI", rank, size, host, local_rank, local_size, ports=OTHERS, secret=name)
 
 
 def _slurm(environment: Mapping[str, str]) -> Job | None:
@@ -139,6 +161,7 @@ def _slurm(environment: Mapping[str, str]) -> Job | None:
     host = "".join(part or "" for part in first.groups())
     job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    host = "127.0.0.1" if local and int(local[0]) == size else host
     return Job(
         "srun",
         int(environment["SLURM_PROCID"]),
@@ -146,6 +169,8 @@ def _slurm(environment: Mapping[str, str]) -> Job | None:
         f"{host}:{port(job)}",
         int(environment["SLURM_LOCALID"]) if "SLURM_LOCALID" in environment else None,
         int(local[0]) if local else None,
+        ports=OTHERS,
+        secret=job,
     )
 
 
@@ -154,12 +179,13 @@ def _jobset(environment: Mapping[str, str]) -> Job | None:
         return None
     jobset, replicated = environment.get("JOBSET_NAME"), environment.get("REPLICATED_JOB_NAME")
     host = f"{jobset}-{replicated}-0-0.{jobset}:{PORTS[0]}" if jobset and replicated else None
-    return Job("a Kubernetes JobSet", int(environment["JOB_COMPLETION_INDEX"]), int(environment["JAX_PROCESS_COUNT"]), host)
+    rank, size = int(environment["JOB_COMPLETION_INDEX"]), int(environment["JAX_PROCESS_COUNT"])
+    return Job("a Kubernetes JobSet", rank, size, host, secret=f"{jobset} {replicated}")
 
 
 def port(job: str) -> int:
     """A port for a job, the same on all its processes, and another for almost all other jobs."""
-    return PORTS[0] + zlib.crc32(job.encode()) % (PORTS[1] - PORTS[0])
+    return PORTS[0] + zlib.crc32(job.encode()) % (PORTS[1] - OTHERS - PORTS[0])
 
 
 # How it ends

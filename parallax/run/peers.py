@@ -1,50 +1,52 @@
-"""Who of a job is still there: each process keeps a connection to rank 0, which tells all of them who is gone, or silent.
+"""Who of a job is there: all meet at rank 0, before JAX connects them, and keep that connection, by which all learn who is gone.
 
-A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or holds
-Python's lock, keeps it and says nothing. Only time tells that from long work, so there the `Watchdog` decides, and asks here whom
-to name. Rank 0 listens at a port of its own, derived from the coordinator's address; where it cannot be reached, a line says so,
-and nobody is named. JAX is not imported here.
+Rank 0 listens at the coordinator's address, and lets in whom `door` knows; a stranger is turned away with a line, and the job
+goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
+holds Python's lock, keeps it and says nothing. Only time tells that from long work, so there the `Watchdog` decides, and asks
+here whom to name. JAX is not imported here.
 """
 
 import contextlib
-import json
+import functools
 import os
 import selectors
 import signal
 import socket
 import threading
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from parallax.run import launch, signals
+from parallax.run import door, launch, signals
 
 # Seconds in which the process that failed first, and not one that waited for it, has the last word: launchers send SIGKILL to
 # what is left a second after SIGTERM.
 GRACE = 1.5
 BEAT = 0.5  # seconds from one message to the next
 SILENT = 4 * BEAT  # seconds without one, after which a process is called silent
-LATE = 10.0  # seconds in which rank 0 must be reached here, once all have come
+GUESTS = 128  # that have shown nothing yet, at a time
+LINES = 8  # about strangers
 
 
 class Peer:
-    """What is known of another process: who it is, and what it said last.
+    """What is known of another process of the job: who it is, and what it said last.
 
     Attributes:
-        about: who it is, as `about` gives it; empty until it has said so.
+        about: who it is, as `about` gives it.
         doing: as in `in step 7, phase 'train'`.
         waits: whether it cannot go on without others.
-        left: whether it said that it goes.
+        left: whether it said that it has done its part.
+        over: whether it said that the job is over, and its connection may close.
         fault: of rank 0, whom it would name.
         gone: who is gone, where this one knows.
+        port: of rank 0, at which JAX's coordinator will be; 0 until all have come.
     """
 
-    def __init__(self, connection: socket.socket):
-        self.connection = connection
-        self.about: dict[str, Any] = {}
-        self.doing, self.waits, self.left, self.fault, self.gone = "starting", True, False, "", ""
+    def __init__(self, line: door.Line, about: dict[str, Any]):
+        self.line, self.about = line, about
+        self.doing, self.waits, self.left, self.over, self.fault, self.gone, self.port = "starting", True, False, False, "", "", 0
         self.heard = time.monotonic()
-        self._rest = b""
 
     def __str__(self):
         return f"rank {self.about['rank']} on {self.about['host']} (process {self.about['process']})"
@@ -56,21 +58,17 @@ class Peer:
 
     def read(self) -> bool:
         """Take in what has come. False where the connection is closed."""
-        try:
-            found = self.connection.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
-            return True
-        except OSError:
-            return False
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError, AttributeError, TypeError):  # a stranger at this port
-                message = json.loads(line)
-                self.about = self.about or dict(message["about"])
-                self.doing, self.waits = message["doing"], message["waits"]
-                self.left, self.fault, self.gone = message["left"], message["fault"], message["gone"]
-                self.heard = time.monotonic()
-        return bool(found)
+        messages = self.line.read()
+        for message in messages or []:
+            self.take(message)
+        return messages is not None
+
+    def take(self, message: dict[str, Any]) -> None:
+        """What this one says now, of a message of its own."""
+        with contextlib.suppress(KeyError):
+            self.doing, self.waits, self.port = message["doing"], message["waits"], message["port"]
+            self.left, self.over, self.fault, self.gone = (message[name] for name in ("left", "over", "fault", "gone"))
+            self.heard = time.monotonic()
 
     def why(self) -> tuple[int, float, str]:
         """How likely this one holds up the others, for how long, and the words; (0, 0, "") where it waits as they do."""
@@ -91,23 +89,30 @@ class Peers:
     """
 
     def __init__(self, job: launch.Job, limit: float):
-        assert job.coordinator is not None
         self.job, self.limit = job, limit
-        self.host, self.port = job.coordinator.rpartition(":")[0].strip("[]"), launch.port(f"{job.coordinator} peers")
         self.others: list[Peer] = []  # on rank 0 all others; elsewhere rank 0
         self.gone = ""  # who is, in words
-        self._message: dict[str, Any] = {"about": about(job), "doing": "starting", "waits": True, "left": False}
-        self._message |= {"fault": "", "gone": ""}
-        self._met = threading.Event()
+        self._about, self._secret = about(job), door.secret(job)
+        self._message: dict[str, Any] = {"doing": "starting", "waits": True, "left": False, "over": False}
+        self._message |= {"fault": "", "gone": "", "port": 0}
+        self._said: set[Hashable] = set()
+        self._here, self._met = threading.Event(), threading.Event()
         self._sending = threading.Lock()
-        self._began = self._met_at = self._sent = time.monotonic()
-        threading.Thread(target=self._lead if job.rank == 0 else self._follow, name="peers", daemon=True).start()
+        self._began = self._sent = time.monotonic()
+        run = functools.partial(self._lead, door.listen(job)) if job.rank == 0 else self._follow
+        threading.Thread(target=run, name="peers", daemon=True).start()
 
     # What this process tells
 
+    def coordinator(self) -> str:
+        """The address for JAX's coordinator, once all processes have come: at a port that was free a moment ago."""
+        self._here.wait()
+        port = self._message["port"] if self.job.rank == 0 else self.others[0].port
+        host = door.bound(self.job)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def met(self) -> None:
-        """All processes have come."""
-        self._met_at = time.monotonic()
+        """JAX has connected all processes."""
         self._met.set()
 
     def does(self, doing: str, *, waits: bool) -> None:
@@ -115,8 +120,13 @@ class Peers:
         self._message |= {"doing": doing, "waits": waits}
 
     def leave(self) -> None:
-        """This process has done its part, and may go: that its connection closes is no fault."""
+        """This process has done its part, and waits for the others to do theirs."""
         self._message["left"] = True
+        self._send(now=True)
+
+    def close(self) -> None:
+        """The job is over, and this process may go: that its connection closes is no fault."""
+        self._message["over"] = True
         self._send(now=True)
 
     # What it knows
@@ -125,21 +135,21 @@ class Peers:
         """Whom to name where this process waits for too long, in words; empty where nobody is known."""
         if self.gone:
             return self.gone
-        sure, _, words = max((peer.why() for peer in list(self.others) if peer.about), default=(0, 0.0, ""))
+        sure, _, words = max((peer.why() for peer in list(self.others)), default=(0, 0.0, ""))
         told = self.others[0].fault if self.job.rank and self.others and sure < 2 else ""
         return told or words
 
     def end_silent(self) -> None:
         """Kill the silent ones of this machine: a stopped process would keep its devices, and the folder's lock."""
         for peer in list(self.others):
-            if peer.about and not peer.left and peer.silent > SILENT:
+            if not peer.left and peer.silent > SILENT:
                 kill(peer.about)
 
     def end_late(self) -> None:
         """End this process, for those that did not come in time, which are named. Rank 0 knows who, and has the word."""
         while self.job.rank and self.others and time.monotonic() < self._began + self.limit:
             time.sleep(BEAT / 5)
-        here = {0, self.job.rank, *(peer.about.get("rank") for peer in self.others)}
+        here = {0, self.job.rank, *(peer.about["rank"] for peer in self.others)}
         missing = [rank for rank in range(self.job.processes) if rank not in here] if self.job.rank == 0 else []
         words = ", ".join(f"rank {rank}" for rank in missing[:8]) + ", ..." * (len(missing) > 8)
         if self.job.rank and not self.others:
@@ -152,82 +162,126 @@ class Peers:
 
     # The thread
 
-    def _lead(self) -> None:
-        """On rank 0: who connects is heard, and told; one that closes without a word ends the job."""
-        try:
-            server = socket.create_server(("", self.port), backlog=self.job.processes)
-        except OSError as error:
-            signals.say(f"{self.job.who} cannot listen at port {self.port} ({error}): a process that hangs is not named.")
-            return
+    def _lead(self, server: socket.socket) -> None:
+        """On rank 0: who connects is asked, heard, and told; one of the job that closes without a word ends it."""
+        server.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select(BEAT):
                     if key.fileobj is server:
                         self._accept(server, selector)
+                    elif isinstance(key.data, door.Guest):
+                        self._ask(key.data, selector)
                     elif not key.data.read():
                         selector.unregister(key.fileobj)
                         self._closed(key.data)
+                for key in list(selector.get_map().values()):
+                    if isinstance(key.data, door.Guest) and time.monotonic() > key.data.came + door.ANSWER:
+                        self._turn_away(key.data, selector, "it says nothing")
                 self._message["fault"] = self.fault()
                 self._send()
                 self._in_time()
 
     def _accept(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = server.accept()
+            connection, where = server.accept()
             connection.setblocking(False)
-            peer = Peer(connection)
-            selector.register(connection, selectors.EVENT_READ, peer)
-            self.others.append(peer)
-            self._send_to(peer)
+            guest = door.Guest(door.Line(connection), *where[:2])
+            selector.register(connection, selectors.EVENT_READ, guest)
+            if sum(isinstance(key.data, door.Guest) for key in selector.get_map().values()) > GUESTS:
+                self._turn_away(guest, selector, "too many ask at once")
+
+    def _ask(self, guest: door.Guest, selector: selectors.BaseSelector) -> None:
+        """Hear a guest; once it has shown that it is of the job, it is another."""
+        messages = guest.line.read()
+        for message in messages or []:
+            known = guest.hear(message, self._secret, range(1, self.job.processes))
+            if known is False:
+                return self._turn_away(guest, selector, "it does not know this job's secret")
+            if known:
+                return self._let_in(guest, selector)
+        if messages is None:
+            self._turn_away(guest, selector, "it left before it had shown anything")
+
+    def _let_in(self, guest: door.Guest, selector: selectors.BaseSelector) -> None:
+        if self._message["port"] or guest.rank in {other.about["rank"] for other in self.others}:
+            guest.line.send({"refused": f"a rank {guest.rank} has come already"})
+            return self._turn_away(guest, selector, f"a rank {guest.rank} has come already")
+        peer = Peer(guest.line, guest.about)
+        selector.modify(peer.line.connection, selectors.EVENT_READ, peer)
+        self.others.append(peer)
+        if len(self.others) == self.job.processes - 1:
+            self._message["port"] = door.free_port(self.job)
+            self._here.set()
+        peer.line.send(self._message | {"about": self._about})
+        self._send(now=True)
+
+    def _turn_away(self, guest: door.Guest, selector: selectors.BaseSelector, why: str) -> None:
+        selector.unregister(guest.line.connection)
+        guest.line.connection.close()
+        self._say((guest.host, guest.rank, why), f"{self.job.who} turned away {guest}: {why}. The job goes on.")
 
     def _follow(self) -> None:
-        """On another rank: rank 0 is heard, and told; where it closes without a word, this process ends."""
-        while not self.others and not self._late():
-            with contextlib.suppress(OSError):
-                connection = socket.create_connection((self.host, self.port), timeout=BEAT)
-                peer = Peer(connection)
-                # Where nobody listens yet, the system can give the port to the socket that asks for it, which then hears itself.
-                if connection.getsockname() == connection.getpeername():
-                    connection.close()
-                    raise ConnectionRefusedError
-                self._send_to(peer)
-                while not peer.about and peer.read() and not self._late():
-                    pass  # rank 0 may be slow to answer; closing would look like an end
-                if (peer.about.get("job"), peer.about.get("rank")) == (self.job.coordinator, 0):
-                    self.others.append(peer)
-                    self._began = time.monotonic() + GRACE  # rank 0 began before, and its limit ends before this one
+        """On another rank: rank 0 is looked for, heard, and told; where it closes without a word, this process ends."""
+        host, _ = door.address(self.job)
+        while not self.others:
+            for port in door.ports(self.job):
+                self._in_time()
+                with contextlib.suppress(OSError):
+                    self._knock(socket.create_connection((host, port), timeout=BEAT))
+                    break
             time.sleep(BEAT / 5)
-        if not self.others:
-            signals.say(f"{self.job.who} does not reach rank 0 at port {self.port}: a process that hangs is not named.")
-            return
-        while self.others[0].read():
+        self._began = time.monotonic() + GRACE  # rank 0 began before, and its limit ends before this one
+        heard = True
+        while heard:
+            if self.others[0].port:
+                self._here.set()
             self._send()
             self._in_time()
+            heard = self.others[0].read()
         self._closed(self.others[0])
+
+    def _knock(self, connection: socket.socket) -> None:
+        """Ask to be let in. Raises `OSError` where it is not rank 0 of this job that listens, or it does not let this one in."""
+        where = connection.getpeername()
+        # Where nobody listens yet, the system can give the port to the socket that asks for it, which then hears itself.
+        if connection.getsockname() == where:
+            connection.close()
+            raise ConnectionRefusedError
+        line = door.Line(connection)
+        answer, message = door.knock(line, self.job.rank, self._secret, self._about)
+        if answer == door.IN:
+            peer = Peer(line, message["about"])
+            peer.take(message)
+            self.others.append(peer)
+            return
+        connection.close()
+        asked = f"{self.job.who} was not let in at {where[0]} port {where[1]}: {answer}. It looks on for rank 0 of its job."
+        self._say((where, answer), asked)
+        time.sleep(1.0)  # and asks there again
+        raise ConnectionRefusedError
+
+    def _say(self, what: Hashable, line: str) -> None:
+        """Write a line about a stranger, once, and about the first few alone."""
+        if what not in self._said and len(self._said) < LINES:
+            self._said.add(what)
+            signals.say(line + " More of this is not printed." * (len(self._said) == LINES))
 
     def _send(self, *, now: bool = False) -> None:
         if now or time.monotonic() > self._sent + BEAT:
             self._sent = time.monotonic()
             for peer in list(self.others):
-                self._send_to(peer)
-
-    def _send_to(self, peer: Peer) -> None:
-        with contextlib.suppress(OSError), self._sending:
-            peer.connection.send(json.dumps(self._message).encode() + b"\n")
+                with self._sending:
+                    peer.line.send(self._message)
 
     def _in_time(self) -> None:
         if not self._met.is_set() and time.monotonic() > self._began + self.limit:
             self.end_late()
 
-    def _late(self) -> bool:
-        """Whether all have met, by the coordinator, and rank 0 is not to be reached here. Ends the process where they did not."""
-        self._in_time()
-        return self._met.is_set() and time.monotonic() > self._met_at + LATE
-
     def _closed(self, peer: Peer) -> None:
         """A connection is closed. Where there was no good-bye the job ends; the process that failed has the last word."""
-        if peer.about and not peer.left:
+        if not peer.over:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
             self._send(now=True)
@@ -244,7 +298,6 @@ class Peers:
 def about(job: launch.Job) -> dict[str, Any]:
     """Who this process is, for others, and on its machine."""
     return {
-        "job": job.coordinator,
         "rank": job.rank,
         "host": socket.gethostname(),
         "process": os.getpid(),

@@ -11,6 +11,7 @@ all processes stop at one step.
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -25,10 +26,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from parallax.run import lock, signals
-from parallax.run.launch import REFUSED, TPU, Job, end, found, interrupted, told
+from parallax.run.launch import REFUSED, TOKEN, TPU, Job, end, found, interrupted, told
 from parallax.run.peers import GRACE, Peers
 
 Result = TypeVar("Result")
+ONE_MACHINE, CLUSTER = 60.0, 900.0  # seconds within which all processes come
 
 
 def initialize(
@@ -37,22 +39,27 @@ def initialize(
     rank: int | None = None,
     *,
     cpu_devices: int | None = None,
-    initialization_timeout: int = 900,
+    initialization_timeout: float | None = None,
     heartbeat_timeout: int = 60,
     shutdown_timeout: int = 120,
     environment: Mapping[str, str] = os.environ,
     say: Callable[[str], Any] = print,
 ) -> Job:
-    """Connect the processes of a job, once, before any device is used; says on rank 0 what it found.
+    """Connect the processes of a job, and no others, once, before any device is used; says on rank 0 what it found.
 
     With `coordinator`, `processes` and `rank` it does as it is told, and `coordinator` alone overrides what was found.
     Otherwise the variables of the launcher decide, in this order: mpirun (Open MPI 4 and 5), mpirun of MPICH and Intel MPI, srun,
     a Kubernetes JobSet (or any Indexed Job), Cloud TPU; without any, this is a process alone, and nothing is connected.
 
+    Rank 0 listens at the coordinator's address, where others show that they know the job's secret (`parallax.run.door`): what its
+    launcher gives to all its processes, and the variable PARALLAX_JOB_TOKEN, where it is set. Only then are they told where JAX's
+    coordinator is, at a port that is free. On one machine both listen where no other machine reaches them. A port that is taken
+    ends rank 0 with a line, and code 2. On Cloud TPU, JAX connects the processes alone.
+
     Args:
         cpu_devices: virtual CPU devices of the whole job; each process makes its share. Other platforms take no notice.
-        initialization_timeout: seconds within which all processes must have come. After them each one that has ends, and names
-            those that have not.
+        initialization_timeout: seconds within which all processes must have come; by default 60 on one machine, 900 on several.
+            After them each one that has ends, and names those that have not.
         heartbeat_timeout: seconds after which a process that is silent (its machine is gone, or frozen) ends the job.
         shutdown_timeout: seconds that processes wait for each other at the end.
 
@@ -60,7 +67,7 @@ def initialize(
         ValueError: only some of the three are given, the launcher's variables do not suffice, or the processes do not divide
             `cpu_devices`.
     """
-    job = told(coordinator, processes, rank) or found(environment, coordinator) or Job("hand")
+    job = told(coordinator, processes, rank, environment.get(TOKEN, "")) or found(environment, coordinator) or Job("hand")
     if cpu_devices is not None:
         if cpu_devices % job.processes:
             near = max(job.processes, cpu_devices // job.processes * job.processes)
@@ -68,20 +75,23 @@ def initialize(
                 f"initialize: cpu_devices={cpu_devices} must divide by the {job.processes} processes. Take {near} devices."
             )
         jax.config.update("jax_num_cpu_devices", cpu_devices // job.processes)
+    limit = initialization_timeout or (ONE_MACHINE if job.on_one_machine else CLUSTER)
     timeouts: dict[str, Any] = {
-        "initialization_timeout": initialization_timeout,
+        "initialization_timeout": math.ceil(limit),
         "heartbeat_timeout_seconds": heartbeat_timeout,
         "shutdown_timeout_seconds": shutdown_timeout,
     }
     if job.processes > 1:
         devices = _own_gpus(job, environment)
-        peers = Peers(job, float(initialization_timeout))
+        peers = Peers(job, limit)
         job = dataclasses.replace(job, peers=peers)
         began = time.monotonic()
+        address = peers.coordinator()
+        bound = {"coordinator_bind_address": address} if job.on_one_machine else {}
         try:
-            jax.distributed.initialize(job.coordinator, job.processes, job.rank, devices, **timeouts)
+            jax.distributed.initialize(address, job.processes, job.rank, devices, **bound, **timeouts)
         except RuntimeError:  # of JAX, which names nobody
-            if time.monotonic() < began + 0.9 * initialization_timeout:
+            if time.monotonic() < began + 0.9 * limit:
                 raise
             peers.end_late()
         peers.met()
@@ -136,6 +146,8 @@ def run(main: Callable[[], Any], job: Job) -> None:
         job.peers.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    if job.peers:
+        job.peers.close()
     sys.exit(0)
 
 
@@ -171,6 +183,8 @@ def together(prepare: Callable[[], Result], job: Job, *, refused: Callable[[], A
         job.peers.leave()
     if job.processes > 1:
         jax.distributed.shutdown()  # all have come this far: a launcher ends the others as soon as one is gone
+    if job.peers:
+        job.peers.close()
     end("", REFUSED)
 
 
