@@ -24,7 +24,7 @@ class Running:
     """A job of `processes` ranks that trains in `folder`, and what it prints.
 
     Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, for tests that compare
-    bits, or with the `flags` given. Compiled programs of one process go to `cache`.
+    bits, or with the `flags` given. Compiled programs of one process go to `cache`. Jobs of one `name` ask for the same port.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Running:
         launcher: str = LAUNCHER,
         program: Path = SCRIPT,
         flags: Mapping[str, str] = OF_USERS,
+        name: str = "",
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.launcher, self.began = folder, launcher, time.time()
@@ -63,7 +64,7 @@ class Running:
             elif launcher == "one process":
                 self.started = [start(command, {})]
             else:
-                job = str(os.getpid() + time.time_ns())
+                job = name or str(os.getpid() + time.time_ns())
                 self.started = [start(command, as_mpirun(rank, processes, job)) for rank in range(processes)]
 
     def __enter__(self):

@@ -4,6 +4,7 @@ The issue of each: with JAX's defaults a rank that raised left the others waitin
 SIGTERM was swallowed. A test that would meet that takes minutes, so `SECONDS` is loose, and the figures are printed (`-rP`).
 """
 
+import contextlib
 import json
 import random
 import re
@@ -244,6 +245,20 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
         rf"rank {rank} (at 127\.0\.0\.1:\d+ )?did not come" if "did not come" in printed else rf"rank {rank} on \S+ .* is gone"
     )
     assert re.search(named, printed), printed
+
+
+@pytest.mark.faults
+def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch):
+    """With JAX's coordinator alone, at that port, each took the other's ranks, and both were aborted."""
+    options = {"processes": 2, "cache": cache, "flags": flags.quick(), "launcher": "variables", "name": str(time.time_ns())}
+    jobs = []
+    with contextlib.ExitStack() as running:
+        for token in ("one", "another"):
+            monkeypatch.setenv("PARALLAX_JOB_TOKEN", token)
+            jobs.append(running.enter_context(Running(tmp_path / token, "--layout", "small", "--pause", 0.3, **options)))
+        for job in jobs:
+            assert job.wait() == 0, job.printed()
+            assert "finished with goodput" in job.printed()
 
 
 @pytest.mark.faults

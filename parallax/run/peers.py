@@ -284,13 +284,13 @@ class Peers:
         if not peer.over:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
+            line = f"{self.job.who}: {self.gone}. The job ends."
+            if self.job.rank == 1 and not peer.gone:  # of rank 0: without it JAX aborts within milliseconds, and names nobody
+                signals.say(line)
+                line = ""
             self._send(now=True)
-            told = f"{self.job.who}: {self.gone}. The job ends."
-            if self.job.rank and not peer.gone:  # JAX ends who has lost rank 0 within 0.2 s, and names nobody
-                signals.say(told)
-                told = ""
             time.sleep(GRACE)
-            launch.end(told and f"{told}\n")
+            launch.end(line and f"{line}\n")
         if self.job.rank == 0:
             self.others.remove(peer)
 
