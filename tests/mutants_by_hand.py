@@ -465,9 +465,7 @@ RUN = (
         "test_lock.py::test_kill_9_frees_the_folder_though_a_child_lives_on",
     ),
     Mutant("listening", "(signal.SIG_IGN, None)", "(None,)", "test_signals.py::test_what_was_ignored_stays_so"),
-    Mutant(
-        "Peers._closed", "not peer.over", "not peer.left", "test_peers.py::test_who_is_gone_while_all_take_their_leave_is_named"
-    ),
+    Mutant("Peers._closed", "not peer.over", "not peer.left", "test_peers.py::test_who_is_gone_is_named_and_the_others_end"),
     Mutant(
         "Guest.hear",
         "return secret.proves(message",

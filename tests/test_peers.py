@@ -1,6 +1,8 @@
 """Processes without JAX, of which one is gone, silent, or late, or of another job: the others name it, or turn it away."""
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,9 +70,19 @@ class Members:
         return self.started[rank].communicate(timeout=60)[0]
 
 
-@pytest.mark.parametrize("gone", [0, 1])
-@pytest.mark.parametrize("how", ["killed", "polite"])
-def test_who_is_gone_is_named_and_the_others_end(gone, how):
+def at_once(*cases):
+    """Run the cases side by side: nearly all of their time is waiting."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for running in [pool.submit(case) for case in cases]:
+            running.result()
+
+
+def test_who_is_gone_is_named_and_the_others_end():
+    cases = (functools.partial(gone_is_named, *case) for case in itertools.product([0, 1], ["killed", "polite"]))
+    at_once(*cases, functools.partial(gone_at_the_end_is_named, 0), functools.partial(gone_at_the_end_is_named, 1))
+
+
+def gone_is_named(gone, how):
     leaves = "time.sleep(3); os._exit(0)" if how == "polite" else IDLE
     with Members(*[leaves if rank == gone else IDLE for rank in range(3)]) as members:
         members.met()
@@ -83,16 +96,8 @@ def test_who_is_gone_is_named_and_the_others_end(gone, how):
             assert members.started[rank].returncode == 1
 
 
-def test_who_leaves_with_a_word_ends_nobody():
-    goes = "here.leave(); time.sleep(1); here.close()"
-    with Members(goes, goes, f"{goes}; time.sleep(2)") as members:
-        for rank in range(3):
-            assert members.said(rank) == "met\n"
-            assert members.started[rank].returncode == 0
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_who_is_gone_while_all_take_their_leave_is_named(gone):
+def gone_at_the_end_is_named(gone):
+    """All take their leave then."""
     waits = f"here.leave()\n{IDLE}"
     with Members(waits, waits, waits) as members:
         members.met()
@@ -101,8 +106,20 @@ def test_who_is_gone_while_all_take_their_leave_is_named(gone):
             assert f"(process {members.started[gone].pid}) is gone: it was last in step 7" in members.said(rank)
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_who_is_silent_is_named(stopped):
+def test_who_leaves_with_a_word_ends_nobody():
+    goes = "here.leave(); time.sleep(1); here.close()"
+    with Members(goes, goes, f"{goes}; time.sleep(2)") as members:
+        for rank in range(3):
+            assert members.said(rank) == "met\n"
+            assert members.started[rank].returncode == 0
+
+
+def test_who_is_silent_is_named():
+    """Or works while the others wait for it, or has left."""
+    at_once(functools.partial(silent_is_named, 0), functools.partial(silent_is_named, 1), working_is_named, left_is_named)
+
+
+def silent_is_named(stopped):
     with Members(*[IDLE if rank == stopped else ASK for rank in range(3)]) as members:
         members.met()
         members.started[stopped].send_signal(signal.SIGSTOP)
@@ -114,7 +131,7 @@ def test_who_is_silent_is_named(stopped):
     assert any(re.search(f"{named}stopped", words) for words in said), said
 
 
-def test_who_works_while_the_others_wait_is_named():
+def working_is_named():
     with Members(ASK, ASK, IDLE) as members:
         members.met()
         for rank in (0, 1):
@@ -122,7 +139,7 @@ def test_who_works_while_the_others_wait_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
-def test_a_left_one_that_the_others_wait_for_is_named():
+def left_is_named():
     with Members(ASK, ASK, "here.leave(); time.sleep(60)") as members:
         members.met()
         for rank in (0, 1):
@@ -130,10 +147,12 @@ def test_a_left_one_that_the_others_wait_for_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
-@pytest.mark.parametrize(
-    ("start", "missing"), [((0, 1), "rank 2 did not come"), ((1, 2), r"rank 0 at 127\.0\.0\.1:\d+ did not come")]
-)
-def test_who_does_not_come_in_time_is_named(start, missing):
+def test_who_does_not_come_in_time_is_named():
+    nobody_at = r"rank 0 at 127\.0\.0\.1:\d+ did not come"
+    at_once(lambda: missing_is_named((0, 1), "rank 2 did not come"), lambda: missing_is_named((1, 2), nobody_at))
+
+
+def missing_is_named(start, missing):
     with Members(IDLE, IDLE, IDLE, limit=3.0, start=start) as members:
         for rank in start:
             assert re.search(rf"{missing}\. The job ends\.", members.said(rank))
