@@ -10,11 +10,12 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from parallax import plan as plans
-from parallax.layout import Layout
+from parallax.layout import Layout, nearest
 from parallax.models import gpt2
 from parallax.plan import estimates, hardware, layouts
 
@@ -47,8 +48,7 @@ def plan(options: argparse.Namespace) -> str:
     """
     config, chip = model(options), hardware.named(options.hardware)
     if options.layout is not None:
-        layout = Layout.parse(options.layout)
-        plans.check(config, layout, options.batch, options.devices)
+        layout = laid_out(options, config, options.devices)
         return str(plans.plan(config, layout, chip, batch=options.batch))
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
@@ -64,8 +64,8 @@ def compare(options: argparse.Namespace) -> str:
     from parallax import mesh
     from parallax.models import decoder
 
-    config, layout = model(options), Layout.parse(options.layout or "")
-    plans.check(config, layout, options.batch, options.devices)
+    config = model(options)
+    layout = laid_out(options, config, options.devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
@@ -91,11 +91,11 @@ def compile_for(options: argparse.Namespace) -> str:
     from parallax.models import decoder
 
     jax.config.update("jax_platforms", "cpu")
-    config, layout = model(options), Layout.parse(options.layout or "")
+    config = model(options)
     if options.picture:
         canvas.figure(1, 1)  # an error now, not after minutes
     there = targets.target(options.target)
-    plans.check(config, layout, options.batch, len(there.devices))
+    layout = laid_out(options, config, len(there.devices), fixed=("devices",))
     mesh_ = mesh.make(devices=there.devices, **layout.axes)
     prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
@@ -128,6 +128,24 @@ def model(options: argparse.Namespace) -> gpt2.Config:
     config = MODELS[options.model]
     sizes = {"context": options.context, "layers": options.layers}
     return dataclasses.replace(config, **{name: size for name, size in sizes.items() if size is not None})
+
+
+FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}  # of sizes
+
+
+def laid_out(options: argparse.Namespace, config: gpt2.Config, devices: int | None, fixed: Sequence[str] = ()) -> Layout:
+    """The layout that was asked for, if it fits. Raises `ValueError`, which proposes flags that do, but for `fixed` sizes."""
+    sizes = {**config.sizes, "batch": options.batch} | ({} if devices is None else {"devices": devices})
+
+    says = lambda name, value: f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
+    terms = nearest.Terms(says, _flags, fixed=("heads", "hidden", "rows", *fixed))
+    return Layout.parse(options.layout or "", sizes, terms)
+
+
+def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    own = {name: value for name, value in change.items() if name not in FLAGS}
+    words = ["--layout", nearest.spelt({**written, **own}) or "data=1"] if written or own else []
+    return " ".join(words + [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS])
 
 
 def parser() -> argparse.ArgumentParser:

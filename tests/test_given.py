@@ -16,6 +16,8 @@ SETUP = """
 import numpy as np
 from parallax import data
 from parallax.data import shards
+from parallax.layout import Layout
+FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
 TOKENS = np.arange(20)
 def batch(tokens=TOKENS, **given):
     return data.batch(tokens, **{"seed": 0, "step": 0, "size": 4, "length": 5} | given)
@@ -46,7 +48,22 @@ CASES = {
     "shards.write('a', [TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
     "shards.read('a', vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
     "data.unigram(TOKENS, TOKENS, 30.5)": r"train needs a whole number as vocabulary; got 30\.5",
+    "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Take data=2\.",
+    "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Take data=2\.",
+    "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Take data=1\.",
+    "Layout(data=True)": r"Layout needs data to be a whole number; got True\. Take data=1\.",
+    "Layout(data=2, zero=1.0)": r"Layout needs zero to be a whole number; got 1\.0\. Take zero=1\.",
+    "Layout(tensor=2, sequence='yes')": r"Layout needs sequence to be True or False; got 'yes'\. Take sequence=True\.",
+    "Layout(remat=['block'])": r"Layout needs remat to be a word; got \['block'\]\. Take remat='none'\.",
+    "Layout(data=10**400)": r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. Take data=1\.",
+    "Layout().check(**FITTING | {'batch': '48'})": r"needs batch as a whole number from 1 to 2147483647; got '48'\. Take",
+    "Layout(data=4).check(**FITTING, processes=3)": r"the run has 3\. Take data=3,processes=3 or data=6,processes=3, the nearest",
     "data.bytes_tokenizer().decode([1.5])": r"ids to decode: needed one dim of one or more whole numbers, got float64\[1\]",
+}
+NUMPYS = {
+    "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), sequence=np.True_).to_json()).sequence": "True",
+    "type(Layout(data=np.int64(2)).data)": "<class 'int'>",
+    "Layout(data=np.int64(2)).check(**{name: np.int32(size) for name, size in FITTING.items()})": "None",
 }
 RUN = """
 import json, sys
@@ -63,7 +80,7 @@ for case in json.load(sys.stdin):
 def refusals(tmp_path_factory):
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SETUP}{RUN}"]
     folder = tmp_path_factory.mktemp("given")
-    done = subprocess.run(command, input=json.dumps([*CASES]), capture_output=True, text=True, cwd=folder, check=False)
+    done = subprocess.run(command, input=json.dumps([*CASES, *NUMPYS]), capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
     assert not [*folder.iterdir()]
     return dict(map(json.loads, done.stdout.splitlines()))
@@ -72,3 +89,8 @@ def refusals(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_says_what_was_needed(refusals, case):
     assert re.search(f"^ValueError: .*{CASES[case]}", refusals[case], re.DOTALL), refusals[case]
+
+
+@pytest.mark.parametrize("case", NUMPYS)
+def test_numpys_numbers_are_pythons(refusals, case):
+    assert refusals[case] == NUMPYS[case]

@@ -1,6 +1,8 @@
 """What does not fit is refused, with a sentence whose every proposal works; layouts travel as text and as JSON."""
 
+import ast
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -61,37 +63,40 @@ def test_the_schedule_is_a_table():
         ({"data": 2, "zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4. Take zero=3."),
         (
             {"precision": "bf16"},
-            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take precision=bfloat16.",
+            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take precision='bfloat16'.",
         ),
         (
             {"remat": "blocks"},
-            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'blocks'. Take remat=block.",
+            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'blocks'. Take remat='block'.",
         ),
-        ({"schedule": "1f1b"}, "Layout needs schedule to be one of one_f_one_b, gpipe; got '1f1b'. Take schedule=one_f_one_b."),
-        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0, or more replicas."),
-        ({"sequence": True}, "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False."),
+        ({"schedule": "1f1b"}, "Layout needs schedule to be one of one_f_one_b, gpipe; got '1f1b'. Take schedule='one_f_one_b'."),
+        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 or data=2."),
+        (
+            {"sequence": True},
+            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False or tensor=2.",
+        ),
         (
             {"tensor": 2, "split_sends": True},
             "Layout: split_sends=True shares what goes from stage to stage among the tensor axis; got stage=1. "
-            "Take split_sends=False.",
+            "Take split_sends=False or stage=2.",
         ),
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
             "Layout: split_sends=True has nothing to split where sequence=True has split it by tokens. Take split_sends=False.",
         ),
-        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat=block."),
+        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' or stage=2."),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
-            "Layout: remat='gathers' gathers again what sequence=True or zero=3 gathered, and neither is on. Take remat=none.",
+            "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither is on. Take remat='none'.",
         ),
         ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
         (
             {"schedule": "gpipe"},
-            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule=one_f_one_b.",
+            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule='one_f_one_b' or stage=2.",
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
-            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule=one_f_one_b.",
+            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule='one_f_one_b'.",
         ),
         (
             {"data": 6, "processes": 4},
@@ -107,6 +112,8 @@ def test_the_schedule_is_a_table():
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=3 and stage=4. "
             "Take microbatches=4.",
         ),
+        ({"schedule": "{x}"}, "Layout needs schedule to be one of one_f_one_b, gpipe; got '{x}'. Take schedule='one_f_one_b'."),
+        ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
         (
             {"data": 0, "zero": 2},
             "Layout needs data of 1 or more; got 0. Take data=1,zero=0, the nearest that works.",
@@ -130,18 +137,18 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage x chunks=8. Take layers=16 or layers=8.",
+            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take layers=16 or layers=8.",
         ),
         (
             Layout(stage=4, tensor=3),
             {"rows": 50},
-            "Layout: the vocabulary's padded rows (rows=50) must divide by stage x tensor=12. "
+            "Layout: the vocabulary's padded rows (rows=50) must divide by stage=4 x tensor=3. "
             "Take rows=60, the vocabulary padded to a multiple of 12.",
         ),
         (
             Layout(data=4, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by data x microbatches=64. Take batch=64.",
+            "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. Take batch=64.",
         ),
         (
             Layout(tensor=4, sequence=True),
@@ -166,6 +173,24 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Take data=10,batch=50, the nearest that works.",
         ),
         (Layout(data=4), {"processes": 2}, "Layout: it is for processes=1, and the run has 2. Take processes=2."),
+        (
+            Layout(data=4),
+            {"processes": 3},
+            "Layout: it is for processes=1, and the run has 3. "
+            "Take data=3,processes=3 or data=6,processes=3, the nearest that works.",
+        ),
+        (
+            Layout(),
+            {"processes": 3, "layers": 1, "heads": 1, "hidden": 4, "rows": 1, "batch": 7, "tokens": 1},
+            "Layout: it is for processes=1, and the run has 3. Take data=3,processes=3,batch=9, the nearest that works.",
+        ),
+        (
+            Layout(data=4),
+            {"devices": 4, "processes": 3},
+            "Layout: each process must have as many devices as the others; the run has 4 devices and 3 processes. "
+            "Start 2, or take 6 devices.",
+        ),
+        (Layout(), {"heads": 0}, "Layout.check needs heads as a whole number from 1 to 2147483647; got 0. Take heads=1."),
     ],
 )
 def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
@@ -208,9 +233,8 @@ def wrong(fields, sizes) -> bool:
 
 def proposals(message):
     """The changes that a message proposes."""
-    value = lambda text: {"True": True, "False": False}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else text)
-    for change in re.findall(r"\w+=\w+(?:,\w+=\w+)*", message.rpartition(" Take ")[2]):
-        yield {name: value(text) for name, _, text in (part.partition("=") for part in change.split(","))}
+    for change in re.findall(r"\w+=['\w]+(?:,\w+=['\w]+)*", message.rpartition(" Take ")[2]):
+        yield {name: ast.literal_eval(text) for name, _, text in (part.partition("=") for part in change.split(","))}
 
 
 def refused(fields, sizes) -> str | None:
@@ -235,8 +259,12 @@ good_fields = st.fixed_dictionaries(
     optional={"sequence": st.booleans(), "zero": st.integers(0, 3), "remat": st.sampled_from(nearest.KNOWN["remat"])},
 )
 model_sizes = st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING})
-machines = st.just({}) | st.builds(
-    lambda each, processes: {"devices": each * processes, "processes": processes}, st.integers(1, 12), st.integers(1, 2)
+machines = (
+    st.just({})
+    | st.fixed_dictionaries({"processes": st.integers(1, 4)})
+    | st.builds(
+        lambda each, processes: {"devices": each * processes, "processes": processes}, st.integers(1, 12), st.integers(1, 2)
+    )
 )
 
 
@@ -271,7 +299,7 @@ def test_refused_microbatches_come_with_the_nearest_that_fit(stages, microbatche
 
 @given(fields=any_fields)
 def test_text_and_json_come_back(fields):
-    change = {} if not wrong(fields, {}) else nearest.nearest(fields, {})[0]
+    change = {} if not wrong(fields, {}) else next(nearest.nearest(fields, {}))
     layout = Layout(**fields | change)
     assert Layout.parse(str(layout)) == Layout.from_json(layout.to_json()) == layout
 
@@ -286,11 +314,16 @@ def test_text_is_short():
     ("text", "message"),
     [
         ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
-        ("dta=2", "Layout has the fields data, stage, tensor, .*; got 'dta'. Take data=1."),
+        ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
+        ("dta=2,zero=1", "Layout has the fields data, stage, tensor, .*; got 'dta'. Take data=2,zero=1."),
+        ("{x}=2", "Layout has the fields data, stage, tensor, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),
-        ("tensor=2,zero=1", "Layout: zero=1 splits state over replicas; got data=1. Take zero=0, or more replicas."),
+        (
+            "tensor=2,zero=1",
+            "Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 or tensor=2,zero=1,data=2.",
+        ),
     ],
 )
 def test_text_that_is_wrong(text, message):
@@ -303,11 +336,39 @@ def test_text_that_is_wrong(text, message):
     [
         ("{", "Layout.from_json: .* Take the text of to_json, such as {"),
         ("[1]", r"Layout.from_json needs an object; got \[1\]. Take one such as {"),
-        ('{"data": 2.5}', "Layout needs data to be a whole number; got 2.5. Take data=1."),
-        ('{"data": true}', "Layout needs data to be a whole number; got True. Take data=1."),
-        ('{"remat": 1}', "Layout needs remat to be a word; got 1. Take remat=none."),
+        ('{"data": 2.5}', 'Layout needs data to be a whole number; got 2.5. Take {"data": 1}.'),
+        ('{"data": true}', 'Layout needs data to be a whole number; got True. Take {"data": 1}.'),
+        ('{"remat": 1}', 'Layout needs remat to be a word; got 1. Take {"remat": "none"}.'),
+        ('{"dta": 2, "zero": 1}', 'Layout has the fields data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.'),
+        ("[" * 100_000, "Layout.from_json: .* Take the text of to_json, such as {"),
     ],
 )
 def test_json_that_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_json(text)
+
+
+@settings(max_examples=150)
+@given(fields=any_fields, data=st.data())
+def test_what_a_text_or_json_is_refused_with_is_one_that_works(fields, data):
+    """Whole: the proposal takes the place of what was given."""
+    written = {name: fields[name] for name in data.draw(st.sets(st.sampled_from(sorted(fields))))}
+    if data.draw(st.booleans()):
+        written["dat"] = written.pop("data", 2)
+    for read, text, proposal in (
+        (Layout.parse, nearest.spelt(written), r"[\w=,]+|''"),
+        (Layout.from_json, json.dumps(written), r"{.*?}"),
+    ):
+        message = refused_text(read, text)
+        for each in re.findall(rf"(?:^|or )({proposal})(?=,? |\.$)", message.partition(" Take ")[2]):
+            assert refused_text(read, each.strip("'")) == "", message
+        assert ("Take" in message) == bool(message)
+
+
+def refused_text(read, text) -> str:
+    """The message of our `ValueError`; empty where there is none."""
+    try:
+        read(text)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,12 +1,13 @@
 """The command line plans, searches, compares, and says what it needs."""
 
+import random
 import re
 from pathlib import Path
 
 import jax
 import pytest
 
-from parallax.__main__ import main
+from parallax.__main__ import laid_out, main, model, parser
 
 
 @pytest.mark.sweep(2)
@@ -29,11 +30,15 @@ def test_prints(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take tensor=2, which divides it."),
-        ("plan --model xl --layout tensr=8", "got 'tensr'. Take tensor=1."),
+        ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take --layout tensor=2, which divides it."),
+        (
+            "plan --model xl --layout tensr=8",
+            "got 'tensr'. Take --layout tensor=1 or --layout tensor=1,data=2, the nearest",
+        ),
         (
             "plan --model xl --layout data=8 --devices 16",
-            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take",
+            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout data=16 or "
+            "--layout data=8 --devices 8.",
         ),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
@@ -42,6 +47,53 @@ def test_prints(arguments, words, capsys):
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
     assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+FIELDS = {
+    "data": [1, 2, 3, 4, 8, 0],
+    "stage": [1, 2, 4, 5],
+    "tensor": [1, 2, 3, 4],
+    "microbatches": [1, 2, 3, 4, 8],
+    "chunks": [1, 2, 3],
+    "zero": [0, 1, 3, 4],
+    "sequence": ["True", "yes"],
+    "remat": ["none", "block", "blocks", "stage"],
+    "schedule": ["gpipe", "one_f_one_b", "1f1b"],
+    "processes": [1, 2, 3],
+    "dta": ["2"],
+    "precision": ["bf16"],
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("part", range(4))
+def test_what_is_proposed_for_a_wrong_layout_works(part):
+    """Each proposal, typed after the words that were refused, passes the same check."""
+    generator, wrong, seen = random.Random(part), 0, 0
+    while wrong < 100:
+        chosen = [name for name in FIELDS if generator.random() < (0.05 if name in ("dta", "precision") else 0.4)]
+        words = ["plan", "--layout", ",".join(f"{name}={generator.choice(FIELDS[name])}" for name in chosen)]
+        for flag, values in {"--model": ["tiny", "small", "xl"], "--batch": [16, 31, 64], "--devices": ["", 6, 8, 16]}.items():
+            words += [flag, str(value)] if (value := generator.choice(values)) else []
+        if (message := refused(words)) is None:
+            continue
+        wrong += 1
+        tail = re.sub(r"(, the nearest.*|, which .*)?\.$", "", message.rpartition(" Take ")[2])
+        for each in tail.split(" or "):
+            seen += 1
+            assert each.startswith("--")
+            assert (again := refused([*words, *each.split()])) is None, f"{words}\n{message}\n{again}"
+    print(f"{wrong} wrong layouts, {seen} proposals")
+
+
+def refused(words):
+    """The message by which the command line refuses a layout; None if it does not."""
+    options = parser().parse_args(words)
+    try:
+        laid_out(options, model(options), options.devices)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import zlib
@@ -15,22 +16,18 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gpt2_run import report
+from gpt2_run import fitting, report
 from gpt2_run.settings import SHIPPED, Settings, profiled
-from parallax import data, draw, mesh, schedule
+from parallax import data, draw, mesh
 from parallax.collectives import Axis, ring, tuning, xla
-from parallax.layout import Layout, words
-from parallax.layout.nearest import KNOWN
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import checkpoint, kept, lock, metrics, processes
 from parallax.schedule import Schedule
 
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
-INTERLEAVED = "interleaved"  # 1F1B in two chunks
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
-TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
-MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
 MOVERS = {"ring": ring, "psum": xla}
 TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")}
 
@@ -90,31 +87,25 @@ class Plan:
 
 def prepare(settings: Settings, job: processes.Job) -> Plan:
     """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
-    layout, table = split(settings, jax.device_count())
-    mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
-    if settings.fingerprint_every and mesh_.size == 1:
-        raise ValueError(
-            f"--fingerprint-every {settings.fingerprint_every} compares devices with each other, and there is one. Leave it out, "
-            "or take more --devices."
-        )
-
     tokenizer = TOKENIZERS[settings.tokenizer]()
     begins_with = None if settings.source is None else loaded(settings.source)
-    preset = sizes(settings, tokenizer) if begins_with is None else begins_with.config
-    length = preset.context if settings.length is None else settings.length
-    context = max(length, preset.context) if begins_with is None else preset.context
-    config = dataclasses.replace(preset, context=context, dropout=settings.dropout, attention_dropout=settings.dropout)
-    if tokenizer.vocabulary != config.vocabulary or length > config.context:
-        raise ValueError(
-            f"--from {settings.source} has a vocabulary of {config.vocabulary} tokens and a context of {config.context}; needed "
-            f"{tokenizer.vocabulary}, of --tokenizer {settings.tokenizer}, and {length}. Choose another --tokenizer or --length."
-        )
-    layout.check(**config.sizes | {"tokens": length}, batch=settings.batch)
+    text = functools.cache(lambda: data.split(data.encode_file(settings.text, tokenizer)))
+    config, length, layout, table = fitting.fitted(
+        settings,
+        fitting.World(
+            devices=None if jax.default_backend() == "cpu" else jax.device_count(),
+            vocabulary=tokenizer.vocabulary,
+            processes=job.processes,
+            source=None if begins_with is None else begins_with.config,
+            room=lambda: (len(text()[0]), len(text()[1])),
+        ),
+    )
+    mesh_ = mesh.make(data=layout.data, stage=layout.stage, tensor=layout.tensor)
 
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):
         raise ValueError("--prompt must have a character or more; got none. Give it a space.")
-    train, held_out = data.split(data.encode_file(settings.text, tokenizer))
+    train, held_out = text()
     data.batch(train, seed=settings.seed, step=0, size=settings.batch, length=length)  # refuses a text that is too short
     # A multiple of the batch divides over every layout that the batch divides over, so all evaluate on the same tokens.
     # It is as large as keeps a batch's logits at 8 MB, where one batch does.
@@ -129,17 +120,11 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
         "bigram": data.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
     }
     told = profiled(settings)
-    text = (train, batches, evaluated, prompt)
-    plan = Plan(settings, job, config, begins_with, layout, table, mesh_, tokenizer, length, *text, lines, told)
+    texts = (train, batches, evaluated, prompt)
+    plan = Plan(settings, job, config, begins_with, layout, table, mesh_, tokenizer, length, *texts, lines, told)
     if job.rank == 0:
         check_folder(plan)
     return plan
-
-
-def sizes(settings: Settings, tokenizer: data.Tokenizer) -> gpt2.Config:
-    """The configuration that the flags ask for, with the context of its preset."""
-    given = {name: size for name in ("layers", "heads", "width") if (size := getattr(settings, name)) is not None}
-    return dataclasses.replace(MODELS[settings.model], vocabulary=tokenizer.vocabulary, **given)
 
 
 def loaded(folder: Path) -> gpt2.GPT2:
@@ -206,30 +191,6 @@ def claim_folder(plan: Plan) -> None:
     partial = out / PARTIAL
     partial.write_text(written + "\n", encoding="utf-8")
     partial.replace(out / SETTINGS)
-
-
-def split(settings: Settings, n: int) -> tuple[Layout, Schedule]:
-    """The layout over `n` devices, and the schedule of its pipeline (one stage is a pipeline too)."""
-    given = [settings.data, settings.stage, settings.tensor]
-    by_default = lambda divisor: 2 if not any(given) and n % divisor == 0 else 1
-    tensor = by_default(2) if settings.tensor is None else settings.tensor
-    stage = by_default(4) if settings.stage is None else settings.stage
-    data_ = max(1, n // max(1, stage * tensor)) if settings.data is None else settings.data
-    M, name = settings.microbatches, settings.schedule
-    extras = {name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat")}
-    if name.endswith(".csv"):
-        table = schedule.from_csv(name)
-        if (table.stages, table.microbatches) != (stage, M) or settings.chunks not in (None, table.chunks):
-            raise ValueError(
-                f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
-                f"run has --stage {stage} --microbatches {M} --chunks {settings.chunks or 1}. Make them agree."
-            )
-        return Layout(data_, stage, tensor, M, table.chunks, **extras), table
-    if name not in (INTERLEAVED, *KNOWN["schedule"]):
-        raise ValueError(f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.")
-    usual, chunks = ("one_f_one_b", 2) if name == INTERLEAVED else (name, 1)
-    layout = Layout(data_, stage, tensor, M, chunks if settings.chunks is None else settings.chunks, schedule=usual, **extras)
-    return layout, words.read(layout).table()
 
 
 def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int) -> str:

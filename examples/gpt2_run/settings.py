@@ -1,14 +1,15 @@
 """The flags of the example, each with its default, its meaning and its range: `python examples/gpt2.py --help` prints them.
 
-JAX is not imported here: what is wrong with a flag by itself is told at once.
+JAX is not imported here, but for a proposal: what is wrong with a flag by itself is told at once.
 """
 
 import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -129,29 +130,76 @@ RANGES = {
 }
 
 
+# What decides whether a layout fits the model, the batch and the devices.
+FIT = ("model", "source", "tokenizer", "layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "devices")
+FIT += ("microbatches", "schedule", "chunks", "zero", "sequence", "split_sends", "remat")
+
+
 def check(settings: Settings) -> None:
     """Refuse with a `ValueError` what is wrong with the flags by themselves, before anything is written."""
+    found = list(faults(settings))
+    if found:
+        needed, change = found[0]
+        changes = {name: value for _, each in found for name, value in each.items()}
+        if change and (instead := _instead(settings, changes)) is not None:
+            needed += f" {_cure(instead)}"
+        raise ValueError(needed)
+
+
+def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All that is wrong with the flags by themselves, and what they may be instead, by name."""
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
-        if value is None or least <= value <= most:
-            continue
-        bound = f"{least} or more" if value < least else f"{most} or less" if value > most else f"a number from {least} to {most}"
-        default = f" The default is {shown}." if (shown := getattr(Settings, name)) is not None else ""
-        raise ValueError(f"--{name.replace('_', '-')} must be {bound}; got {value}.{default}")
-    profiled(settings)
+        if value is not None and not least <= value <= most:
+            bound = f"{least} or more" if value < least else f"{most} or less" if value > most else f"from {least} to {most}"
+            yield f"{flag(name)} must be {bound}; got {value}.", {name: getattr(Settings, name)}
+    steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
+    if steps is None or (settings.profile and int(steps[2]) < int(steps[1])):
+        needed = f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}."
+        yield needed, {"profile": "10:12"}
     for name in ("layers", "heads", "width", "model"):
         if settings.source is not None and getattr(settings, name) != getattr(Settings, name):
-            raise ValueError(f"--from {settings.source} has its own sizes; got --{name} too. Leave --{name} out.")
+            yield f"--from {settings.source} has its own sizes; got {flag(name)} too. Leave {flag(name)} out.", {}
     if os.path.lexists(settings.out) and not os.path.isdir(settings.out):
-        raise ValueError(f"{settings.out}: needed a folder for the results, found a file. Choose another --out.")
-    for flag, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if getattr(settings, flag) and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--{flag} needs {package}: pip install {package}, or leave --{flag} out.")
+        yield f"{settings.out}: needed a folder for the results, found a file. Choose another --out.", {}
+    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(settings, name) and importlib.util.find_spec(package) is None:
+            yield f"--{name} needs {package}: pip install {package}, or leave it out.", {name: getattr(Settings, name)}
+
+
+def flag(name: str) -> str:
+    """A field as the command line has it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def spelt(change: Mapping[str, Any]) -> str:
+    """Values by name as flags: `--data 4 --no-sequence`."""
+    switch = lambda name, value: flag(name if value else f"no_{name}")
+    return " ".join(switch(*each) if isinstance(each[1], bool) else f"{flag(each[0])} {each[1]}" for each in change.items())
+
+
+def _cure(change: Mapping[str, Any]) -> str:
+    """The same as a sentence; None is a flag that is left out."""
+    given = spelt({name: value for name, value in change.items() if value is not None})
+    left_out = " ".join(flag(name) for name, value in change.items() if value is None)
+    if not left_out:
+        return f"Take {given}."
+    return f"Take {given} and leave out {left_out}." if given else f"Leave out {left_out}."
+
+
+def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
+    """`change`, with what else has to change for virtual CPU devices; None where nothing near works."""
+    after = dataclasses.replace(settings, **change)
+    if next(faults(after), None) is not None or after.source is not None:
+        return None
+    if all(getattr(after, name) == getattr(Settings, name) for name in FIT):
+        return change
+    from gpt2_run import fitting  # JAX, which takes seconds to import
+
+    return fitting.mended(settings, change, fitting.World(None, fitting.VOCABULARIES[settings.tokenizer]))
 
 
 def profiled(settings: Settings) -> range:
     """The steps to trace."""
-    steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
-    if steps is None or (settings.profile and int(steps[2]) < int(steps[1])):
-        raise ValueError(f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}.")
-    return range(int(steps[1]), int(steps[2]) + 1)
+    first, _, last = (settings.profile or "1:0").partition(":")
+    return range(int(first), int(last) + 1)

@@ -7,10 +7,13 @@ Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from parallax.layout import nearest
-from parallax.layout.nearest import AXES, Order, Precision, Remat
+from parallax.layout.nearest import AXES, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
 
 __all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 
@@ -58,6 +61,8 @@ class Layout:
     processes: int = 1
 
     def __post_init__(self):
+        for name, value in _plain(vars(self)).items():
+            object.__setattr__(self, name, value)
         self._refuse({})
 
     @property
@@ -115,7 +120,7 @@ class Layout:
     @classmethod
     def admits(cls, **fields: Any) -> bool:
         """Whether there is a layout of these fields; the rest are as by default."""
-        return next(nearest.faults(DEFAULTS | fields, {}), None) is None
+        return nearest.fits(USUAL, {}, _plain(fields))
 
     def check(
         self,
@@ -138,70 +143,87 @@ class Layout:
         machine = {"devices": devices, "processes": processes}
         self._refuse(sizes | {name: size for name, size in machine.items() if size is not None})
 
-    def _refuse(self, sizes: dict[str, int]) -> None:
-        message = nearest.refusal(vars(self), sizes)
+    def _refuse(self, sizes: dict[str, Any]) -> None:
+        message = nearest.refusal(vars(self), _plain(sizes))
         if message is not None:
             raise ValueError(message)
 
     def __str__(self) -> str:
         """What differs from the default, as `parse` reads it: `data=2,tensor=4`."""
-        return ",".join(f"{name}={value}" for name, value in vars(self).items() if value != DEFAULTS[name])
+        return nearest.spelt({name: value for name, value in vars(self).items() if value != USUAL[name]})
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
+    def parse(cls, text: str, sizes: Mapping[str, int] | None = None, terms: Terms = TEXT) -> "Layout":
         """The layout that `text` spells, as a command line does: `data=2,tensor=4,sequence=True`.
+
+        Args:
+            text: parts set apart by commas.
+            sizes: what it must fit, by the names of `check`'s arguments; any of them.
+            terms: of the message; by default it proposes the whole text.
 
         Raises:
             ValueError: a part that is no `name=value`, a name or value that is not known, a name twice; or as the layout's own.
         """
-        values: dict[str, Any] = {}
+        wrong, values = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
             if not equals:
-                raise ValueError(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}. Take {_like(part)}.")
+                wrong.append(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}.")
+            name = _known(name, values, wrong)
             if name in values:
-                raise ValueError(f"Layout.parse: {name} is given twice, as {values[name]} and {value}. Take {name}={value}.")
-            values[name] = value
-        return cls(**_typed(values))
+                wrong.append(f"Layout.parse: {name} is given twice, as {values[name]} and {value}.")
+            values[name] = _typed(name, value) if equals else _alone(name)
+        return cls._of(values, dict(sizes or {}), terms, wrong)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
         """The layout that `to_json` wrote; what it leaves out is as by default. Raises `ValueError`, as `parse` does."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {Layout().to_json()}") from error
         if not isinstance(values, dict):
             raise ValueError(f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}")
-        return cls(**_typed(values))
+        wrong: list[str] = []
+        known: dict[str, Any] = {}
+        for name, value in values.items():
+            known[_known(name, known, wrong)] = value
+        return cls._of(known, {}, JSON, wrong)
+
+    @classmethod
+    def _of(cls, written: dict[str, Any], sizes: dict[str, Any], terms: Terms, wrong: list[str]) -> "Layout":
+        """The layout of the fields that were read; `wrong` is what was put right in them."""
+        message = nearest.refusal(USUAL | written, sizes, terms, written=written, read="".join(wrong[:1]))
+        if message is not None:
+            raise ValueError(message)
+        return cls(**written)
 
     def to_json(self) -> str:
         """All fields, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Layout)}
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with Python's whole numbers and truth values in the place of NumPy's."""
+    return {name: value.item() if isinstance(value, np.integer | np.bool_) else value for name, value in values.items()}
 
 
-def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` in the fields' types, from text or from JSON."""
-    found = {}
-    for name, value in values.items():
-        if name not in DEFAULTS:
-            raise ValueError(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}. Take {_like(name)}.")
-        text, kind = str(value), type(DEFAULTS[name])
-        if kind is bool and text.lower() in ("true", "false"):
-            found[name] = text.lower() == "true"
-        elif kind is int and not isinstance(value, bool) and text.removeprefix("-").isdecimal():
-            found[name] = int(text)
-        elif kind is str and isinstance(value, str):
-            found[name] = text
-        else:
-            what = {bool: "True or False", int: "a whole number", str: "a word"}[kind]
-            raise ValueError(f"Layout needs {name} to be {what}; got {value!r}. Take {name}={DEFAULTS[name]}.")
-    return found
+def _typed(name: str, text: str) -> Any:
+    """`text` in the type of the field `name`; as it is where it is not of that type."""
+    kind = type(USUAL[name])
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if kind is int and text.removeprefix("-").isdecimal() and len(text) < 20 else text
 
 
-def _like(name: str) -> str:
-    near = nearest.most_like(name, list(DEFAULTS))
-    return f"{near}={DEFAULTS[near]}"
+def _alone(name: str) -> Any:
+    """The value of a field that is named without one."""
+    return True if isinstance(USUAL[name], bool) else USUAL[name]
+
+
+def _known(name: str, taken: Mapping[str, Any], wrong: list[str]) -> str:
+    """The field of this `name`; else the one that is spelt most like it and not taken yet, and `wrong` tells."""
+    if name in USUAL:
+        return name
+    wrong.append(f"Layout has the fields {', '.join(USUAL)}; got {name!r}.")
+    return nearest.most_like(name, [each for each in USUAL if each not in taken] or list(USUAL))

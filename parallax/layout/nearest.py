@@ -1,13 +1,14 @@
 """What the sizes of a run must satisfy, and the nearest ones that do: over plain dicts, for `layout.Layout` to ask.
 
-`refusal` tells the first thing that is wrong, and what would be right instead. What it proposes is right in every other respect
-too: it has been asked about it.
+`refusal` tells the first thing that is wrong, and what would be right instead, in the caller's terms. What it proposes is right
+in every other respect too: it has been asked about it.
 """
 
 import difflib
 import itertools
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from parallax.layout import words
@@ -25,6 +26,14 @@ KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, 
     "schedule": get_args(Order),
     "split_sends": (False, True),
 }
+USUAL: dict[str, Any] = {
+    **dict.fromkeys((*AXES, "microbatches", "chunks"), 1),
+    **{name: known[0] for name, known in KNOWN.items()},
+    "processes": 1,
+}
+KINDS = {bool: "True or False", int: "a whole number", str: "a word"}
+LARGEST = 2**20  # beyond what any run has of devices, microbatches or processes
+MANY = 2**31 - 1  # of layers, tokens and the like
 Fields = Mapping[str, Any]
 
 
@@ -32,7 +41,7 @@ class Fault(NamedTuple):
     """What is wrong with a layout.
 
     Attributes:
-        needed: what was needed and what came, as a sentence.
+        needed: what was needed and what came, as a sentence; a name in braces stands for that name with its value.
         changes: each of which may mend it: new values by name.
         why: words that follow them in the message.
     """
@@ -42,55 +51,98 @@ class Fault(NamedTuple):
     why: str = ""
 
 
-def refusal(fields: Fields, sizes: Fields) -> str | None:
+class Terms(NamedTuple):
+    """How the caller spells what he gave, and what he may change.
+
+    Attributes:
+        says: a name with its value: `data=4`, or `--data 4`.
+        takes: the fields that the caller wrote, and a change, to the words in which he makes it.
+        fixed: sizes that he cannot change.
+        works: whether a change that mends the layout is right in what else the caller asks for.
+    """
+
+    says: Callable[[str, Any], str]
+    takes: Callable[[Fields, Fields], str]
+    fixed: Collection[str] = ()
+    works: Callable[[Fields], bool] = lambda change: True
+
+
+def spelt(fields: Fields) -> str:
+    """As a command line spells them: `data=2,remat=block`."""
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _quoted(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+PYTHON = Terms(_quoted, lambda written, change: ",".join(_quoted(name, value) for name, value in change.items()), ("devices",))
+TEXT = Terms(lambda name, value: f"{name}={value}", lambda written, change: spelt({**written, **change}) or repr(""))
+JSON = Terms(_quoted, lambda written, change: json.dumps({**written, **change}))
+
+
+def refusal(fields: Fields, sizes: Fields, terms: Terms = PYTHON, *, written: Fields | None = None, read: str = "") -> str | None:
     """Why a layout of `fields` cannot be, or cannot be for `sizes`, and what to take instead; None if it can.
 
     Args:
         fields: a layout's, by name.
         sizes: of the model, the batch and the machine: none, or layers, heads, hidden, rows, batch and tokens, with or without
             devices and processes.
+        terms: in which the message is.
+        written: those of the fields that the caller wrote.
+        read: what was wrong with the text in which he wrote them, and is put right in `fields`.
     """
-    fault = next(faults(fields, sizes), None)
+    fault = Fault(quoted(read), ({},)) if read else next(faults(fields, sizes), None)
     if fault is None:
         return None
-    right = [change for change in fault.changes if next(faults(*_changed(fields, sizes, change)), None) is None]
-    if right:
-        return f"{fault.needed} Take {' or '.join(map(_spelt, right))}{fault.why}."
-    return f"{fault.needed} Take {' or '.join(map(_spelt, nearest(fields, sizes)))}, the nearest that works."
+    needed = fault.needed.format_map({name: terms.says(name, value) for name, value in {**fields, **sizes}.items()})
+
+    if found := _taken(terms, written, (change for change in fault.changes if fits(fields, sizes, change))):
+        return f"{needed} Take {' or '.join(found)}{fault.why}."
+    # Where no layout is right, what is wrong with a size changes too.
+    more = (change | each for change in fault.changes for each in nearest(*_changed(fields, sizes, change)))
+    found = _taken(terms, written, nearest(fields, sizes)) or _taken(terms, written, more)
+    return f"{needed} Take {' or '.join(found)}, the nearest that works." if found else needed
+
+
+def _taken(terms: Terms, written: Fields | None, changes: Iterable[Fields]) -> list[str]:
+    """The first two changes that the caller can make, in his words."""
+    mine = (change for change in changes if not set(change) & set(terms.fixed) and terms.works(change))
+    return list(itertools.islice(dict.fromkeys(terms.takes(written or {}, change) for change in mine), 2))
+
+
+def fits(fields: Fields, sizes: Fields, change: Fields) -> bool:
+    """Whether nothing is wrong after a change."""
+    return next(faults(*_changed(fields, sizes, change)), None) is None
 
 
 def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """All that is wrong; what comes later may stand on what came before."""
-    for name in COUNTS:
-        if fields[name] < 1:
-            yield Fault(f"Layout needs {name} of 1 or more; got {fields[name]}.", ({name: 1},))
-            return
-    for name, known in KNOWN.items():
-        if fields[name] not in known:
-            change = {name: _like(fields[name], known)}
-            yield Fault(f"Layout needs {name} to be one of {', '.join(map(str, known))}; got {fields[name]!r}.", (change,))
-            return
+    found = next(itertools.chain(_unknown(fields), _uncounted(sizes)), None)
+    if found is not None:
+        yield found
+        return
     yield from _idle(fields)
     M, P = fields["microbatches"], fields["stage"]
     if fields["chunks"] > 1 and M % P:
         yield Fault(
-            f"Layout: with chunks={fields['chunks']} the microbatches must be a multiple of the stages; got microbatches={M} and "
-            f"stage={P}.",
+            "Layout: with {chunks} the microbatches must be a multiple of the stages; got {microbatches} and {stage}.",
             _multiples("microbatches", M, P),
         )
     devices = math.prod(fields[name] for name in AXES)
     if devices % fields["processes"]:
         yield Fault(
-            f"Layout: each process must have as many devices as the others; got processes={fields['processes']} for {devices} "
-            f"devices.",
-            ({"processes": _closest(divisors(devices), fields["processes"])},),
+            f"Layout: each process must have as many devices as the others; got {{processes}} for {devices} devices.",
+            ({"processes": _closest_divisor(devices, fields["processes"])},),
         )
     yield from _misfits(fields, sizes)
     if sizes.get("devices", devices) != devices:
-        asked = " x ".join(f"{name}={fields[name]}" for name in AXES)
         others = devices // fields["data"]
-        change = ({"data": sizes["devices"] // others},) if sizes["devices"] % others == 0 else ()
-        yield Fault(f"Layout: {asked} multiply to {devices}, and there are {sizes['devices']} devices.", change)
+        changes = [{"data": sizes["devices"] // others}] if sizes["devices"] % others == 0 else []
+        yield Fault(
+            f"Layout: {{data}} x {{stage}} x {{tensor}} multiply to {devices}, and there are {sizes['devices']} devices.",
+            (*changes, {"devices": devices}),
+        )
     if sizes.get("processes", fields["processes"]) != fields["processes"]:
         yield Fault(
             f"Layout: it is for processes={fields['processes']}, and the run has {sizes['processes']}.",
@@ -98,12 +150,41 @@ def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         )
 
 
+def _unknown(fields: Fields) -> Iterator[Fault]:
+    """Values that are none of a field's."""
+    for name, usual in USUAL.items():
+        value, kind = fields[name], type(usual)
+        if type(value) is not kind:
+            yield Fault(f"Layout needs {name} to be {KINDS[kind]}; got {_short(value)}.", ({name: _meant(value, usual)},))
+        elif name in KNOWN and value not in KNOWN[name]:
+            known = ", ".join(map(str, KNOWN[name]))
+            yield Fault(f"Layout needs {name} to be one of {known}; got {_short(value)}.", ({name: _like(value, KNOWN[name])},))
+        elif name in COUNTS and not 1 <= value <= LARGEST:
+            bound = "1 or more" if value < 1 else f"{LARGEST} or less"
+            yield Fault(f"Layout needs {name} of {bound}; got {_short(value)}.", ({name: 1},))
+
+
+def _uncounted(sizes: Fields) -> Iterator[Fault]:
+    """Sizes that are no count of anything, and a machine that no layout takes."""
+    for name, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= MANY:
+            yield Fault(f"Layout.check needs {name} as a whole number from 1 to {MANY}; got {_short(value)}.", ({name: 1},))
+            return
+    devices, processes = sizes.get("devices", 0), sizes.get("processes", 1)
+    if devices % processes:
+        yield Fault(
+            f"Layout: each process must have as many devices as the others; the run has {devices} devices and {processes} "
+            f"processes. Start {_closest_divisor(devices, processes)}, or take {-(-devices // processes) * processes} devices.",
+            (),
+        )
+
+
 def _idle(fields: Fields) -> Iterator[Fault]:
     """Choices that have nothing to act on, or do not go together."""
     does = words.rows(fields)
-    one = lambda what, change, why="": Fault(f"Layout: {what}.", (change,), why)
+    one = lambda what, change: Fault(f"Layout: {what}.", (change,))
     if fields["chunks"] > 1 and fields["stage"] == 1:
-        yield one(f"chunks={fields['chunks']} interleave the layers of several stages; got stage=1", {"chunks": 1})
+        yield one("{chunks} interleave the layers of several stages; got {stage}", {"chunks": 1})
     chosen = {
         "schedule": does.order,
         "zero": does.replicas,
@@ -114,16 +195,15 @@ def _idle(fields: Fields) -> Iterator[Fault]:
     for name, row in chosen.items():
         for need in row.needs:
             if fields[need.size] == 1:
-                yield one(f"{name}={fields[name]!r} {need.says}; got {need.size}=1", {name: need.instead}, need.why)
+                changes = ({name: need.instead}, {need.size: 2})
+                yield Fault(f"Layout: {{{name}}} {need.says}; got {{{need.size}}}.", changes)
     if fields["chunks"] > 1 and not does.order.interleaves:
-        what = f"schedule={fields['schedule']!r} has one chunk a stage; got chunks={fields['chunks']}"
-        yield one(what, {"schedule": "one_f_one_b"})
+        yield one("{schedule} has one chunk a stage; got {chunks}", {"schedule": "one_f_one_b"})
     by_tokens = does.tokens.of(whole=False, share=True)
     if by_tokens and does.sends.of(whole=False, share=True):
-        yield one("split_sends=True has nothing to split where sequence=True has split it by tokens", {"split_sends": False})
+        yield one("{split_sends} has nothing to split where {sequence} has split it by tokens", {"split_sends": False})
     if does.again.gathers_alone and not by_tokens and does.replicas.parameters(whole=True, share=False):
-        what = f"remat={fields['remat']!r} gathers again what sequence=True or zero=3 gathered, and neither is on"
-        yield one(what, {"remat": "none"})
+        yield one("{remat} gathers again what sequence or ZeRO-3 gathered, and neither is on", {"remat": "none"})
 
 
 def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
@@ -132,41 +212,51 @@ def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     shared = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (("heads", "the model's heads"), ("hidden", "the feed-forward's hidden units")):
         if name in sizes and sizes[name] % t:
-            near = _closest(divisors(shared), t)
-            needed = f"Layout: {what} ({name}={sizes[name]}) must divide by tensor={t}."
-            yield Fault(needed, (_consistent(fields, {"tensor": near}),), ", which divides it")
+            needed = f"Layout: {what} ({{{name}}}) must divide by {{tensor}}."
+            yield Fault(needed, (_consistent(fields, {"tensor": _closest_divisor(shared, t)}),), ", which divides it")
     for name, what, by, of in (
-        ("layers", "the model's layers", P * fields["chunks"], "stage x chunks"),
-        ("rows", "the vocabulary's padded rows", P * t, "stage x tensor"),
-        ("batch", "the batch's sequences", fields["data"] * fields["microbatches"], "data x microbatches"),
-        ("tokens", "with sequence=True the tokens of a sequence", does.tokens.of(whole=1, share=t), "tensor"),
+        ("layers", "the model's layers", P * fields["chunks"], "{stage} x {chunks}"),
+        ("rows", "the vocabulary's padded rows", P * t, "{stage} x {tensor}"),
+        ("batch", "the batch's sequences", fields["data"] * fields["microbatches"], "{data} x {microbatches}"),
+        ("tokens", "with {sequence} the tokens of a sequence", does.tokens.of(whole=1, share=t), "{tensor}"),
     ):
         if name in sizes and sizes[name] % by:
             why = f", the vocabulary padded to a multiple of {by}" if name == "rows" else ""
             changes = _multiples(name, sizes[name], by)[: 1 if name == "rows" else 2]
-            yield Fault(f"Layout: {what} ({name}={sizes[name]}) must divide by {of}={by}.", changes, why)
+            yield Fault(f"Layout: {what} ({{{name}}}) must divide by {of}.", changes, why)
 
 
-def nearest(fields: Fields, sizes: Fields, count: int = 2) -> list[dict[str, Any]]:
-    """The changes that make the nearest layouts out of `fields` that work for `sizes`; at most `count`, at least one.
+def nearest(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
+    """The changes that make layouts out of `fields` that work for `sizes`, the nearest first.
 
     Near is what changes each number by a small factor. Where no layout takes all the devices, it is the batch that changes.
+    There is none where the processes do not divide the devices, or a size is no count.
     """
-    found = sorted(_candidates(fields, sizes), key=lambda change: _distance(fields, change))
-    working = (change for change in found if next(faults(*_changed(fields, sizes, change)), None) is None)
-    best = list(itertools.islice(working, count))
-    if not best:
-        devices = sizes["devices"]
-        alone = {"data": devices, "stage": 1, "tensor": 1, "microbatches": 1, "chunks": 1, "processes": sizes.get("processes", 1)}
-        change = _consistent(fields, alone) | _multiples("batch", sizes["batch"], devices)[0]
-        best = [{name: value for name, value in change.items() if value != (dict(sizes) | dict(fields))[name]}]
-    return best
+    if next(_uncounted(sizes), None) is not None:
+        return
+    known = dict(fields) | {name: value for fault in _unknown(fields) for name, value in fault.changes[0].items()}
+    found = sorted(
+        map(dict, {tuple(each.items()): None for each in _candidates(known, sizes)}), key=lambda to: _distance(known, to)
+    )
+    differing = lambda to: {name: value for name, value in to.items() if _differs(value, (dict(sizes) | dict(fields))[name])}
+    working = (differing(to) for to in found if fits(fields, sizes, to))
+    best = next(working, None)
+    if best is not None:
+        yield best
+        yield from working
+        return
+    machine = sizes.get("devices", sizes.get("processes", 1))
+    alone = {"data": machine, "stage": 1, "tensor": 1, "microbatches": 1, "chunks": 1, "processes": sizes.get("processes", 1)}
+    change = known | _consistent(known, alone)
+    change |= _multiples("batch", sizes["batch"], machine)[0] if "batch" in sizes else {}
+    if fits(fields, sizes, change):
+        yield differing(change)
 
 
 def _candidates(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
     """Changes to layouts that divide the model, and of each the nearest ways to divide the batch."""
-    few = lambda numbers, name: {1, *sorted(numbers, key=lambda n: abs(math.log(n / max(1, fields[name]))))[:6]}
-    given = lambda name: {1, max(1, fields[name])}
+    few = lambda numbers, name: {1, *sorted(numbers, key=lambda n: abs(math.log(n / fields[name])))[:6]}
+    given = lambda name: {1, fields[name]}
     devices, batch = sizes.get("devices"), sizes.get("batch")
     shared = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     tensors = divisors(shared) if shared else given("tensor")
@@ -178,14 +268,13 @@ def _candidates(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
         for d in [devices // (P * t)] if devices is not None else few(choices, "data"):
             if batch is not None and batch % d:
                 continue
-            asked = max(1, fields["microbatches"])
+            asked = fields["microbatches"]
             parts = set(divisors(batch // d)) if batch else {asked, -(-asked // P) * P}
             fit = [M for M in parts if v == 1 or M % P == 0]
             for M in sorted(fit, key=lambda M: abs(math.log(M / asked)))[:1]:
                 change = {"data": d, "stage": P, "tensor": t, "microbatches": M, "chunks": v}
-                processes = sizes.get("processes") or _closest(divisors(d * P * t), fields["processes"])
-                change = _consistent(fields, change | {"processes": processes})
-                yield {name: value for name, value in change.items() if value != fields[name]}
+                processes = sizes.get("processes") or _closest_divisor(d * P * t, fields["processes"])
+                yield dict(fields) | _consistent(fields, change | {"processes": processes})
 
 
 def _consistent(fields: Fields, change: dict[str, Any]) -> dict[str, Any]:
@@ -196,12 +285,12 @@ def _consistent(fields: Fields, change: dict[str, Any]) -> dict[str, Any]:
         if fault is None:
             break
         changed |= fault.changes[0]
-    return {name: value for name, value in changed.items() if name in change or value != fields[name]}
+    return {name: value for name, value in changed.items() if name in change or _differs(value, fields[name])}
 
 
-def _distance(fields: Fields, change: Fields) -> float:
-    sizes = [name for name in change if name in COUNTS]
-    return float(len(change)) + sum(abs(math.log2(change[name] / max(1, fields[name]))) for name in sizes)
+def _distance(fields: Fields, to: Fields) -> float:
+    changed = [name for name in to if to[name] != fields[name]]
+    return float(len(changed)) + sum(abs(math.log2(to[name] / fields[name])) for name in changed if name in COUNTS)
 
 
 def _changed(fields: Fields, sizes: Fields, change: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -209,8 +298,9 @@ def _changed(fields: Fields, sizes: Fields, change: Fields) -> tuple[dict[str, A
     return dict(fields) | own, dict(sizes) | {name: value for name, value in change.items() if name not in own}
 
 
-def _spelt(change: Fields) -> str:
-    return ",".join(f"{name}={value}" for name, value in change.items())
+def _differs(one: Any, other: Any) -> bool:
+    """Whether two values are not the same, of the same type."""
+    return type(one) is not type(other) or one != other
 
 
 def _multiples(name: str, size: int, by: int) -> tuple[dict[str, int], ...]:
@@ -218,10 +308,20 @@ def _multiples(name: str, size: int, by: int) -> tuple[dict[str, int], ...]:
     return tuple({name: near} for near in ((above, below) if below else (above,)))
 
 
+def _meant(value: Any, usual: Any) -> Any:
+    """What a value of another type may have been meant for; the usual value where that is not plain."""
+    text = str(value) if isinstance(value, str | bool | int | float) else ""
+    if isinstance(usual, bool):
+        return {"true": True, "yes": True, "on": True, "1": True}.get(text.lower(), False)
+    if isinstance(usual, int) and (number := text.removesuffix(".0")).isdecimal() and len(number) < 10:
+        return int(number)
+    return usual
+
+
 def _like(value: Any, known: tuple) -> Any:
     """The known value nearest to one that is not: the closest number, or the word spelt most like it."""
     if isinstance(value, int) and isinstance(known[0], int):
-        return _closest(list(known), value)
+        return min(known, key=lambda choice: abs(choice - value))
     return {str(choice): choice for choice in known}[most_like(str(value), list(map(str, known)))]
 
 
@@ -230,8 +330,20 @@ def most_like(word: str, choices: list[str]) -> str:
     return difflib.get_close_matches(word, choices, n=1, cutoff=0)[0]
 
 
-def _closest(choices: list[int], size: int) -> int:
-    return min(choices, key=lambda choice: abs(choice - size))
+def quoted(text: str) -> str:
+    """`text` as it stands in `Fault.needed`, where braces are for names."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return quoted(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")
+
+
+def _closest_divisor(number: int, size: int) -> int:
+    """The divisor of `number` that is closest to `size`, the smaller of two."""
+    near = min(number, size)
+    return next(each for apart in range(near) for each in (near - apart, near + apart) if number % each == 0)
 
 
 def divisors(number: int) -> list[int]:

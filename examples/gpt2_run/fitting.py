@@ -1,0 +1,224 @@
+"""Do the flags go together, and with the text and the devices? What does not is refused in flags, and what is proposed does."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gpt2_run.settings import Settings, faults, spelt
+from parallax import schedule
+from parallax.layout import Layout, nearest, words
+from parallax.models import gpt2
+from parallax.models.numbers import divisor
+from parallax.schedule import Schedule
+
+INTERLEAVED = "interleaved"  # 1F1B in two chunks
+SCHEDULES = (*nearest.KNOWN["schedule"], INTERLEAVED)
+TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
+MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
+VOCABULARIES = {"bytes": 256, "gpt2": gpt2.SMALL.vocabulary}  # of the tokenizers
+SIZES = {"layers": "layers", "heads": "heads", "tokens": "length", "batch": "batch", "devices": "devices"}  # and their flags
+Change = dict[str, Any]  # of flags, by the names of `Settings`
+
+
+class World(NamedTuple):
+    """What a run finds, beside its flags.
+
+    Attributes:
+        devices: how many there are; None: as many as `--devices` says.
+        vocabulary: tokens of the tokenizer.
+        processes: that share the devices.
+        source: the sizes of the model to start from, if there is one.
+        room: the tokens to train on, and those held out.
+    """
+
+    devices: int | None
+    vocabulary: int
+    processes: int = 1
+    source: gpt2.Config | None = None
+    room: Callable[[], tuple[int, int]] = lambda: (2**62, 2**62)
+
+
+class Fitted(NamedTuple):
+    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout, and its pipeline's schedule."""
+
+    config: gpt2.Config
+    length: int
+    layout: Layout
+    schedule: Schedule
+
+
+def fitted(settings: Settings, world: World) -> Fitted:
+    """What the flags come to. Raises `ValueError` where they do not go together; what its message proposes does."""
+    if (message := refusal(settings, world)) is not None:
+        raise ValueError(message)
+    fields, sizes = asked(settings, world)
+    layout = Layout(**fields)
+    # One stage is a pipeline too.
+    table = schedule.from_csv(settings.schedule) if settings.schedule.endswith(".csv") else words.read(layout).table()
+    length, context = sizes["tokens"], model(settings, world)["context"]
+    given = {"context": max(length, context), "dropout": settings.dropout, "attention_dropout": settings.dropout}
+    base = world.source or MODELS[settings.model]
+    own = {"vocabulary": world.vocabulary} | {name: sizes[name] for name in ("layers", "heads")} | {"width": sizes["hidden"] // 4}
+    return Fitted(dataclasses.replace(base, **own, **given), length, layout, table)
+
+
+def model(settings: Settings, world: World) -> Change:
+    """The model's sizes, before it is made."""
+    names = ("layers", "heads", "width", "context", "vocabulary_multiple")
+    base = {name: getattr(world.source or MODELS[settings.model], name) for name in names}
+    given = {name: getattr(settings, name) for name in names[:3]}
+    return base | {name: size for name, size in given.items() if size is not None}
+
+
+def asked(settings: Settings, world: World) -> tuple[Change, Change]:
+    """The fields of the layout that the flags ask for, and the sizes that it must fit."""
+    n = settings.devices if world.devices is None else world.devices
+    given = [settings.data, settings.stage, settings.tensor]
+    by_default = lambda by: 2 if not any(given) and n % by == 0 else 1
+    tensor = by_default(2) if settings.tensor is None else settings.tensor
+    stage = by_default(4) if settings.stage is None else settings.stage
+    data = max(1, n // (stage * tensor)) if settings.data is None else settings.data
+    usual, chunks = ("one_f_one_b", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
+    if settings.schedule.endswith(".csv"):
+        usual, chunks = "one_f_one_b", schedule.from_csv(settings.schedule).chunks
+    fields = nearest.USUAL | {
+        **{"data": data, "stage": stage, "tensor": tensor, "microbatches": settings.microbatches, "schedule": usual},
+        "chunks": chunks if settings.chunks is None else settings.chunks,
+        **{name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat")},
+    }
+    found = model(settings, world)
+    multiple = found["vocabulary_multiple"]
+    rows = -(-world.vocabulary // multiple) * multiple
+    sizes = {"layers": found["layers"], "heads": found["heads"], "hidden": 4 * found["width"], "rows": rows}
+    length = found["context"] if settings.length is None else settings.length
+    return fields, sizes | {"tokens": length, "batch": settings.batch, "devices": n}
+
+
+def refusal(settings: Settings, world: World) -> str | None:
+    """Why a run of these flags cannot be, and which flags to take instead; None if it can."""
+    for needed, changes in _conflicts(settings, world):
+        whole = (mended(settings, change, world) for change in changes)
+        found = list(dict.fromkeys(spelt(change) for change in whole if change is not None))[:2]
+        return f"{needed} Take {' or '.join(found)}." if found else needed
+    fields, sizes = asked(settings, world)
+    return nearest.refusal(fields, sizes, _terms(settings, world)) or _too_short(settings, world)
+
+
+def mended(settings: Settings, change: Change, world: World) -> Change | None:
+    """`change`, and what else then has to change, so that the flags go together; None where nothing near does."""
+    for _ in range(8):
+        after = dataclasses.replace(settings, **change)
+        if works(after, world):
+            return change
+        conflict = next(_conflicts(after, world), None)
+        if conflict is None:
+            break
+        if not conflict[1]:
+            return None
+        change = change | conflict[1][0]
+    fields, sizes = asked(after, world)
+    terms = _terms(after, world)
+    near = (each for each in nearest.nearest(fields, sizes) if not set(each) & set(terms.fixed) and terms.works(each))
+    best = next(near, None)
+    return None if best is None else change | _flags(after, world, best)
+
+
+def works(settings: Settings, world: World) -> bool:
+    """Whether nothing is wrong with these flags."""
+    if next(faults(settings), None) is not None or next(_conflicts(settings, world), None) is not None:
+        return False
+    fields, sizes = asked(settings, world)
+    roomy = all(least <= there for least, there in zip(_least(sizes), world.room(), strict=True))
+    return roomy and sizes["devices"] % world.processes == 0 and nearest.fits(fields, sizes, {})
+
+
+def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Change]]]:
+    """What the flags themselves say against each other, and changes of them that may mend it."""
+    name, found = settings.schedule, model(settings, world)
+    if name.endswith(".csv"):
+        table = schedule.from_csv(name)
+        agreeing = {"stage": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
+        own = asked(settings, world)[0]
+        if any(own[size] != value for size, value in agreeing.items()):
+            yield (
+                f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
+                f"run has {spelt({size: own[size] for size in agreeing})}.",
+                [agreeing],
+            )
+    elif name not in SCHEDULES:
+        yield (
+            f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.",
+            [{"schedule": nearest.most_like(name, list(SCHEDULES))}],
+        )
+    H, D = found["heads"], found["width"]
+    if D % H:
+        near = [{"heads": divisor(D, H)}, {"width": -(-D // H) * H}, {"width": max(1, D // H) * H}]
+        yield f"--width {D} must divide by --heads {H}.", near
+    length = settings.length or 0
+    if world.source is not None and world.source.vocabulary != world.vocabulary:
+        yield (
+            f"--from {settings.source} has a vocabulary of {world.source.vocabulary} tokens, and --tokenizer "
+            f"{settings.tokenizer} has {world.vocabulary}. Choose another --tokenizer.",
+            [],
+        )
+    if world.source is not None and length > world.source.context:
+        needed = f"--from {settings.source} has a context of {world.source.context} tokens; got --length {length}."
+        yield needed, [{"length": world.source.context}]
+    if settings.fingerprint_every and (settings.devices if world.devices is None else world.devices) == 1:
+        yield (
+            f"--fingerprint-every {settings.fingerprint_every} compares devices with each other, and there is one.",
+            [{"fingerprint_every": 0}, {"devices": 8}] if world.devices is None else [{"fingerprint_every": 0}],
+        )
+
+
+def _too_short(settings: Settings, world: World) -> str | None:
+    """Why the text does not do for the sequences."""
+    fields, sizes = asked(settings, world)
+    (train, held_out), (window, batch) = world.room(), _least(sizes)
+    if window <= train and batch <= held_out:
+        return None
+    needed = (
+        f"{settings.text} has {train:,} tokens to train on and {held_out:,} held out; needed {window:,} and {batch:,}, for "
+        f"{spelt({'batch': settings.batch, 'length': sizes['tokens']})}."
+    )
+    lengths = [sizes["tokens"] >> half for half in range(1, sizes["tokens"].bit_length())]
+    shorter = [{"length": length} for length in lengths]
+    least = fields["data"] * fields["microbatches"]
+    smaller = [{"batch": size, "length": length} for size in (least, 1) for length in lengths]
+    right = (each for each in map(lambda change: mended(settings, change, world), shorter + smaller) if each is not None)
+    found = next(right, None)
+    return f"{needed} Bring a longer text." if found is None else f"{needed} Take {spelt(found)}, or a longer text."
+
+
+def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The fewest tokens to train on, and held out: a window, and a batch of windows end to end."""
+    return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
+
+
+def _terms(settings: Settings, world: World) -> nearest.Terms:
+    """A layout's fields and a run's sizes as flags."""
+    fixed = ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
+    if world.source is not None:
+        fixed += ["layers", "heads"]
+    said = {
+        "hidden": lambda size: f"4 x --width {size // 4}",
+        "rows": lambda size: f"{size}, of --tokenizer {settings.tokenizer}",
+    }
+
+    def says(name: str, value: Any) -> str:
+        return said[name](value) if name in said else spelt({SIZES.get(name, name): value})
+
+    return nearest.Terms(
+        says,
+        lambda written, change: spelt(_flags(settings, world, change)),
+        fixed,
+        lambda change: works(dataclasses.replace(settings, **_flags(settings, world, change)), world),
+    )
+
+
+def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
+    """A change of a layout and its sizes as one of flags; where an axis is left to its default, all three are given."""
+    fields = asked(settings, world)[0]
+    axes = {name: fields[name] for name in nearest.AXES}
+    left = set(axes) & set(change) and None in [getattr(settings, name) for name in axes]
+    return {SIZES.get(name, name): value for name, value in ({**axes, **change} if left else change).items()}
