@@ -227,6 +227,15 @@ def test_it_is_said_in_flags(example, usual, flags, message):
     assert refused(example, settings, example.fitting.World(None, 256, room=lambda: (21240, 2360))) == message
 
 
+def test_what_is_sent_is_said_by_axis(example):
+    said = example.plan.report.sending
+    assert said("ring", {}) == [("collectives", "none: the compiled program sends nothing")]
+    assert said("ring", {"data": 1024, "stage x tensor": 10}) == [
+        ("collectives", "ring: a device sends 1.03 kB a step (in the compiled program),"),
+        ("", "1.02 kB over data, 10 B over stage x tensor"),
+    ]
+
+
 def of_a_run(folder, step, checkpoints):
     """A folder of results as a run leaves it: its numbers up to `step`, and these checkpoints."""
     folder.mkdir()

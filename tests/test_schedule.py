@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import subprocess
 import sys
 import time
@@ -435,10 +436,10 @@ def test_a_csv_written_by_hand(tmp_path):
 
 
 FILES = {
-    "empty": ("", "{path}, line 1: needs the columns tick,forward 0,backward 0; got ."),
+    "empty": ("", "{path}, line 1: needs the columns tick,forward 0,backward 0; got ''."),
     "header": (
         "tick,forward 0,backward 1\n0,0,0\n",
-        "{path}, line 1: needs the columns tick,forward 0,backward 0; got tick,forward 0,backward 1.",
+        "{path}, line 1: needs the columns tick,forward 0,backward 0; got 'tick,forward 0,backward 1'.",
     ),
     "tick": (
         "tick,forward 0,backward 0\n0,0,0\n2,1,1\n",
@@ -465,6 +466,32 @@ FILES = {
         "Write one row a tick and -1 where a stage rests.",
     ),
 }
+
+
+NO_TABLES = {
+    "a picture": (
+        b"\x89PNG\r\n\x1a\n",
+        r"needed a table of text, as to_csv writes it, found something else \('utf-8' codec can't",
+    ),
+    "UTF-16": (
+        "tick".encode("utf-16"),
+        r"needed a table of text, as to_csv writes it, found something else \('utf-8' codec can't",
+    ),
+    "an archive": (b"PK\x03\x04" * 5, r"line 1: needs the columns tick,forward 0,backward 0; got 'PK\\x03\\x04PK.*'\.$"),
+    "a long line": (
+        b"x" * 10_000,
+        r"line 1: needs the columns tick,forward 0,backward 0; got 'x{79}\.\.\. \(10002 characters\)\.$",
+    ),
+    "a long cell": (b'"' + b"x" * 200_000, r"needed a table of text, .* \(field larger than field limit \(131072\)\)\.$"),
+}
+
+
+@pytest.mark.parametrize("case", NO_TABLES)
+def test_a_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, case):
+    content, message = NO_TABLES[case]
+    (tmp_path / "table.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / 'table.csv'))}[:,] {message}"):
+        from_csv(tmp_path / "table.csv")
 
 
 @pytest.mark.parametrize("case", FILES)

@@ -164,6 +164,9 @@ def test_goodput_counts_what_was_lost_and_the_time_away(monkeypatch):
     spend(clock, "steps", 50)
     assert clock.seconds == {"steps": 80.0, "evaluation": 10.0}
     assert clock.goodput() == 80 / 150
+    now[0] = 900  # the system's clock is set back, to before the run began
+    assert clock.goodput() == 80 / 90
+    assert metrics.Clock().goodput() == 0
 
 
 # Metrics

@@ -200,7 +200,6 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
     flops = report.step_flops(c, per_step, plan.length)
     n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
     kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
-    bytes_ = lambda size: quantity(size, "B")
     rows = [
         ("model", f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}"),
         (
@@ -220,8 +219,7 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
             f"{layout.microbatches} microbatches",
         ),
         ("split", report.split(layout)),
-        ("collectives", f"{s.all_reduce}: a device sends {bytes_(sum(sent.values()))} a step (in the compiled program),"),
-        ("", ", ".join(f"{bytes_(size)} over {axis}" for axis, size in sent.items())),
+        *report.sending(s.all_reduce, sent),
         ("arithmetic", f"{quantity(flops, 'FLOP')} a step"),
         ("matrix rate", f"{quantity(rate, 'FLOP/s')} ({measured}):"),
         ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),

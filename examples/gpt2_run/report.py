@@ -21,6 +21,7 @@ from parallax import draw, step
 from parallax.compiled import certificate, memory
 from parallax.layout import Layout, words
 from parallax.models import gpt2
+from parallax.plan import quantity
 from parallax.run import fingerprint, processes
 
 # What a run will do
@@ -48,6 +49,17 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
             over = " x ".join(entry.axes)
             axes[over] = axes.get(over, 0) + entry.bytes
     return axes
+
+
+def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
+    """The rows that say what a device sends, of `sent`."""
+    if not by_axis:
+        return [("collectives", "none: the compiled program sends nothing")]
+    total = quantity(sum(by_axis.values()), "B")
+    return [
+        ("collectives", f"{all_reduce}: a device sends {total} a step (in the compiled program),"),
+        ("", ", ".join(f"{quantity(size, 'B')} over {axis}" for axis, size in by_axis.items())),
+    ]
 
 
 def split(layout: Layout) -> str:

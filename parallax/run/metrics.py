@@ -103,8 +103,12 @@ class Clock:
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """Productive seconds over all seconds since the run first began, from 0 to 1."""
-        return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(time.time() - self.began, 1e-9)
+        """Productive seconds over all seconds since the run first began, from 0 to 1.
+
+        Where the system's clock was set back since, all seconds are those that were counted, at least.
+        """
+        counted = sum(self.seconds.values())
+        return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(time.time() - self.began, counted, 1e-9)
 
 
 # Metrics: a sink is a function of the step and of numbers by name

@@ -25,26 +25,27 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     Raises:
         ValueError: the file is no table, or its table cannot run; the message names the line.
     """
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: needed a table of text, as to_csv writes it, found something else ({error}).") from error
     stages = sum(name.strip().startswith("forward") for name in header)
     lanes = LANES if any(name.strip().startswith("weight") for name in header) else LANES[:2]
     columns = _columns(stages, lanes)
     if stages == 0 or [name.strip() for name in header] != columns:
-        raise ValueError(
-            f"{path}, line 1: needs the columns {','.join(_columns(max(stages, 1), lanes))}; got {','.join(header)}."
-        )
+        raise ValueError(f"{path}, line 1: needs the columns {','.join(_columns(max(stages, 1), lanes))}; got {_short(header)}.")
     cells = np.full((len(rows), len(columns) - 1, 2), -1)
     for tick, row in enumerate(rows):
         if len(row) != len(columns) or row[0].strip() != str(tick):
-            raise ValueError(f"{path}, line {tick + 2}: needs tick {tick} and {len(columns)} cells, got {','.join(row)!r}.")
+            raise ValueError(f"{path}, line {tick + 2}: needs tick {tick} and {len(columns)} cells, got {_short(row)}.")
         for column, cell in enumerate(row[1:]):
             match = re.fullmatch(r"([0-9]{1,6})(?:\.([0-9]{1,6}))?", cell.strip())
             if match:
                 cells[tick, column] = int(match[1]), int(match[2] or 0)
             elif cell.strip():
                 raise ValueError(
-                    f"{path}, line {tick + 2}: {columns[column + 1]} in tick {tick} is {cell!r}. "
+                    f"{path}, line {tick + 2}: {columns[column + 1]} in tick {tick} is {_short([cell])}. "
                     "Write a microbatch as 3, or as 3.1 with its chunk, or leave the cell empty."
                 )
     chunks = max(int(cells[..., 1].max(initial=0)) + 1, 1)
@@ -55,6 +56,12 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(f"{path}, line {error.tick + 2}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _short(cells: list[str]) -> str:
+    """Cells in a message: what no terminal should get is escaped, and what is long is cut."""
+    text = repr(",".join(cells))
+    return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _columns(stages: int, lanes: tuple[str, ...]) -> list[str]:
