@@ -49,7 +49,8 @@ def whole(
         axis: all axes over which a leaf is split that the optimizer looks at.
 
     Raises:
-        ValueError: the leaves are split over other axes too, and the optimizer does not act element by element.
+        ValueError: the leaves are split over other axes too, and the optimizer does not act element by element; or, when its
+            state is made, the mesh has no such axis.
     """
     return _owned(optimizer, specs, Axis.of(axis), lambda path, ndim: 0, apart=False)
 
@@ -135,6 +136,8 @@ def _owned(optimizer, specs: Specs, axis: Axis, leads: Leads, *, apart: bool) ->
 
     def init(params) -> Any:
         params = eqx.filter(params, rules.is_inexact)
+        if there := jax.sharding.get_abstract_mesh().manual_axes:
+            rules.check_axes(axes_of(axis), there)
         if inside(axis):
             params = jax.tree.map_with_path(lambda path, w: _to_owner(w, w, way(path, w.ndim), path), params)
         found = groups(params)

@@ -366,7 +366,7 @@ def planned(
     static = statics[0]
     model_specs = rules.specs(model, rule, mesh_, batch_axes=batch_axes)
     owned = model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)
-    of_optimizer = rules.optimizer_specs(optimizer, seen, owned)
+    of_optimizer = rules.optimizer_specs(optimizer, seen, owned, mesh_)
     specs = State(model_specs, of_optimizer, P(), jax.tree.map(lambda _: P(), scale))
     placed = mesh.shardings(specs, mesh_)
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.

@@ -24,7 +24,7 @@ from optimizers_steps import (
 from optimizers_table import RATE, downhill, large, of_leaves
 from reference import EXACT, assert_close
 
-from parallax import optimizers
+from parallax import mesh, optimizers, rules, step
 from parallax.collectives.types import varying_axes
 
 
@@ -178,3 +178,18 @@ def test_an_optimizer_with_collectives_of_its_own_is_let_through():
     assert_names_leaf_axis_and_cure(refusal(WAYS["tensor"], {"": clipped_on_shards(0.5)}), "tensor")
     found = on_shards(WAYS["tensor"], {"": optimizers.on_shards(clipped_on_shards(0.5))})
     assert_close(found[""][0], plain[""][0], EXACT)
+
+
+@pytest.mark.parametrize("wrapper", [optimizers.whole, optimizers.by_matrix])
+@pytest.mark.parametrize("axis", ["tensr", ("data", "tensr")])
+def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, axis):
+    """Wherever it is made: for a state that is placed, and inside a map."""
+    axes, specs = mesh.make(data=4, tensor=2), {"w": P("tensor"), "b": P()}
+    model = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    optimizer = wrapper(optax.adam(RATE), specs, axis)
+    rule = rules.first(rules.match("w", P("tensor")), rules.match("b", P()))
+    message = r"^optimizers: the optimizer joins shares along 'tensr', and the mesh has 'data', 'tensor'\. Give "
+    with pytest.raises(ValueError, match=message):
+        step.planned(lambda: model, optimizer, rule, axes)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mesh.spmd(optimizer.init, mesh=axes, in_specs=(specs,), out_specs=P()), model)

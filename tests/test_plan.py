@@ -256,6 +256,10 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
 def test_what_cannot_be_found_is_told():
     with pytest.raises(ValueError, match="there is none"):
         layouts.search(gpt2.SMALL, 7, hardware.A100, batch=8)
+    with pytest.raises(ValueError, match=r"^search needs precision to be one of full, bfloat16, float16; got 'bf16'\.$"):
+        layouts.search(gpt2.SMALL, 8, hardware.A100, batch=8, precision="bf16")
+    with pytest.raises(ValueError, match=r"^search needs 1 device and a batch of 1 or more; got devices=0 and batch=8\.$"):
+        layouts.search(gpt2.SMALL, 0, hardware.A100, batch=8)
     with pytest.raises(
         ValueError, match=r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more devices"
     ):
@@ -267,8 +271,9 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     batch = layouts.largest_batch(estimates.GPT_300M, layout, hardware.V100)
     one = plan.plan(estimates.GPT_300M, layout, hardware.V100, batch=batch)
     assert one.fits
-    no_larger = dataclasses.replace(hardware.V100, memory=one.memory.peak - one.memory.inputs)
-    assert layouts.largest_batch(estimates.GPT_300M, layout, no_larger) == batch
+    memory = lambda size: dataclasses.replace(hardware.V100, memory=size)
+    assert layouts.largest_batch(estimates.GPT_300M, layout, memory(one.memory.peak)) == batch
+    assert layouts.largest_batch(estimates.GPT_300M, layout, memory(one.memory.peak - 1)) < batch  # the batch's bytes count
     assert not plan.plan(estimates.GPT_300M, layout, hardware.V100, batch=batch + 8).fits
     assert layouts.largest_batch(estimates.GPT3, layout, hardware.V100) == 0
 

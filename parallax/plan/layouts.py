@@ -50,8 +50,13 @@ def search(
         sequences: of a microbatch on a device, to choose from.
 
     Raises:
-        ValueError: no layout takes so many devices, or none of those fits; the message says which comes nearest.
+        ValueError: no layout takes so many devices, or none of those fits, and the message says which comes nearest; or a
+            number below 1, or a precision that is not known.
     """
+    if precision not in KNOWN["precision"]:
+        raise ValueError(f"search needs precision to be one of {', '.join(KNOWN['precision'])}; got {precision!r}.")
+    if devices < 1 or batch < 1:
+        raise ValueError(f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}.")
     nearest: Layout | None = None
     found = []
     for family in _families(config, devices, batch, precision, sequences):
@@ -134,7 +139,8 @@ def _peak(config, layout, hardware, batch, optimizer) -> Number:
     state = arguments.parameter_bytes(config, layout) + arguments.optimizer_bytes(config, layout, optimizer)
     if state > hardware.memory:
         return state
-    return state + temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short).peak
+    temporary = temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short)
+    return state + arguments.batch_bytes(config, layout, batch) + temporary.peak
 
 
 def _nothing(config, devices, hardware, batch, optimizer, nearest: Layout | None) -> str:

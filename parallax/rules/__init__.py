@@ -7,7 +7,7 @@ run and train something else.
 
 from parallax.rules.applied import Survey, explain, is_inexact, paths, specs, survey
 from parallax.rules.makers import Rule, covers, first, fsdp, match
-from parallax.rules.optimizer import Owned, optimizer_specs, owner
+from parallax.rules.optimizer import Owned, check_axes, optimizer_specs, owner
 from parallax.rules.placement import Refusal
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Refusal",
     "Rule",
     "Survey",
+    "check_axes",
     "covers",
     "explain",
     "first",

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from parallax.mesh import by_path, dotted, entry_axes
@@ -32,13 +32,25 @@ class Owned(eqx.Module):
     leads: tuple[int, ...] = eqx.field(static=True)
 
 
+def check_axes(names: Sequence[str], there: Sequence[str]) -> None:
+    """Refuse axes of `parallax.optimizers` that are not among those that are there. Raises `ValueError`."""
+    strange = [name for name in names if name not in there]
+    if strange:
+        raise ValueError(
+            f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has {', '.join(map(repr, there))}. Give "
+            "optimizers.whole or optimizers.by_matrix the names of its axes."
+        )
+
+
 def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
     """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
     fitting = [i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)]
     return max(fitting, key=lambda i: len(paths[i]), default=None)
 
 
-def optimizer_specs(optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs) -> Specs:
+def optimizer_specs(
+    optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs, mesh: Mesh | None = None
+) -> Specs:
     """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter, all else (counts) is `P()`.
 
     `specs` is what `specs(tree, rule)` gives. A moment of another shape than its parameter must be that parameter reduced over
@@ -47,7 +59,8 @@ def optimizer_specs(optimizer: optax.GradientTransformation | optax.MultiSteps, 
     `ValueError`, unless the parameter is whole: then so is all its state.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are those that `specs` has and `tree` has
-    not: pass `eqx.filter(tree, trained)` where some leaves are frozen. State of `parallax.optimizers` is whole along its axes.
+    not: pass `eqx.filter(tree, trained)` where some leaves are frozen. State of `parallax.optimizers` is whole along its axes,
+    each of which `mesh` must have, if it is given.
 
     The specs say where the state lives, not that an update on shards equals one on the whole; `step.make` asks that.
     """
@@ -70,6 +83,8 @@ def optimizer_specs(optimizer: optax.GradientTransformation | optax.MultiSteps, 
     def node(path, each):
         if not isinstance(each, Owned):
             return of(path, each, given.get, P())
+        if mesh is not None:
+            check_axes(each.names, mesh.axis_names)
         groups = []
         for group, members, lead in zip(each.groups, each.members, each.leads, strict=True):
             spec_of = lambda name, lead=lead: _owned_spec(padded(given[name], leaves[name].ndim), lead, each.names)
