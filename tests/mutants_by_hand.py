@@ -648,6 +648,55 @@ TOLD = (
     ),
     Mutant("_misfits", '"the vocabulary\'s padded rows", P * t', '"the vocabulary\'s padded rows", t', "test_layout.py"),
     Mutant(
+        "refusal",
+        "for change in fault.changes if fits(fields, sizes, change))",
+        "for change in fault.changes)",
+        "test_layout.py::test_what_a_refusal_proposes_works",
+    ),
+    Mutant(
+        "_taken", "not set(change) & set(terms.fixed) and ", "", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"
+    ),
+    Mutant("_unknown", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
+    Mutant("_uncounted", "if devices % processes:", "if False:", "test_layout.py"),
+    Mutant(
+        "nearest",
+        "change = known | _consistent(known, alone)",
+        "change = _consistent(known, alone)",
+        "test_layout.py::test_what_a_refusal_proposes_works",
+    ),
+    Mutant("_flags", "{**written, **own}", "own", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"),
+    Mutant("_known", "if each not in taken", "", "test_layout.py::test_what_a_text_or_json_is_refused_with_is_one_that_works"),
+    Mutant(
+        "Clock.goodput",
+        "counted, 1e-9",
+        "1e-9",
+        "test_training.py::test_goodput_counts_what_was_lost_and_the_time_away",
+    ),
+    Mutant(
+        "from_csv",
+        "(UnicodeDecodeError, csv.Error)",
+        "UnicodeDecodeError",
+        "test_schedule.py::test_a_file_that_is_no_table_is_refused_in_a_sentence",
+    ),
+    Mutant(
+        "_peak",
+        " + arguments.batch_bytes(config, layout, batch)",
+        "",
+        "test_plan.py::test_the_largest_batch_fits_and_one_more_does_not",
+    ),
+    Mutant(
+        "planned",
+        "seen, owned, mesh_)",
+        "seen, owned)",
+        "test_optimizers_holes.py::test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
+    ),
+    Mutant(
+        "_owned",
+        "rules.check_axes(axes_of(axis), there)",
+        "there",
+        "test_optimizers_holes.py::test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
+    ),
+    Mutant(
         "search",
         "again >= least",
         "again > least",

@@ -151,6 +151,27 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
+def test_every_promise_names_a_test_a_figure_and_a_limit():
+    """On the page on reliability; each test that it names is there."""
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| promise \| test \| figure \| limit \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE)
+    rows = [[cell.strip() for cell in row.strip("| ").split(" | ")] for table in tables for row in table.splitlines()]
+    assert len(tables) == 4
+    assert len(rows) > 40
+    for row in rows:
+        assert len(row) == 4, row
+        promise, test, figure, limit = row
+        assert re.fullmatch(r"`test_\w+\.py::test_\w+`", test), row
+        assert min(len(promise), len(figure)) > 5, row
+        assert limit, row
+    for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page):
+        path = ROOT / "tests" / file
+        functions = {
+            node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+        }
+        assert name in functions, f"reliability.md names {file}::{name}, which is not there"
+
+
 def test_every_page_is_in_the_navigation():
     settings = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
     named = re.findall(r"[\w/-]+\.md", str(settings["project"]["nav"]))
