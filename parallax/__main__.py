@@ -124,9 +124,12 @@ def both_estimates(_: argparse.Namespace) -> str:
 
 
 def model(options: argparse.Namespace) -> gpt2.Config:
-    """The model that was asked for."""
+    """The model that was asked for. Raises `ValueError` for a size below 1."""
     config = MODELS[options.model]
     sizes = {"context": options.context, "layers": options.layers}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}.")
     return dataclasses.replace(config, **{name: size for name, size in sizes.items() if size is not None})
 
 

@@ -662,10 +662,9 @@ TOLD = (
         "nearest",
         "change = known | _consistent(known, alone)",
         "change = _consistent(known, alone)",
-        "test_layout.py::test_what_a_refusal_proposes_works",
+        "test_main.py::test_what_cannot_be_ends_with_a_sentence",
     ),
     Mutant("_flags", "{**written, **own}", "own", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"),
-    Mutant("_known", "if each not in taken", "", "test_layout.py::test_what_a_text_or_json_is_refused_with_is_one_that_works"),
     Mutant(
         "Clock.goodput",
         "counted, 1e-9",

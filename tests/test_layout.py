@@ -190,7 +190,12 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: each process must have as many devices as the others; the run has 4 devices and 3 processes. "
             "Start 2, or take 6 devices.",
         ),
-        (Layout(), {"heads": 0}, "Layout.check needs heads as a whole number from 1 to 2147483647; got 0. Take heads=1."),
+        (
+            Layout(data=2),
+            {"batch": -4, "devices": 2},
+            "Layout: batch=-4 is no whole number from 1 to 2147483647. Take batch=2.",
+        ),
+        (Layout(), {"heads": 0}, "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1."),
     ],
 )
 def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):

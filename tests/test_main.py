@@ -40,6 +40,19 @@ def test_prints(arguments, words, capsys):
             "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout data=16 or "
             "--layout data=8 --devices 8.",
         ),
+        (
+            "plan --model xl --layout tensor=5",
+            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1 or --layout tensor=1,data=2, the",
+        ),
+        (
+            "plan --model tiny --layout stage=5,schedule=1f1b --batch 16 --devices 6",
+            "got '1f1b'. Take --layout stage=1,schedule=one_f_one_b,data=6 --batch 18, the nearest that works.",
+        ),
+        ("plan --layout data=2 --batch 0", "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2."),
+        ("plan --layout data=2 --devices -3", "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 "),
+        ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
+        ("plan --devices 0", "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512."),
+        ("plan --devices 8 --precision bf16", "search needs precision to be one of full, bfloat16, float16; got 'bf16'."),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
     ],

@@ -169,7 +169,7 @@ class Layout:
             name, equals, value = part.partition("=")
             if not equals:
                 wrong.append(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}.")
-            name = _known(name, values, wrong)
+            name = _known(name, wrong)
             if name in values:
                 wrong.append(f"Layout.parse: {name} is given twice, as {values[name]} and {value}.")
             values[name] = _typed(name, value) if equals else _alone(name)
@@ -187,7 +187,7 @@ class Layout:
         wrong: list[str] = []
         known: dict[str, Any] = {}
         for name, value in values.items():
-            known[_known(name, known, wrong)] = value
+            known[_known(name, wrong)] = value
         return cls._of(known, {}, JSON, wrong)
 
     @classmethod
@@ -221,9 +221,9 @@ def _alone(name: str) -> Any:
     return True if isinstance(USUAL[name], bool) else USUAL[name]
 
 
-def _known(name: str, taken: Mapping[str, Any], wrong: list[str]) -> str:
-    """The field of this `name`; else the one that is spelt most like it and not taken yet, and `wrong` tells."""
+def _known(name: str, wrong: list[str]) -> str:
+    """The field of this `name`; else the one that is spelt most like it, and `wrong` tells."""
     if name in USUAL:
         return name
     wrong.append(f"Layout has the fields {', '.join(USUAL)}; got {name!r}.")
-    return nearest.most_like(name, [each for each in USUAL if each not in taken] or list(USUAL))
+    return nearest.most_like(name, list(USUAL))

@@ -118,7 +118,7 @@ def fits(fields: Fields, sizes: Fields, change: Fields) -> bool:
 
 def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """All that is wrong; what comes later may stand on what came before."""
-    found = next(itertools.chain(_unknown(fields), _uncounted(sizes)), None)
+    found = next(itertools.chain(_unknown(fields), _uncounted(fields, sizes)), None)
     if found is not None:
         yield found
         return
@@ -164,11 +164,12 @@ def _unknown(fields: Fields) -> Iterator[Fault]:
             yield Fault(f"Layout needs {name} of {bound}; got {_short(value)}.", ({name: 1},))
 
 
-def _uncounted(sizes: Fields) -> Iterator[Fault]:
+def _uncounted(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes that are no count of anything, and a machine that no layout takes."""
+    least = {"devices": math.prod(fields[name] for name in AXES), "batch": fields["data"] * fields["microbatches"]}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MANY:
-            yield Fault(f"Layout.check needs {name} as a whole number from 1 to {MANY}; got {_short(value)}.", ({name: 1},))
+            yield Fault(f"Layout: {{{name}}} is no whole number from 1 to {MANY}.", ({name: least.get(name, 1)},))
             return
     devices, processes = sizes.get("devices", 0), sizes.get("processes", 1)
     if devices % processes:
@@ -232,9 +233,9 @@ def nearest(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
     Near is what changes each number by a small factor. Where no layout takes all the devices, it is the batch that changes.
     There is none where the processes do not divide the devices, or a size is no count.
     """
-    if next(_uncounted(sizes), None) is not None:
-        return
     known = dict(fields) | {name: value for fault in _unknown(fields) for name, value in fault.changes[0].items()}
+    if next(_uncounted(known, sizes), None) is not None:
+        return
     found = sorted(
         map(dict, {tuple(each.items()): None for each in _candidates(known, sizes)}), key=lambda to: _distance(known, to)
     )
