@@ -467,7 +467,7 @@ RUN = (
     Mutant("listening", "(signal.SIG_IGN, None)", "(None,)", "test_signals.py::test_what_was_ignored_stays_so"),
     Mutant("Peers._closed", "not peer.over", "not peer.left", "test_peers.py::test_who_is_gone_is_named_and_the_others_end"),
     Mutant(
-        "Guest.hear",
+        "Newcomer.hear",
         "return secret.proves(message",
         "return True or secret.proves(message",
         "test_peers.py::test_strangers_are_turned_away_in_a_line_and_the_job_goes_on",

@@ -17,7 +17,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from parallax import data
-from parallax.data import batches, manifest, opened
+from parallax.data import batches, manifest, token_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 TEXT, RANKS = EXAMPLES / "state_of_the_union.txt", EXAMPLES / "gpt2.tiktoken"
@@ -35,7 +35,7 @@ def test_a_file_gives_back_what_was_written(tmp_path, vocabulary, item):
     data.write(tmp_path / "text.bin", tokens, vocabulary=vocabulary)
     assert (tmp_path / "text.bin").read_bytes() == b"".join(int(token).to_bytes(item, "little") for token in tokens)
     back = data.read(tmp_path / "text.bin", vocabulary=vocabulary)
-    assert isinstance(back, opened.File)
+    assert isinstance(back, token_file.File)
     np.testing.assert_array_equal(back, tokens)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.run import door, launch, peers
+from parallax.run import handshake, launch, peers
 
 ROOT = Path(__file__).parents[1]
 MEMBER = """
@@ -191,7 +191,7 @@ def joined(port, token, processes=3, rank=1):
     """The answer to one that says that it is a rank of the job."""
     with socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
         job = launch.Job("test", rank, processes, f"127.0.0.1:{port}", secret=token)
-        return door.knock(door.Line(connection), rank, door.secret(job), peers.about(job))[0]
+        return handshake.present(handshake.Line(connection), rank, handshake.secret(job), peers.about(job))[0]
 
 
 def strangers(port):
@@ -255,13 +255,13 @@ def test_two_jobs_given_one_port_stay_apart():
             for process in second.started.values():
                 said_until(process, "met\n")
             assert all(process.poll() is None for process in [*first.started.values(), *second.started.values()])
-            refused = run(f"door.TAKEN = 0.1; door.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))")
+            refused = run(f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))")
             assert refused.returncode == 2
             words = (
                 rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port {first.port} is taken, by another job or"
             )
             assert re.match(words, refused.stderr), refused.stderr
-            refused = run(f"door.TAKEN = 0.1; door.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))")
+            refused = run(f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))")
             assert f"each of the ports {first.port} to {first.port + 1} is taken" in refused.stderr
 
 
@@ -296,7 +296,7 @@ def test_all_learn_one_address_for_jax_which_is_free():
 )
 def test_on_one_machine_others_do_not_reach_it(host, where):
     try:
-        with door.listen(launch.Job("test", 0, 2, f"[{host}]:0" if ":" in host else f"{host}:0")) as server:
+        with handshake.listen(launch.Job("test", 0, 2, f"[{host}]:0" if ":" in host else f"{host}:0")) as server:
             bound = server.getsockname()[0]
     except SystemExit:
         pytest.skip("no such address here")
@@ -304,7 +304,7 @@ def test_on_one_machine_others_do_not_reach_it(host, where):
 
 
 def test_a_proof_holds_for_one_meeting_alone():
-    secret = door.secret(launch.Job("test", 0, 3, "h:1", secret="a token"))
+    secret = handshake.secret(launch.Job("test", 0, 3, "h:1", secret="a token"))
     proof = secret.proof(1, 1, "a", "b")
     assert secret.proves(proof, 1, 1, "a", "b")
     for other in [(0, 1, "a", "b"), (1, 2, "a", "b"), (1, 1, "b", "a"), (1, 1, "a", "c")]:
@@ -318,7 +318,7 @@ def test_a_proof_holds_for_one_meeting_alone():
 def run(program):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     return subprocess.run(
-        [sys.executable, "-c", f"from parallax.run import door, launch\n{program}"],
+        [sys.executable, "-c", f"from parallax.run import handshake, launch\n{program}"],
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

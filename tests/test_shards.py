@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_manifests import PATHS, seal, unseal
 
 from parallax import data
-from parallax.data import manifest, opened, shards, tokens
+from parallax.data import manifest, shards, token_file, tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
 STORED = np.arange(300) * 7 % 300
@@ -41,7 +41,7 @@ def test_any_cut_of_the_text_reads_as_the_text(tmp_path_factory, lengths, size, 
     assert len(found) == sum(lengths)
     np.testing.assert_array_equal(found[np.arange(len(found))], TOKENS[: sum(lengths)])
     assert [len(part) for part in found.parts[:-1]] == [size] * (len(found.parts) - 1)
-    assert all(isinstance(part, opened.File) for part in found.parts)
+    assert all(isinstance(part, token_file.File) for part in found.parts)
 
 
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 10**6), rows=st.tuples(st.integers(0, 7), st.integers(1, 8)))
@@ -322,7 +322,7 @@ def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
     np.testing.assert_array_equal(file[np.stack([asked, asked[::-1]])], array[np.stack([asked, asked[::-1]])])
     start, stop = cut
     part = file[start:stop]
-    assert isinstance(part, opened.File)
+    assert isinstance(part, token_file.File)
     np.testing.assert_array_equal(part, array[start:stop])
     np.testing.assert_array_equal(part[3:][:-2], array[start:stop][3:][:-2])
     inside = asked[asked < stop - start]

@@ -5,7 +5,7 @@ Legend: V vocabulary, N tokens, c(v, w) how often token w follows token v.
 
 import numpy as np
 
-from parallax.data.opened import File
+from parallax.data.token_file import File
 from parallax.data.tokens import Tokens, check
 
 

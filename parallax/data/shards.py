@@ -19,7 +19,7 @@ from jaxtyping import Integer
 
 from parallax import given
 from parallax.data import manifest
-from parallax.data.opened import File
+from parallax.data.token_file import File
 from parallax.data.tokens import FORMAT, Tokens, check_dtype, opened, store, stored_as, verify
 
 MANIFEST = "manifest.json"
@@ -30,7 +30,7 @@ class Shards:
     """Tokens in several files: `len(shards)`, and `shards[places]` for places as one array of all.
 
     It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
-    that they do not have, and as `opened.File` does.
+    that they do not have, and as `token_file.File` does.
 
     Attributes:
         parts: the tokens of each file, in order.

@@ -26,7 +26,7 @@ from jaxtyping import Integer
 
 from parallax import given
 from parallax.data import manifest
-from parallax.data.opened import Descriptor, File
+from parallax.data.token_file import Descriptor, File
 
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 2
@@ -38,7 +38,7 @@ Text = TypeVar("Text", np.ndarray, File)
 
 @runtime_checkable
 class Source(Protocol):
-    """Tokens that `batch` can read: an array, an `opened.File`, or `shards.Shards`."""
+    """Tokens that `batch` can read: an array, an `token_file.File`, or `shards.Shards`."""
 
     def __len__(self) -> int:
         """How many there are."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.run import (
         checkpoint,
-        door,
         fingerprint,
+        handshake,
         launch,
         lock,
         metrics,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "checkpoint",
-    "door",
     "fingerprint",
+    "handshake",
     "launch",
     "lock",
     "metrics",

@@ -1,7 +1,7 @@
 """Who of a job is there: all meet at rank 0, before JAX connects them, and keep that connection, by which all learn who is gone.
 
-Rank 0 listens at the coordinator's address, and lets in whom `door` knows; a stranger is turned away with a line, and the job
-goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
+Rank 0 listens at the coordinator's address, and lets in whom `handshake` knows; a stranger is turned away with a line, and the
+job goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
 holds Python's lock, keeps it and says nothing. Only time tells that from long work, so there the `Watchdog` decides, and asks
 here whom to name. JAX is not imported here.
 """
@@ -18,14 +18,14 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from parallax.run import door, launch, signals
+from parallax.run import handshake, launch, signals
 
 # Seconds in which the process that failed first, and not one that waited for it, has the last word: launchers send SIGKILL to
 # what is left a second after SIGTERM.
 GRACE = 1.5
 BEAT = 0.5  # seconds from one message to the next
 SILENT = 4 * BEAT  # seconds without one, after which a process is called silent
-GUESTS = 128  # that have shown nothing yet, at a time
+NEWCOMERS = 128  # that have shown nothing yet, at a time
 LINES = 8  # about strangers
 
 
@@ -43,7 +43,7 @@ class Peer:
         port: of rank 0, at which JAX's coordinator will be; 0 until all have come.
     """
 
-    def __init__(self, line: door.Line, about: dict[str, Any]):
+    def __init__(self, line: handshake.Line, about: dict[str, Any]):
         self.line, self.about = line, about
         self.doing, self.waits, self.left, self.over, self.fault, self.gone, self.port = "starting", True, False, False, "", "", 0
         self.heard = time.monotonic()
@@ -92,14 +92,14 @@ class Peers:
         self.job, self.limit = job, limit
         self.others: list[Peer] = []  # on rank 0 all others; elsewhere rank 0
         self.gone = ""  # who is, in words
-        self._about, self._secret = about(job), door.secret(job)
+        self._about, self._secret = about(job), handshake.secret(job)
         self._message: dict[str, Any] = {"doing": "starting", "waits": True, "left": False, "over": False}
         self._message |= {"fault": "", "gone": "", "port": 0}
         self._said: set[Hashable] = set()
         self._here, self._met = threading.Event(), threading.Event()
         self._sending = threading.Lock()
         self._began = self._sent = time.monotonic()
-        run = functools.partial(self._lead, door.listen(job)) if job.rank == 0 else self._follow
+        run = functools.partial(self._lead, handshake.listen(job)) if job.rank == 0 else self._follow
         threading.Thread(target=run, name="peers", daemon=True).start()
 
     # What this process tells
@@ -108,7 +108,7 @@ class Peers:
         """The address for JAX's coordinator, once all processes have come: at a port that was free a moment ago."""
         self._here.wait()
         port = self._message["port"] if self.job.rank == 0 else self.others[0].port
-        host = door.bound(self.job)
+        host = handshake.bound(self.job)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def met(self) -> None:
@@ -171,13 +171,13 @@ class Peers:
                 for key, _ in selector.select(BEAT):
                     if key.fileobj is server:
                         self._accept(server, selector)
-                    elif isinstance(key.data, door.Guest):
-                        self._ask(key.data, selector)
+                    elif isinstance(key.data, handshake.Newcomer):
+                        self._hear(key.data, selector)
                     elif not key.data.read():
                         selector.unregister(key.fileobj)
                         self._closed(key.data)
                 for key in list(selector.get_map().values()):
-                    if isinstance(key.data, door.Guest) and time.monotonic() > key.data.came + door.ANSWER:
+                    if isinstance(key.data, handshake.Newcomer) and time.monotonic() > key.data.came + handshake.ANSWER:
                         self._turn_away(key.data, selector, "it says nothing")
                 self._message["fault"] = self.fault()
                 self._send()
@@ -187,49 +187,49 @@ class Peers:
         with contextlib.suppress(OSError):
             connection, where = server.accept()
             connection.setblocking(False)
-            guest = door.Guest(door.Line(connection), *where[:2])
-            selector.register(connection, selectors.EVENT_READ, guest)
-            if sum(isinstance(key.data, door.Guest) for key in selector.get_map().values()) > GUESTS:
-                self._turn_away(guest, selector, "too many ask at once")
+            newcomer = handshake.Newcomer(handshake.Line(connection), *where[:2])
+            selector.register(connection, selectors.EVENT_READ, newcomer)
+            if sum(isinstance(key.data, handshake.Newcomer) for key in selector.get_map().values()) > NEWCOMERS:
+                self._turn_away(newcomer, selector, "too many ask at once")
 
-    def _ask(self, guest: door.Guest, selector: selectors.BaseSelector) -> None:
-        """Hear a guest; once it has shown that it is of the job, it is another."""
-        messages = guest.line.read()
+    def _hear(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector) -> None:
+        """Hear a newcomer; once it has shown that it is of the job, it is another."""
+        messages = newcomer.line.read()
         for message in messages or []:
-            known = guest.hear(message, self._secret, range(1, self.job.processes))
+            known = newcomer.hear(message, self._secret, range(1, self.job.processes))
             if known is False:
-                return self._turn_away(guest, selector, "it does not know this job's secret")
+                return self._turn_away(newcomer, selector, "it does not know this job's secret")
             if known:
-                return self._let_in(guest, selector)
+                return self._let_in(newcomer, selector)
         if messages is None:
-            self._turn_away(guest, selector, "it left before it had shown anything")
+            self._turn_away(newcomer, selector, "it left before it had shown anything")
 
-    def _let_in(self, guest: door.Guest, selector: selectors.BaseSelector) -> None:
-        if self._message["port"] or guest.rank in {other.about["rank"] for other in self.others}:
-            guest.line.send({"refused": f"a rank {guest.rank} has come already"})
-            return self._turn_away(guest, selector, f"a rank {guest.rank} has come already")
-        peer = Peer(guest.line, guest.about)
+    def _let_in(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector) -> None:
+        if self._message["port"] or newcomer.rank in {other.about["rank"] for other in self.others}:
+            newcomer.line.send({"refused": f"a rank {newcomer.rank} has come already"})
+            return self._turn_away(newcomer, selector, f"a rank {newcomer.rank} has come already")
+        peer = Peer(newcomer.line, newcomer.about)
         selector.modify(peer.line.connection, selectors.EVENT_READ, peer)
         self.others.append(peer)
         if len(self.others) == self.job.processes - 1:
-            self._message["port"] = door.free_port(self.job)
+            self._message["port"] = handshake.free_port(self.job)
             self._here.set()
         peer.line.send(self._message | {"about": self._about})
         self._send(now=True)
 
-    def _turn_away(self, guest: door.Guest, selector: selectors.BaseSelector, why: str) -> None:
-        selector.unregister(guest.line.connection)
-        guest.line.connection.close()
-        self._say((guest.host, guest.rank, why), f"{self.job.who} turned away {guest}: {why}. The job goes on.")
+    def _turn_away(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector, why: str) -> None:
+        selector.unregister(newcomer.line.connection)
+        newcomer.line.connection.close()
+        self._say((newcomer.host, newcomer.rank, why), f"{self.job.who} turned away {newcomer}: {why}. The job goes on.")
 
     def _follow(self) -> None:
         """On another rank: rank 0 is looked for, heard, and told; where it closes without a word, this process ends."""
-        host, _ = door.address(self.job)
+        host, _ = handshake.address(self.job)
         while not self.others:
-            for port in door.ports(self.job):
+            for port in handshake.ports(self.job):
                 self._in_time()
                 with contextlib.suppress(OSError):
-                    self._knock(socket.create_connection((host, port), timeout=BEAT))
+                    self._present(socket.create_connection((host, port), timeout=BEAT))
                     break
             time.sleep(BEAT / 5)
         self._began = time.monotonic() + GRACE  # rank 0 began before, and its limit ends before this one
@@ -242,16 +242,16 @@ class Peers:
             heard = self.others[0].read()
         self._closed(self.others[0])
 
-    def _knock(self, connection: socket.socket) -> None:
+    def _present(self, connection: socket.socket) -> None:
         """Ask to be let in. Raises `OSError` where it is not rank 0 of this job that listens, or it does not let this one in."""
         where = connection.getpeername()
         # Where nobody listens yet, the system can give the port to the socket that asks for it, which then hears itself.
         if connection.getsockname() == where:
             connection.close()
             raise ConnectionRefusedError
-        line = door.Line(connection)
-        answer, message = door.knock(line, self.job.rank, self._secret, self._about)
-        if answer == door.IN:
+        line = handshake.Line(connection)
+        answer, message = handshake.present(line, self.job.rank, self._secret, self._about)
+        if answer == handshake.IN:
             peer = Peer(line, message["about"])
             peer.take(message)
             self.others.append(peer)

@@ -51,7 +51,7 @@ def initialize(
     Otherwise the variables of the launcher decide, in this order: mpirun (Open MPI 4 and 5), mpirun of MPICH and Intel MPI, srun,
     a Kubernetes JobSet (or any Indexed Job), Cloud TPU; without any, this is a process alone, and nothing is connected.
 
-    Rank 0 listens at the coordinator's address, where others show that they know the job's secret (`parallax.run.door`): what its
+    Rank 0 listens at the coordinator's address, where others show that they know the job's secret (`run.handshake`): what its
     launcher gives to all its processes, and the variable PARALLAX_JOB_TOKEN, where it is set. Only then are they told where JAX's
     coordinator is, at a port that is free. On one machine both listen where no other machine reaches them. A port that is taken
     ends rank 0 with a line, and code 2. On Cloud TPU, JAX connects the processes alone.

@@ -152,7 +152,7 @@ class Line:
         return [message for message in messages if isinstance(message, dict)]
 
 
-def knock(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def present(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Show rank 0, at the other end of `line`, that this is a rank of its job; `about` says more of it.
 
     The answer is `IN` and rank 0's message, or why not, in words. A process that proves nothing is told nothing.
@@ -178,7 +178,7 @@ def knock(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tuple
     return "it says nothing", {}
 
 
-class Guest:
+class Newcomer:
     """On rank 0: one that has connected, and has not shown yet that it is of the job.
 
     Attributes:
