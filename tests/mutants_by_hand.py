@@ -653,9 +653,7 @@ TOLD = (
         "for change in fault.changes)",
         "test_layout.py::test_what_a_refusal_proposes_works",
     ),
-    Mutant(
-        "_taken", "not set(change) & set(terms.fixed) and ", "", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"
-    ),
+    Mutant("_taken", "not set(change) & set(terms.fixed) and ", "", "test_main.py::test_what_cannot_be_ends_with_a_sentence"),
     Mutant("_unknown", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
     Mutant("_uncounted", "if devices % processes:", "if False:", "test_layout.py"),
     Mutant(

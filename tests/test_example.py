@@ -265,7 +265,7 @@ MISTAKES = {
     "--text=short.txt": "short.txt has 27 tokens to train on and 3 held out; needed 65 and 1,025",
     "--out=short.txt": "needed a folder for the results, found a file",
     "--prompt=": "--prompt must have a character or more",
-    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 1 --stage 4 --tensor 2 --zero 0",
+    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 4 --stage 2 --tensor 1 or",
     "--steps=0": "--steps must be 1 or more; got 0",
     "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
     "--learning-rate=nan": "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003.",
@@ -358,8 +358,8 @@ def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     [
         (["--layers=2"], "has its own sizes; got --layers too. Leave --layers out."),
         (["--model=small"], "has its own sizes; got --model too. Leave --model out."),
-        (["--length=25"], "has a vocabulary of 256 tokens and a context of 24; needed 256, of --tokenizer bytes, and 25."),
-        (["--tokenizer=gpt2"], "has a vocabulary of 256 tokens and a context of 24; needed 50257, of --tokenizer gpt2, and 24."),
+        (["--length=25"], "has a context of 24 tokens; got --length 25. Take --length 24"),
+        (["--tokenizer=gpt2"], "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another --tokenizer."),
     ],
 )
 @pytest.mark.sweep(4)

@@ -45,8 +45,8 @@ def test_prints(arguments, words, capsys):
             "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1 or --layout tensor=1,data=2, the",
         ),
         (
-            "plan --model tiny --layout stage=5,schedule=1f1b --batch 16 --devices 6",
-            "got '1f1b'. Take --layout stage=1,schedule=one_f_one_b,data=6 --batch 18, the nearest that works.",
+            "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
+            "got 'blocks'. Take --layout stage=1,schedule=one_f_one_b,remat=block,data=6 --batch 18, the nearest that works.",
         ),
         ("plan --layout data=2 --batch 0", "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2."),
         ("plan --layout data=2 --devices -3", "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 "),
