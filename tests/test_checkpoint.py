@@ -29,7 +29,7 @@ from parallax import mesh
 from parallax.data import manifest
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.run import checkpoint
+from parallax.run import checkpoint, kept
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
@@ -171,6 +171,27 @@ def test_what_killed_runs_left_goes_with_the_next_save(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003", "newest.json"]
 
 
+def test_a_removal_that_is_cut_short_says_whose_it_was(tmp_path, monkeypatch):
+    """Until nothing else is left: so the next save takes the rest away."""
+    saved(tmp_path, [1])
+    removed, stops = shutil.rmtree, True
+
+    def rmtree(path):
+        if stops and Path(path).name == "00000001":
+            raise KeyboardInterrupt
+        removed(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with contextlib.suppress(KeyboardInterrupt):
+        kept.remove(tmp_path / "00000001")
+    assert records.is_of(tmp_path / "00000001", 1, SETTINGS)
+    assert sorted(path.name for path in (tmp_path / "00000001").iterdir()) == ["contents.json"]
+    stops = False
+    saved(tmp_path, [2])
+    assert checkpoints(tmp_path).steps() == [2]
+    assert not (tmp_path / "00000001").exists()
+
+
 def test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was(tmp_path):
     with checkpoints(tmp_path, keep=2) as store:
         for number in range(1, 9):
@@ -211,6 +232,19 @@ def test_what_this_run_did_not_make_stays(tmp_path):
         assert here.read_bytes() == content, path
     assert (run / "00000002").is_symlink()
     assert store.steps() == [2, 6]
+
+
+def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_by(tmp_path):
+    saved(tmp_path, [2, 4, 6], keep=5)
+    with checkpoints(tmp_path, keep=5) as store:
+        assert store.restore(small_state(), before=5).step == 4
+        store.save(5, small_state(5))
+        store.wait()
+        assert store.steps() == [2, 4, 5, 6]
+        store.save(6, small_state(7))
+    assert store.steps() == [2, 4, 5, 6]
+    assert_equal(checkpoints(tmp_path).restore(small_state()).state, small_state(7))
+    assert checkpoints(tmp_path).restore(small_state(), before=2).step == 6  # there is none from before
 
 
 # What is refused
@@ -435,7 +469,7 @@ def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
         if not mounted:
             resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, before[1]))
         try:
-            store = checkpoints(tmp_path)
+            store = checkpoints(tmp_path, tries=1)
             message = r"(?s)of step 2 in .*00000002 was not saved: .*newest finished one is .*00000001\."
             with pytest.raises(OSError, match=message), store:
                 store.save(2, noise)
@@ -476,6 +510,7 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
         ({"keep": 0}, "keep and keep_every of 1 or more; got keep=0"),
         ({"keep_every": 0}, "got keep=3, keep_every=0"),
         ({"to_disk": lambda state: state}, "both to_disk and from_disk"),
+        ({"tries": 0}, "tries of 1 or more; got 0"),
     ],
 )
 def test_options_are_checked(tmp_path, options, message):

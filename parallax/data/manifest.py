@@ -111,6 +111,11 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 def check(folder: Path, files: Mapping[str, list]) -> None:
     """Refuse with `Damaged` any file in `folder` that is not as `hashes` found it; sizes first, since they cost nothing."""
     check_sizes(folder, files)
+    check_hashes(folder, files)
+
+
+def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
+    """Refuse with `Damaged` any file in `folder` with other bytes than `hashes` found."""
 
     def wrong(name):
         return _size_and_hash(folder / name)[1] != files[name][1]

@@ -12,9 +12,12 @@ one is restored, and nothing good is ever replaced by something worse. A state t
 The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back in the shardings asked for.
 """
 
+import contextlib
+import itertools
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +32,13 @@ from parallax.run import kept, lock, stored
 from parallax.run import record as records
 from parallax.run.kept import NEWEST
 from parallax.run.record import ARRAYS, MANIFEST, Record
+from parallax.run.stages import LONG, Elsewhere, Stages
 from parallax.typed import PyTree
 
 NONE = -1  # no checkpoint, where a step is told to other processes
+TOLD = 1000  # bytes of what one process tells the others
+PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
+_made = itertools.count()  # `Checkpoints`, in the same order on all processes
 
 
 class Refused(ValueError):
@@ -79,11 +86,14 @@ class Checkpoints:
         from_disk: its inverse.
         finite: which arrays must be finite, by their path: no others are stored or restored. By default all; a mask of -inf, or
             an optimizer's best value that begins at inf, may be left out.
-        say: prints a line on the first process.
+        tries: how often a save is tried where the storage fails for a while (no space, no permission, an error of the disk or of
+            the network): after 1 s, and each time after twice as long, beside the steps; 8 take two minutes. Until a save is
+            finished each process keeps its blocks in the host's memory for that; with 1 it does not.
+        say: prints a line on the first process, or on the one that met an error.
 
     Raises:
-        ValueError: `keep` or `keep_every` is below 1, `lose_at_most` below 2, or `to_disk` or `from_disk` is given without the
-            other.
+        ValueError: `keep`, `keep_every` or `tries` is below 1, `lose_at_most` below 2, or one of `to_disk` and `from_disk` is
+            given without the other.
         ImportError: Orbax is not installed.
     """
 
@@ -98,10 +108,13 @@ class Checkpoints:
         to_disk: Callable[[PyTree], PyTree] | None = None,
         from_disk: Callable[[PyTree], PyTree] | None = None,
         finite: Callable[[str], bool] = lambda path: True,
+        tries: int = 8,
         say: Callable[[str], Any] = print,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}.")
+        if tries < 1:
+            raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
             raise ValueError(
                 f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To lose 1, save and wait after each."
@@ -114,8 +127,13 @@ class Checkpoints:
         self.to_disk, self.from_disk, self.finite = to_disk, from_disk, finite
         self.refused: dict[int, ValueError] = {}
         self._saved = eqx.filter_jit(to_disk or (lambda state: state))
-        self._say = say if jax.process_index() == 0 else lambda line: None
-        self._arrays = _checkpointer()
+        self.tries = tries
+        self._say_here, self._say = say, say if jax.process_index() == 0 else lambda line: None
+        self._name, self._saves = f"parallax checkpoints {next(_made)}", itertools.count()
+        self._meetings = itertools.count()
+        self._meet = _orbax().multihost.get_barrier_sync_fn()
+        self._stages = Stages(self._name, self._meet)
+        self._arrays = self._checkpointer()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock: lock.Lock | None = None
@@ -171,17 +189,20 @@ class Checkpoints:
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
-        folder = self._path(step)
-        if jax.process_index() == 0:
-            kept.make_room(self.folder, step, self.settings, self.refused)
+        plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
+        copies = stored.held(plain) if self.tries > 1 else lambda: plain
+        name, error = f"{self._name}, save {next(self._saves)}", None
+        self._stages = Stages(name, self._meet)
         try:
-            if jax.process_index() == 0:
-                records.begin(folder, record)
-            plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-            self._arrays.save(folder / ARRAYS, args=_orbax().args.PyTreeSave(plain))
-        except Exception as error:
-            raise self._failed(step, error) from error
-        self._writer = threading.Thread(target=self._finish, args=(step, record), name=f"checkpoint {step}", daemon=True)
+            self._begin(step, record, plain)
+        except kept.Later:
+            raise
+        except Exception as failure:
+            if not self._stages.failed(failure):
+                raise self._failed(step, failure) from failure
+            error = failure
+        arguments = name, step, record, copies, error
+        self._writer = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {step}", daemon=True)
         self._writer.start()
 
     def saving(self) -> bool:
@@ -201,17 +222,74 @@ class Checkpoints:
             self._writer = None
         self.check()
 
-    def _finish(self, step: int, record: Record) -> None:
-        """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go."""
-        try:
-            self._arrays.wait_until_finished()
-            if jax.process_index() == 0:
-                records.seal(self._path(step), record)
-                manifest.write(self.folder / NEWEST, {"step": step})
-                self.refused.pop(step, None)
-                kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
-        except BaseException as error:
-            self._error = self._failed(step, error)
+    def _begin(self, step: int, record: Record, arrays: dict[str, Any]) -> None:
+        """Make the folder, and hand the arrays to Orbax, which copies them before it returns."""
+
+        def make():
+            kept.make_room(self.folder, step, self.settings, self.refused)
+            records.begin(self._path(step), record)
+
+        self._stages.first(make)
+        self._arrays.save(self._path(step) / ARRAYS, args=_orbax().args.PyTreeSave(arrays))
+
+    def _begin_again(self, step: int, record: Record, arrays: dict[str, Any]) -> None:
+        """`_begin`, without what the last time left: it may be what fills the disk, and Orbax does not go on after a failure."""
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                kept.remove(self._path(step))
+        self._arrays = self._checkpointer()
+        self._begin(step, record, arrays)
+
+    def _finish(
+        self, name: str, step: int, record: Record, copies: Callable[[], dict[str, Any]], begun: Exception | None
+    ) -> None:
+        """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go.
+
+        Where the storage fails, what is not done yet is done again after a pause. `begun` says how `_begin` failed, if it did.
+        """
+        written = False
+        for number in itertools.count(1):
+            try:
+                if number == 1 and begun is not None:
+                    raise begun
+                if number > 1:
+                    self._stages = Stages(f"{name}, try {number}", self._meet)
+                    if not written:
+                        self._begin_again(step, record, copies())
+                if not written:
+                    self._arrays.wait_until_finished()
+                    written = True
+                self._stages.first(lambda: self._seal(step, record))
+                return
+            except BaseException as failure:
+                error, pause = self._failed(step, failure), PAUSE * 2 ** (number - 1)
+                if not self._stages.failed(failure) or number == self.tries:
+                    self._error = error
+                    return
+                if not isinstance(failure, Elsewhere):
+                    self._say_here(f"{error} The next of {self.tries} tries is in {pause:g} s; the run goes on meanwhile.")
+            time.sleep(pause)
+
+    def _seal(self, step: int, record: Record) -> None:
+        records.seal(self._path(step), record)
+        manifest.write(self.folder / NEWEST, {"step": step})
+        self.refused.pop(step, None)
+        kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
+
+    def _checkpointer(self) -> Any:
+        checkpoint = _orbax()
+        # Weights hardly compress, and trying takes more processor time than all the rest of a save.
+        handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
+        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the background.
+        processes = set(range(jax.process_count()))
+        together = checkpoint.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=self._name)
+
+        def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
+            self._stages.end()
+
+        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5 minutes.
+        ends = checkpoint.options.AsyncOptions(barrier_sync_fn=meet, create_directories_asynchronously=False)
+        return checkpoint.AsyncCheckpointer(handler, async_options=ends, multiprocessing_options=together)
 
     def _failed(self, step: int, error: BaseException) -> OSError:
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
@@ -232,13 +310,16 @@ class Checkpoints:
         """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
         return kept.finished(self.folder)
 
-    def restore(self, like: PyTree) -> Restored | None:
+    def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
         """The newest good checkpoint of this run, or `None` where the folder never held a finished one.
 
-        All files are checked against the manifest before an array is read (2 GB/s a core, on the first process).
+        All files are checked against the manifest before an array is read (2 GB/s a core), a share of them by each process. That
+        may take as long as it takes: no device waits meanwhile.
 
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or `jax.ShapeDtypeStruct`s.
+            before: pass over the checkpoints of this step and later ones, where there is an earlier one; the run then goes on
+                behind them, and they go as it does.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message says of each why. Nothing begins again unseen.
@@ -246,14 +327,19 @@ class Checkpoints:
         """
         self.wait()
         self.refused = {}
+        if before is not None and any(step < before for step in self.steps()):
+            asked = f"a checkpoint from before step {before} was asked for"
+            later = (step for step in self._seen()[0] if step >= before)
+            self.refused |= {step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later}
         while True:
-            step = self._newest_good() if jax.process_index() == 0 else NONE
-            if jax.process_count() > 1:
-                step = int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+            step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:
                 return None
-            record, _ = records.read(self._path(step))
+            record, files = records.read(self._path(step))
             try:
+                if why := self._wrong(step, files):
+                    self._refuse(step, why)
+                    continue
                 state = self._read(step, record, like)
             except manifest.Damaged as error:
                 self._refuse(step, error)
@@ -261,12 +347,38 @@ class Checkpoints:
             self._say(f"restored step {step} from {self._path(step)}")
             return Restored(step, state, record.note, {other: str(why) for other, why in self.refused.items()})
 
+    def _of_first(self, step: int) -> int:
+        """The step that the first process gives."""
+        self._come()
+        return int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32))) if jax.process_count() > 1 else step
+
+    def _come(self) -> None:
+        """Return when all processes have come here, however long that takes: what they do next together takes no time."""
+        self._meet(key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000))
+
+    def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
+        """What is wrong with the files of a checkpoint, on all processes; each has hashed its share of them."""
+        by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
+        try:
+            share = by_size[jax.process_index() :: jax.process_count()]
+            manifest.check_hashes(self._path(step), {name: files[name] for name in share})
+        except manifest.Damaged as error:
+            found = f"damaged: {error}"
+        except OSError as error:
+            found = f"unread: {_unreadable(error, self._path(step))}"
+        if jax.process_count() > 1:
+            self._come()
+            told = multihost_utils.process_allgather(np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8))
+            found = next(filter(None, (bytes(each).decode(errors="replace").rstrip() for each in told)), "")
+        kind, _, words = found.partition(": ")
+        return {"": None, "damaged": manifest.Damaged(words), "unread": ValueError(words)}[kind]
+
     def _refuse(self, step: int, why: ValueError) -> None:
         self.refused[step] = why
         self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        """The newest step whose checkpoint passes its checks, and was not refused since. What does not pass is refused."""
+        """The newest step whose checkpoint is one, as far as names and sizes tell, and was not refused. Others are refused."""
         steps, reasons = self._seen()
         for step in reversed(steps):
             if step not in self.refused:
@@ -276,7 +388,7 @@ class Checkpoints:
                     nested = f"{self._path(step) / MANIFEST}: needed a manifest, got one nested too deep to compare."
                     self._refuse(step, manifest.Damaged(nested))
                 except OSError as error:
-                    self._refuse(step, ValueError(f"{error.filename or self._path(step)}: it cannot be read; {error.strerror}."))
+                    self._refuse(step, ValueError(_unreadable(error, self._path(step))))
                 except ValueError as error:
                     self._refuse(step, error)
                 else:
@@ -314,7 +426,7 @@ class Checkpoints:
         differing = differences(record.settings, self.settings)
         if differing:
             raise ValueError(f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder.")
-        records.check(folder, record, files)
+        records.check_form(folder, record, files)
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
         like = stored.shapes(like)
@@ -324,6 +436,7 @@ class Checkpoints:
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         shardings = _orbax().checkpoint_utils.construct_restore_args(template)
         found = self._arrays.restore(self._path(step) / ARRAYS, args=_orbax().args.PyTreeRestore(template, shardings))
+        self._come()
         if lost := self._lost(found):
             raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {_listed(lost)}.")
         state = stored.found(wanted, found, record.numbers)
@@ -343,6 +456,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
 
 
+def _unreadable(error: OSError, path: Path) -> str:
+    return f"{error.filename or path}: it cannot be read; {error.strerror}."
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -353,8 +470,3 @@ def _orbax() -> Any:
     except ImportError as error:
         raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
     return orbax.checkpoint
-
-
-def _checkpointer() -> Any:
-    # Weights hardly compress, and trying takes more processor time than all the rest of a save.
-    return _orbax().AsyncCheckpointer(_orbax().PyTreeCheckpointHandler(use_compression=False))

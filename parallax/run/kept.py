@@ -9,9 +9,13 @@ from typing import Any
 
 from parallax.data import manifest
 from parallax.run import record as records
-from parallax.run.record import MANIFEST
+from parallax.run.record import CONTENTS, MANIFEST
 
 NEWEST, OLD = "newest.json", ".replaced"
+
+
+class Later(ValueError):
+    """To save would go back behind a finished checkpoint."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -35,11 +39,11 @@ def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Map
     """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
 
     Raises:
-        ValueError: a finished one stands there, or after it.
+        Later: a finished one stands there, or after it.
     """
     later = [other for other in finished(folder) if other >= step and other not in refused]
     if later:
-        raise ValueError(
+        raise Later(
             f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step {step} would go back behind it. "
             f"Restore it first, or choose another folder."
         )
@@ -47,7 +51,7 @@ def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Map
     if path.is_symlink() or path.exists():
         aside = Path(f"{path}{OLD}")
         if aside.is_dir() and records.is_of(aside, step, settings):
-            shutil.rmtree(aside)
+            remove(aside)
         names = itertools.chain([aside], (Path(f"{aside}.{number}") for number in itertools.count(2)))
         path.rename(next(name for name in names if not (name.is_symlink() or name.exists())))
 
@@ -75,12 +79,21 @@ def thin(
         if step is not None and path.is_dir() and (replaced or not stays(step)) and ours(path, step):
             going[path] = step
     for path in going.keys() - {_evaluated(folder, newest, {step for step in going.values() if step not in refused})}:
-        # The manifest first: a removal that is cut short leaves an unfinished checkpoint, not a damaged one.
-        if not (path / MANIFEST).is_dir():
-            (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        remove(path)
     for path in folder.glob(f".{NEWEST}.*.partial"):  # of a run that was killed: this one alone writes here
         path.unlink()
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until nothing else is left."""
+    if not (path / MANIFEST).is_dir():
+        (path / MANIFEST).unlink(missing_ok=True)
+    for inside in path.iterdir():
+        if inside.is_dir() and not inside.is_symlink():
+            shutil.rmtree(inside)
+        elif inside.name != CONTENTS:
+            inside.unlink()
+    shutil.rmtree(path)
 
 
 def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:

@@ -115,10 +115,12 @@ def _typed(found: dict[str, Any], path: Path) -> Record:
     return Record(**found)
 
 
-def check(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Refuse with `manifest.Damaged` a folder whose files are not those listed, or a record that is not that of its bytes."""
+def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
+    """Refuse with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or a record that is not that of
+    its arrays. What is left to check are the files' hashes.
+    """
     manifest.check_all_listed(folder, files, arrays_of(folder))
-    manifest.check(folder, files)
+    manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
             f"{folder / MANIFEST}: needed what {CONTENTS} says, which was written with the arrays; got "

@@ -135,5 +135,35 @@ def plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
+def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """A function that gives the arrays again, also after they were donated.
+
+    Until it is gone, the blocks that this process has are in the host's memory, each once. The arrays that it gives are there
+    too, where the devices can read them from there.
+    """
+    split = {name: (_blocks(leaf), leaf.shape, leaf.sharding) for name, leaf in arrays.items() if isinstance(leaf, jax.Array)}
+    others = {name: np.array(leaf) for name, leaf in arrays.items() if name not in split}
+    return lambda: {name: _of_blocks(*split[name]) if name in split else others[name] for name in arrays}
+
+
+def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
+    """This process's blocks of an array, by device; copies of one block are one."""
+    places = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
+    distinct = {index: data for _, index, data in places}
+    for data in distinct.values():
+        data.copy_to_host_async()
+    there = {index: np.asarray(data) for index, data in distinct.items()}
+    return {device: there[index] for device, index, _ in places}
+
+
+def _of_blocks(blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+    kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
+    if next(iter(blocks)).platform != "cpu" and "pinned_host" in kinds:
+        sharding = sharding.with_memory_kind("pinned_host")
+    place = lambda device: jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    placed = [jax.device_put(block, place(device)) for device, block in blocks.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
