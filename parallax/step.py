@@ -44,8 +44,8 @@ class Info(NamedTuple):
     Attributes:
         loss: of the global batch, in the unit of the grad arrow's.
         gradient_norm: of all gradients together, before any clipping by `make`.
-        skipped: whether one of the two, or what the step would have made of model and optimizer, was not finite: they are then as
-            they were.
+        skipped: whether one of the two, or what the step would have made of model and optimizer, was not finite, or the loss was
+            above the limit: model and optimizer are then as they were.
     """
 
     loss: Float[Array, ""]
@@ -74,7 +74,7 @@ class InfoWithAux(NamedTuple):
     aux: PyTree
 
 
-Step = Callable[[State, PyTree], tuple[State, Info | InfoWithAux]]
+Step = Callable[..., tuple[State, Info | InfoWithAux]]  # of a state, a batch and perhaps a limit
 After = Callable[[Any, Any], Any]
 
 
@@ -101,7 +101,8 @@ def make(
     """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
 
     A step whose loss or gradient norm is not finite, or by which a finite number of the model or of the optimizer's state would
-    cease to be so, changes nothing but the step's number, and says so in its `Info`. A leaf without a gradient stays as it is.
+    cease to be so, changes nothing but the step's number, and says so in its `Info`. `step(state, batch, limit)`, with a scalar,
+    does the same where the loss is above `limit` (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
     Args:
         grad: a grad arrow whose gradients are reduced already.
@@ -139,7 +140,7 @@ def make_scaled(
     """
     optimizer = elementwise.with_extra(optimizer)
 
-    def step(state, batch):
+    def step(state, batch, limit=None):
         value, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
         weights = grads.beside(gradients, state.model)
@@ -161,13 +162,14 @@ def make_scaled(
         if after is not unchanged:
             model = _same_form(after(model, aux), state.model)
         finite &= ~_lost((model, optimizer_state), (state.model, state.optimizer), norm, axes)
+        taken = finite if limit is None else finite & (loss <= jnp.asarray(limit).astype(loss.dtype))
         new = State(
-            precision.select(finite, model, state.model),
-            precision.select(finite, optimizer_state, state.optimizer),
+            precision.select(taken, model, state.model),
+            precision.select(taken, optimizer_state, state.optimizer),
             state.step + 1,
             None if state.scale is None else precision.adjusted(state.scale, finite),
         )
-        return new, info(finite)
+        return new, info(taken)
 
     return step
 

@@ -188,9 +188,14 @@ def claim_folder(plan: Plan) -> None:
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
     written = json.dumps({"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2)
-    partial = out / PARTIAL
-    partial.write_text(written + "\n", encoding="utf-8")
-    partial.replace(out / SETTINGS)
+    write_whole(out / SETTINGS, written + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as it shall be, or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int) -> str:

@@ -6,12 +6,15 @@ import math
 import sys
 from typing import Any, NoReturn
 
+import numpy as np
+
 from gpt2_run import report
 from gpt2_run.plan import Plan
 from parallax import step
 from parallax.models import decoder
 from parallax.run import fingerprint, metrics
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.spikes import Spiked, Spikes
 from parallax.run.watchdog import Watchdog
 
 
@@ -29,6 +32,11 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
     return metrics.to_all(*found)
 
 
+def limited(spikes: Spikes | None) -> tuple[Any, ...]:
+    """What the step takes behind the batch: no weights, and the limit of the guard; nothing without one."""
+    return () if spikes is None else (None, np.float32(spikes.limit))
+
+
 @dataclasses.dataclass
 class Session:
     """What the loop works with, from the first step of this process to its last."""
@@ -41,7 +49,8 @@ class Session:
     checkpoints: Checkpoints
     rate: float  # flops per second
     memory: report.Memory | None
-    rollbacks: list[int]  # the steps at which copies differed
+    rollbacks: list[int]  # the steps at which copies differed, or losses were spikes
+    spikes: Spikes | None  # the guard, where there is one
     skipped: metrics.Skipped = dataclasses.field(init=False)
     clock: metrics.Clock = dataclasses.field(init=False)
     sink: metrics.Sink = dataclasses.field(init=False)
@@ -55,13 +64,25 @@ class Session:
         self.skipped = metrics.Skipped(s.skip_budget, note.get("skipped", []))
         self.clock = metrics.Clock(note.get("clock"))
         self.sink = sinks(plan, first)
+        if self.spikes is not None:
+            self.spikes = Spikes(self.spikes.factor, self.spikes.budget, note.get("spikes"))
         live = sys.stdout.isatty() and plan.job.processes == 1
         self.progress = report.Progress(s.steps, first, report.printer(plan.job), live=live)
+
+    @property
+    def past(self) -> int:
+        """Batches that the run has gone past: step i takes that of i + `past`."""
+        return 0 if self.spikes is None else self.spikes.past
+
+    def one_step(self, state: step.State, windows: Any) -> tuple[step.State, step.Info]:
+        """One step of training, under the guard against spikes where there is one."""
+        return self.train(state, windows, *limited(self.spikes))
 
     def save(self, i: int, state: step.State) -> None:
         """Begin a checkpoint, with what the loop has counted."""
         with self.clock("checkpoints"):
             note = {"skipped": self.skipped.steps, "clock": self.clock.note(), "rollbacks": self.rollbacks}
+            note |= {} if self.spikes is None else {"spikes": self.spikes.note()}
             evaluated = self.evaluated[1] if self.evaluated[0] == i else None
             self.checkpoints.save(i, state, note, evaluated=evaluated)
 
@@ -72,21 +93,30 @@ class Session:
             with self.clock("fingerprints"):
                 fingerprint.check(i, state)
 
-    def back(self, error: fingerprint.CopiesDiffer) -> tuple[step.State, int]:
-        """The last checkpoint's state and step, to go on from, since copies differ; too often, and the run ends."""
-        s = self.plan.settings
+    def back(self, error: fingerprint.CopiesDiffer | Spiked) -> tuple[step.State, int]:
+        """A checkpoint's state and step, to go on from: the last one where copies differ, one from before where losses spike.
+
+        Too often, and the run ends.
+        """
+        s, spiked = self.plan.settings, isinstance(error, Spiked)
         self.watch.phase("restore", waits=True)
         self.rollbacks.append(error.step)
         if len(self.rollbacks) > s.rollback_budget:
+            what, cure = ("Losses spiked", "Lower --learning-rate") if spiked else ("Copies differed", "Leave that device out")
             self.end(
-                f"{error} Copies differed at the steps {self.rollbacks}, and --rollback-budget is {s.rollback_budget}. "
-                f"Leave that device out. {s.out} holds the checkpoints from before, and the same command goes on from the last."
+                f"{error} {what} at the steps {self.rollbacks}, and --rollback-budget is {s.rollback_budget}. {cure}. "
+                f"{s.out} holds the checkpoints from before, and the same command goes on from the last."
             )
         self.progress.done()
-        report.printer(self.plan.job)(f"{error} The run goes back to its last checkpoint.")
-        restored = self.checkpoints.restore(self.prepared.shapes)
+        restored = self.checkpoints.restore(self.prepared.shapes, before=error.first if isinstance(error, Spiked) else None)
         first, note = (0, {}) if restored is None else (restored.step, restored.note)
+        guard = self.spikes
         self.begin(first, note)
+        words = "its last checkpoint"
+        if spiked and guard is not None:
+            self.spikes = guard.back(error.step, first, note.get("spikes"))
+            words = f"step {first}, and past the batches of the steps up to {error.step}"
+        report.printer(self.plan.job)(f"{error} The run goes back to {words}.")
         return self.prepared.init(self.plan.begins_with) if restored is None else restored.state, first
 
     def end(self, error: str) -> NoReturn:
@@ -96,9 +126,13 @@ class Session:
 
     def measured(self, i: int, state: step.State, info: step.Info, took: float) -> dict[str, Any]:
         """The numbers of step `i`; ends the run where they say that it is lost."""
-        s = self.plan.settings
+        s, loss = self.plan.settings, float(info.loss)
+        spike = self.spikes is not None and self.spikes.count(i, loss)
+        if spike:
+            self.progress.done()
+            report.printer(self.plan.job)(f"step {i}: the loss is {loss:.4g}, a spike; the step is skipped.")
         try:
-            skip = self.skipped.count(i, info, state.scale)
+            skip = spike or self.skipped.count(i, info, state.scale)
         except metrics.OverBudget as error:
             self.compare(i, state, saves=True)
             self.save(i, state)
@@ -109,7 +143,7 @@ class Session:
             )
         found: dict[str, Any] = {"skipped": True}
         if not skip:
-            found = {"loss": float(info.loss), "gradient_norm": float(info.gradient_norm)}
+            found = {"loss": loss, "gradient_norm": float(info.gradient_norm)}
         if i % s.evaluate_every == 0 or i == s.steps:
             with self.clock("evaluation"):
                 found["held_out"] = self.held_out(state.model)

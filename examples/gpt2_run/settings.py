@@ -95,7 +95,11 @@ class Settings:
     fingerprint_every: int = 0
     """Steps from one comparison of the devices' copies of the state to the next, to find a bit that turned; 0 makes none."""
     rollback_budget: int = 3
-    """Times that the run goes back to its last checkpoint, since copies differ, before it stops."""
+    """Times that the run goes back to a checkpoint, since copies differ or losses spike, before it stops."""
+    spike_factor: float | None = None
+    """A loss above this many times its running median is a spike, and its step is skipped. By default none is."""
+    spike_budget: int = 3
+    """Spikes in 64 steps after which the run goes back to a checkpoint from before, and past their batches."""
     watchdog: float = 600.0
     """Seconds that a step may take before the rank that holds it up is named and the job ends."""
     connect: float | None = None
@@ -123,6 +127,8 @@ RANGES = {
     **dict.fromkeys(("skip_budget", "fingerprint_every", "rollback_budget"), (0, MANY)),
     "checkpoint_every": (2, MANY),
     **dict.fromkeys(("steps", "evaluate_every", "evaluate_tokens", "keep", "keep_every"), (1, MANY)),
+    "spike_factor": (1.01, 1e6),
+    "spike_budget": (1, MANY),
     "dropout": (0.0, 0.99),
     "learning_rate": (1e-30, 1e30),
     "watchdog": (0.001, 1e6),

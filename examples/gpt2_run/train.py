@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2_run import report
-from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare
-from gpt2_run.session import Session
+from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare, write_whole
+from gpt2_run.session import Session, limited
 from gpt2_run.settings import Settings
 from parallax import draw, step
 from parallax.collectives import Axis
@@ -19,6 +19,7 @@ from parallax.data import prefetch
 from parallax.models import decoder, gpt2
 from parallax.run import fingerprint, launch, lock, metrics, processes
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.spikes import Spiked, Spikes
 from parallax.run.watchdog import Watchdog
 
 SAMPLED = 300  # tokens of text at the end
@@ -72,13 +73,14 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         axes=axes,
         compute=compute,
     )
+    form: dict[str, Any] = decoder.stored(gpt2.FAMILY, plan.layout)
     checkpoints = Checkpoints(
         s.out / CHECKPOINTS,
         settings=plan.numbers,
         lose_at_most=s.checkpoint_every,
         keep=s.keep,
         keep_every=s.keep_every,
-        **decoder.stored(gpt2.FAMILY, plan.layout),
+        **form,
     )
     watch.phase("restore", waits=True)
     restored = checkpoints.restore(prepared.shapes)
@@ -90,7 +92,9 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         claim_folder(plan)
     watch.phase("compile", waits=True)
     start = time.perf_counter()
-    train: Any = prepared.train.lower(prepared.shapes, plan.windows).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    spikes = None if s.spike_factor is None else Spikes(s.spike_factor, s.spike_budget)
+    shapes = prepared.shapes, plan.windows, *limited(spikes)
+    train: Any = prepared.train.lower(*shapes).compile()  # pyright: ignore[reportFunctionMemberAccess]
     seconds["compile"] = time.perf_counter() - start
     say(describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first))
     state = prepared.init(plan.begins_with) if restored is None else restored.state
@@ -106,6 +110,7 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         rate,
         report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,
         note.get("rollbacks", []),
+        spikes,
     )
     session.begin(first, note)
     if s.fingerprint_every:
@@ -116,12 +121,12 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
 
 
 def steps(session: Session, state: step.State, first: int) -> step.State:
-    """The state after the loop, which begins again from the last checkpoint where copies differ."""
+    """The state after the loop, which begins again from a checkpoint where copies differ, or losses spike."""
     with processes.preemption() as preempted, session.checkpoints:
         while True:
             try:
                 return loop(session, state, first, preempted)
-            except fingerprint.CopiesDiffer as error:
+            except (fingerprint.CopiesDiffer, Spiked) as error:
                 found = error.with_traceback(None)  # which holds the state, and its memory is for the one that is restored
             state, first = session.back(found)
 
@@ -129,7 +134,8 @@ def steps(session: Session, state: step.State, first: int) -> step.State:
 def loop(session: Session, state: step.State, first: int, preempted: processes.Told) -> step.State:
     """The state after the last step, or after the one at which all processes were told to end."""
     plan, s, job, watch = session.plan, session.plan.settings, session.plan.job, session.watch
-    batch = lambda i: prefetch.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i, size=s.batch, length=plan.length)
+    past, sizes = session.past, {"size": s.batch, "length": plan.length}
+    batch = lambda i: prefetch.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i + past, **sizes)
     traced = plan.profiled if job.rank == 0 else range(0)
     with (
         metrics.profiler(s.out / "profile", traced) as trace,
@@ -146,7 +152,7 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
             # Wait for every device, not only for the loss: on virtual CPU devices, programs in flight together can take all of
             # XLA's threads and wait for each other for ever.
             with session.clock("steps"):
-                state, info = jax.block_until_ready(session.train(state, placed))
+                state, info = jax.block_until_ready(session.one_step(state, placed))
             took = time.perf_counter() - start
             watch.phase("measure", waits=True)
             record = session.measured(i, state, info, took)
@@ -187,7 +193,7 @@ def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metri
     title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {s.all_reduce} all-reduce: {s.text.name}"
     report.picture(s.out / "loss.png", records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title)
     saved = gpt2.save(whole, s.out / "model")
-    (s.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
     print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in (seconds | clock.seconds).items()))
     loss, bigram = records[-1]["held_out"], plan.lines["bigram"]

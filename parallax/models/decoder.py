@@ -111,15 +111,15 @@ def prepare(
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
     local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
-    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P("data")), out_specs=(state.specs, P()))
+    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P("data"), P()), out_specs=(state.specs, P()))
     drops = family.drops(config)
 
     static = eqx.filter(state.shapes, mesh.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(arrays, windows, weights=None):
+    def train(arrays, windows, weights=None, limit=None):
         keys = sequence_keys(dropout_key, arrays.step, batch) if drops else None
-        new, info = step(eqx.combine(arrays, static), Batch(windows, keys, weights))
+        new, info = step(eqx.combine(arrays, static), Batch(windows, keys, weights), limit)
         return eqx.filter(new, mesh.is_array), info
 
     cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))

@@ -44,12 +44,17 @@ class Train(Protocol):
     """A compiled step, as `jax.jit` makes it: it donates the state."""
 
     def __call__(
-        self, state: State, windows: Int[ArrayLike, "batch window"], weights: Float[ArrayLike, "batch tokens"] | None = None, /
+        self,
+        state: State,
+        windows: Int[ArrayLike, "batch window"],
+        weights: Float[ArrayLike, "batch tokens"] | None = None,
+        limit: Float[ArrayLike, ""] | None = None,
+        /,
     ) -> tuple[State, Info | InfoWithAux]:
         """The state after the step, and what the step measured."""
         ...
 
-    def lower(self, state: PyTree, windows: Any, weights: Any = None, /) -> Any:
+    def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None, /) -> Any:
         """The program for these arrays, or shapes with shardings, to `compile()`: a `jax.stages.Lowered`."""
         ...
 
@@ -61,8 +66,9 @@ class Prepared(NamedTuple):
         init: makes the state in its place: no device ever holds the whole. `init(model)` starts from the weights of that model,
             whole, in the host's memory or on one device, such as one that `gpt2.load` gives; each process has it.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
-        train: the step `(state, windows, weights=None) -> (state, info)`, under `jit`; it donates the state. With weights,
-            [batch, T], the loss is the mean over the tokens that they weigh: 0 leaves one out.
+        train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`; it donates the state. With
+            weights, [batch, T], the loss is the mean over the tokens that they weigh: 0 leaves one out. A loss above `limit`, a
+            scalar, changes nothing.
     """
 
     init: Callable[..., State]
@@ -76,11 +82,11 @@ class Partly(NamedTuple):
     train: Train
     static: State
 
-    def __call__(self, state: State, windows: Any, weights: Any = None) -> tuple[State, Info | InfoWithAux]:
+    def __call__(self, state: State, windows: Any, weights: Any = None, limit: Any = None) -> tuple[State, Info | InfoWithAux]:
         """The state after the step, and what the step measured."""
-        new, info = self.train(eqx.filter(state, mesh.is_array), windows, weights)
+        new, info = self.train(eqx.filter(state, mesh.is_array), windows, weights, limit)
         return eqx.combine(new, self.static), info
 
-    def lower(self, state: PyTree, windows: Any, weights: Any = None) -> Any:
+    def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None) -> Any:
         """The program, of the state's arrays alone."""
-        return self.train.lower(eqx.filter(state, mesh.is_array), windows, weights)
+        return self.train.lower(eqx.filter(state, mesh.is_array), windows, weights, limit)

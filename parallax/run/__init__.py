@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         processes,
         record,
         signals,
+        spikes,
+        stages,
         stored,
         watchdog,
     )
@@ -32,6 +34,8 @@ __all__ = [
     "processes",
     "record",
     "signals",
+    "spikes",
+    "stages",
     "stored",
     "watchdog",
 ]

@@ -1,0 +1,88 @@
+"""A guard against spikes: a loss far above its running median changes nothing, and after some of them the run goes back.
+
+    spikes = Spikes(2.0, 3, note=note.get("spikes"))
+    ...
+    state, info = train(state, batch(i + spikes.past), None, spikes.limit)
+    spike = spikes.count(i, float(info.loss))                  # raises `Spiked`: restore a checkpoint from before, and
+    spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
+
+A stretch of data, met by one state of the optimizer, may drive the loss up for many steps. What helped PaLM (arXiv 2204.02311)
+was to go back to a checkpoint from before, and past the batches in question. Which batch a step takes stays a function of the
+seed and of step + `past`, and `note` puts that into each checkpoint, so that a run that is resumed takes the same.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+WINDOW = 64  # steps over which the median is taken, and spikes are counted
+LEAST = 16  # losses before there is a limit
+
+
+class Spiked(RuntimeError):
+    """As many losses were spikes as the run allows.
+
+    Attributes:
+        step: of the last one.
+        first: the step of the first.
+    """
+
+    def __init__(self, words: str, step: int, first: int):
+        super().__init__(words)
+        self.step, self.first = step, first
+
+
+class Spikes:
+    """Losses, and the spikes among them. All processes have the same.
+
+    Args:
+        factor: a loss above so many times the median of the last 64 good ones is a spike.
+        budget: the spikes in 64 steps at which `count` raises.
+        note: what `note` returned, from the checkpoint; `None` for a new run.
+
+    Attributes:
+        past: batches that the run has gone past: step i takes that of i + `past`.
+    """
+
+    def __init__(self, factor: float, budget: int, note: Mapping[str, Any] | None = None):
+        note = note or {"losses": [], "at": [], "past": 0}
+        self.factor, self.budget, self.past = factor, budget, int(note["past"])
+        self._losses, self._at = list(note["losses"]), list(note["at"])
+
+    @property
+    def limit(self) -> float:
+        """What the next loss may be: infinite while there are fewer than 16 losses, or their median is not above 0."""
+        median = statistics.median(self._losses) if len(self._losses) >= LEAST else 0.0
+        return float(np.float32(self.factor * median)) if median > 0 else math.inf
+
+    def count(self, number: int, loss: float) -> bool:
+        """Whether the loss of step `number` was a spike, by the `limit` that the step was given.
+
+        Raises:
+            Spiked: it was, and `budget` of the last 64 steps were.
+        """
+        if not loss > self.limit:
+            self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
+            return False
+        self._at = [step for step in self._at if step > number - WINDOW] + [number]
+        if len(self._at) >= self.budget:
+            raise Spiked(
+                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, {self.factor:g} times its running median; so it "
+                f"was at {len(self._at)} of the last {WINDOW} steps ({', '.join(map(str, self._at[-5:]))} last).",
+                number,
+                self._at[0],
+            )
+        return True
+
+    def note(self) -> dict[str, Any]:
+        """What a checkpoint should hold, as JSON values."""
+        return {"losses": self._losses, "at": self._at, "past": self.past}
+
+    def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
+        """The guard after the run went back from `step` to the checkpoint of step `first`, with its note: past those batches."""
+        found = Spikes(self.factor, self.budget, note)
+        found.past = self.past + step - first
+        return found
