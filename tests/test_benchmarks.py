@@ -49,7 +49,10 @@ RUNS = {
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
         ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
     ),
-    "checkpoint": (["--quick"], ["A state of 8 MB in 10 arrays over 8 devices", "waits", "computes", "blocked", "Orbax alone", "restore"]),
+    "checkpoint": (
+        ["--quick"],
+        ["A state of 8 MB in 10 arrays over 8 devices", "waits", "computes", "blocked", "Orbax alone", "restore"],
+    ),
     "fingerprint": (["--quick"], ["data 8", "ZeRO-1", "not compared", "1 of", "every 50"]),
     "scaling": (
         ["--quick", "--steps=1"],
