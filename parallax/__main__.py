@@ -52,6 +52,9 @@ def plan(options: argparse.Namespace) -> str:
         return str(plans.plan(config, layout, chip, batch=options.batch))
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
+    says = lambda name, value: f"--{name} {value}"
+    terms = nearest.Terms(says, lambda _, change: " ".join(says(*each) for each in change.items()))
+    Layout.parse(f"precision={options.precision}", terms=terms)
     found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
     return f"{layouts.table(found, options.top)}\n\n{found[0]}"
 

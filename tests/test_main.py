@@ -52,7 +52,7 @@ def test_prints(arguments, words, capsys):
         ("plan --layout data=2 --devices -3", "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 "),
         ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
         ("plan --devices 0", "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512."),
-        ("plan --devices 8 --precision bf16", "search needs precision to be one of full, bfloat16, float16; got 'bf16'."),
+        ("plan --devices 8 --precision bf16", "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16."),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
     ],

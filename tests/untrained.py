@@ -71,7 +71,7 @@ def run(
     """
     text = folder.with_name("text.txt")
     text.write_text(TEXT)
-    given: dict[str, Any] = SMALL | {"text": text, "out": folder / "out"} | options
+    given: dict[str, Any] = SMALL | {"text": text, "out": folder / "out", "devices": jax.device_count()} | options
     settings = Settings(**given)
     check(settings)
     began = []

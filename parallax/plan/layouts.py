@@ -53,8 +53,7 @@ def search(
         ValueError: no layout takes so many devices, or none of those fits, and the message says which comes nearest; or a
             number below 1, or a precision that is not known.
     """
-    if precision not in KNOWN["precision"]:
-        raise ValueError(f"search needs precision to be one of {', '.join(KNOWN['precision'])}; got {precision!r}.")
+    Layout(precision=precision)  # refuses one that is not known
     if devices < 1 or batch < 1:
         raise ValueError(f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}.")
     nearest: Layout | None = None
