@@ -85,9 +85,28 @@ ENTRY %main (x: f32[4], n: s32[]) -> (f32[4], s32[]) {
     ],
 )
 def test_trips_stand_in_the_condition(first, step, direction, bound, trips):
+    assert turns(first, step, direction, bound) == {"test": trips and trips + 1, "trip": trips}
+
+
+@pytest.mark.parametrize(
+    ("moved", "trips"),
+    [
+        ("subtract(%a, %b)", 7),  # 6, 5, .. 0
+        ("subtract(%b, %a)", 0),  # 1 less the state is no step
+        ("add(%b, %a)", 0),  # upward for ever
+        ("add(%a, %a)", 0),
+    ],
+)
+def test_a_step_may_be_taken_away(moved, trips):
+    assert turns("constant(6)", 1, "GE", 0, moved) == {"test": trips and trips + 1, "trip": trips}
+    assert turns("constant(1)", 2, "LT", 8, "add(%b, %a)")["trip"] == 4
+
+
+def turns(first, step, direction, bound, moved="add(%a, %b)"):
+    """How often the two computations of `LOOP` run."""
     program = LOOP.replace("FIRST", first).replace("STEP", str(step)).replace("DIRECTION", direction).replace("BOUND", str(bound))
-    (loop,) = [line for line in hlo.module(program)["main"] if line.opcode == "while"]
-    assert dict(loop.called) == {"test": trips and trips + 1, "trip": trips}
+    (loop,) = [line for line in hlo.module(program.replace("add(%a, %b)", moved))["main"] if line.opcode == "while"]
+    return dict(loop.called)
 
 
 def test_links_of_a_torus_and_of_a_switch():
