@@ -1,12 +1,13 @@
 """What `parallax.plan` predicts beside what the TPU's and the GPU's compilers make of the same step, in bytes. Nothing runs.
 
-    python benchmarks/accelerators.py --target v5e:2x2      # compiles 24 layouts, adds a line to FILE for each: about 20 minutes
+    python benchmarks/accelerators.py --target v5e:2x2      # compiles 24 layouts, adds a line to FILE for each: about 15 minutes
     python benchmarks/accelerators.py                       # fits the compilers' constants on one half, scores the other
 
 The first needs the target's compiler (`parallax-jax[tpu]` or `[gpu-compile]`), the second nothing. See benchmarks/README.md.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -26,11 +27,10 @@ from parallax import mesh, plan
 from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.plan import compilers, hardware, temporaries, traffic
+from parallax.plan import compilers, hardware, traffic
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
 CHIPS = {"v5e": hardware.TPU_V5E, "v5p": hardware.TPU_V5P, "h100": hardware.H100}
-LATER = {"whether all is finite"}  # what a step sends since FILE was compiled; empty when all of it is compiled anew
 SEED = 32
 MODELS = {
     "a": gpt2.Config(layers=4, heads=4, width=256, context=512, vocabulary=2048),
@@ -71,13 +71,18 @@ def main():
         jax.config.update("jax_platforms", "cpu")
         return collect(arguments.target, arguments.file)
     rows = read(arguments.file)
-    print(measure.table([line(row, predicted(row)) for row in rows]), "\n")
-    for compiler, names in COMPILERS.items():
-        ours = [row for row in rows if row["target"] in names]
-        fitted, scored = halves(ours)
-        found = fit(fitted)
-        print(f"{compiler}, fitted on {len(fitted)}: {constants(found)}")
-        print(measure.table(scores(scored, found)) if scored else "nothing is left to score", "\n")
+    parts = {name: halves([row for row in rows if row["target"] == target]) for name, target in COMPILERS.items()}
+    scored = {id(row) for _, part in parts.values() for row in part}
+    half = lambda row: {"half": "scored" if id(row) in scored else "fitted"}
+    print(measure.table([line(row, predicted(row)) | half(row) for row in rows]), "\n")
+    for name, (fitted, rest) in parts.items():
+        if not rest:
+            print(f"{name}: too few are compiled", "\n")
+            continue
+        now = getattr(compilers, name)
+        found = fit(fitted, compilers.IN_PLACE._replace(apart=now.apart, copied=now.copied, early=now.early))
+        print(f"{name}, fitted on {len(fitted)}: {constants(found)}")
+        print(measure.table(scores(rest, found)), "\n")
 
 
 def collect(name: str, file: Path):
@@ -152,15 +157,18 @@ def of(row: Row) -> tuple[gpt2.Config, Layout, int]:
     return MODELS[row["model"]], Layout.parse(f"{row['layout']},precision=bfloat16"), row["batch"]
 
 
-def predicted(row: Row, compiler: compilers.Compiler | None = None) -> dict[str, Any]:
+def chip(row: Row) -> hardware.Hardware:
+    """The chip that a row was compiled for."""
+    return CHIPS[row["target"].split(" x ")[-1].split(":")[0]]
+
+
+def predicted(row: Row) -> dict[str, Any]:
     """What the plan says of a row: its arguments, what is sent along which axes, and the peak."""
     config, layout, batch = of(row)
-    chip = CHIPS[re.search(r"[a-z]+\d+\w*", row["target"].split("x ")[-1].split(":")[0])[0]]
-    needs = plan.memory(config, layout, chip, batch)
-    peak = temporaries.temporary(config, layout, batch, compiler=compiler or chip.compiler).peak
-    sent = traffic.by_axes(term for term in traffic.terms(config, layout, batch) if term.what not in LATER)
+    needs = plan.memory(config, layout, chip(row), batch)
+    sent = traffic.by_axes(traffic.terms(config, layout, batch))
     along = {" x ".join(axes): size for axes, size in sent.items() if axes and size}
-    return {"arguments": needs.arguments, "sent": along, "peak": needs.arguments + peak}
+    return {"arguments": needs.arguments, "sent": along, "peak": needs.peak}
 
 
 def line(row: Row, found: Mapping[str, Any]) -> dict[str, object]:
@@ -181,20 +189,25 @@ def line(row: Row, found: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def off(rows: Sequence[Row], compiler: compilers.Compiler | None = None) -> list[float]:
-    """How far the plan's peaks are off."""
-    return [predicted(row, compiler)["peak"] / held(row) - 1 for row in rows]
+def off(rows: Sequence[Row], compiler: compilers.Compiler) -> list[float]:
+    """How far the plan's peaks are off with these constants."""
+    found = []
+    for row in rows:
+        config, layout, batch = of(row)
+        needs = plan.memory(config, layout, dataclasses.replace(chip(row), compiler=compiler), batch)
+        found.append(needs.peak / held(row) - 1)
+    return found
 
 
-# The constants that are fitted, what a step multiplies at once, and the chips that share them. Near memory is in MB.
-COMPILERS = {"XLA_V5E": ("v5e:2x2",), "XLA_V5P": ("v5p:2x2x1",), "XLA_H100": ("4 x h100",)}
-FITTED = ("scores", "block 0", "block 1", "block 2", "slots", "kept 0", "kept 1", "near")
+COMPILERS = {"XLA_V5E": "v5e:2x2", "XLA_V5P": "v5p:2x2x1", "XLA_H100": "4 x h100"}
+# The constants that are fitted; near memory is in MB. `apart`, `copied` and `early` were read from the programs.
+FITTED = ("scores", "block 0", "block 1", "block 2", "slots", "kept", "near")
 RANGES = {"near": (0.0, 256.0)}  # in MB; of the others: times where the fit begins
 WIDEST = (0.05, 4.0)
 PULL = 0.002  # toward where the fit begins, so that what few rows tell of is not driven far
 
 
-def fit(rows: Sequence[Row], start: compilers.Compiler = compilers.IN_PLACE) -> compilers.Compiler:
+def fit(rows: Sequence[Row], start: compilers.Compiler) -> compilers.Compiler:
     """Constants under which the plan's peaks are nearest to those of the rows, in the logarithm; one constant after another.
 
     `near` is only tried on a TPU.
@@ -235,7 +248,7 @@ def scaled(start: compilers.Compiler, scales: Mapping[str, float]) -> compilers.
         scores=round(start.scores * scales["scores"], 2),
         block=block,
         slots=round(start.slots * scales["slots"], 2),
-        kept=(round(start.kept[0] * scales["kept 0"], 2), round(start.kept[1] * scales["kept 1"], 2)),
+        kept=round(start.kept * scales["kept"], 2),
         near=round(scales["near"]) * 1e6,
     )
 

@@ -913,7 +913,7 @@ COMPILED = (
         "_sum",
         "left.plus + sign * right.plus",
         "left.plus + right.plus",
-        "test_targets.py::test_trips_stand_in_the_condition",
+        "test_targets.py::test_a_step_may_be_taken_away",
     ),
     Mutant(
         "Machine.path",
@@ -951,6 +951,33 @@ COMPILED = (
         "self._product(line) + float(sum(map(self.operations, inner)))",
         "float(sum(map(self.operations, inner)))",
         "test_targets.py::test_operations_and_bytes_of_a_gpu_program",
+    ),
+    Mutant("_sum", "left.element is None and sign > 0", "left.element is None", "test_targets.py::test_a_step_may_be_taken_away"),
+    Mutant("taken_apart", "(in_body - 1)", "0", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
+    Mutant("taken_apart", "(does.kept.gathers > 0) * ", "", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
+    Mutant(
+        "temporary",
+        "layers // replicas.unroll > 1",
+        "layers > 1",
+        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
+    ),
+    Mutant(
+        "temporary",
+        "block + c.slots * one if loop else max(block, one)",
+        "block + c.slots * one",
+        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
+    ),
+    Mutant(
+        "temporary",
+        "block + layers * full * copies if loop else max(block, full) + (layers - 1) * full",
+        "block + layers * full * copies",
+        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
+    ),
+    Mutant(
+        "temporary",
+        "chunks)[3] == 1",
+        "chunks)[3] >= 1",
+        "test_plan.py::test_the_last_tick_has_its_place_early_where_it_is_no_loop",
     ),
     Mutant("check_backend", "if found != platform:", "if False:", "test_targets.py::test_refusals"),
 )

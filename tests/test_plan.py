@@ -23,7 +23,7 @@ from parallax.layout.nearest import KNOWN
 from parallax.layout.rows import Placed
 from parallax.models import decoder, gpt2
 from parallax.pipeline import rows
-from parallax.plan import arguments, estimates, hardware, layouts, planned, temporaries
+from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
@@ -169,6 +169,60 @@ def test_zero_3_has_two_gathered_layers_at_a_time(layers):
     config, layout = gpt2.Config(layers=layers, heads=2, width=32, context=8), Layout(data=2, zero=3)
     blocks = 4 * sum(leaf.elements for leaf in arguments.leaves(config, layout) if leaf.block)
     assert temporaries.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
+
+
+BODY = gpt2.Config(layers=8, heads=2, width=32, context=16)
+ONCE = compilers.IN_PLACE._replace(scores=0.0, block=((0.0, 0.0),) * 3, slots=0.0)  # what is held but for cotangents
+
+
+def block(layout, **constants):
+    """The bytes of a layer's backward pass, of a compiler that needs nothing but `constants` say, and of no residual twice."""
+    return temporaries.temporary(BODY, Layout.parse(layout), 16, compiler=ONCE._replace(**constants)).block
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies", "gelu"),
+    [
+        ("data=4", 0, False),  # XLA reads one layer's share of a stack where it is used
+        ("data=4,zero=3", 2 * 2, True),  # two layers in the loop's body, each taken out twice
+        ("data=4,zero=3,remat=block", 1 * 2, False),  # the layer that waits
+        ("tensor=2,sequence=True,remat=gathers", 1, True),  # behind the barrier of `jax.checkpoint`
+    ],
+)
+def test_what_a_body_takes_out_of_a_stack(layout, copies, gelu):
+    layout_, size = Layout.parse(layout), temporaries.sizes(BODY, Layout.parse(layout), 16)
+    kept = temporaries.layer(BODY, layout_, 16)
+    expected = copies * kept + gelu * 8 * size.narrow * size.split
+    assert block(layout, apart=(1.0, 2.0)) == expected
+    assert block(layout) == 0
+
+
+@pytest.mark.parametrize(("stages", "early"), [(2, 1), (4, 0)])
+def test_the_last_tick_has_its_place_early_where_it_is_no_loop(stages, early):
+    """With two stages one backward tick is left at the end; with four a loop of three, which makes its place itself."""
+    layout = f"stage={stages},microbatches=8,remat=stage"
+    kept = BODY.layers // stages * temporaries.everything(BODY, Layout.parse(layout), 16)
+    assert block(layout) == kept
+    assert block(layout, early=1.0) == (1 + early) * kept
+    gathering = f"{layout},tensor=2,sequence=True"
+    kept = BODY.layers // stages * temporaries.everything(BODY, Layout.parse(gathering), 16)
+    assert block(gathering, copied=1.5, early=1.0) == (1.5 + early) * kept
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "stage=8,microbatches=8,remat=stage",
+        "data=2,stage=4,microbatches=8,zero=3,remat=stage",
+        "data=2,stage=4,microbatches=8,zero=3",
+        "stage=8,microbatches=8",
+    ],
+)
+def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
+    """One layer a stage, or two that the loop's body would hold: nothing is stacked, and nothing waits beside a backward pass."""
+    kept = BODY.layers // Layout.parse(layout).stage * temporaries.everything(BODY, Layout.parse(layout), 16)
+    ordinary = {"scores": compilers.XLA_H100.scores, "block": compilers.XLA_H100.block}
+    assert block(layout, **ordinary, apart=(1.0, 2.0), early=1.0) == kept
 
 
 @pytest.mark.parametrize("name", words.ORDERS)

@@ -89,17 +89,16 @@ def test_trips_stand_in_the_condition(first, step, direction, bound, trips):
 
 
 @pytest.mark.parametrize(
-    ("moved", "trips"),
+    ("moved", "direction", "bound", "trips"),
     [
-        ("subtract(%a, %b)", 7),  # 6, 5, .. 0
-        ("subtract(%b, %a)", 0),  # 1 less the state is no step
-        ("add(%b, %a)", 0),  # upward for ever
-        ("add(%a, %a)", 0),
+        ("subtract(%a, %b)", "GE", 0, 7),  # 6, 5, .. 0
+        ("subtract(%b, %a)", "LT", 9, 0),  # 1 less the state is no step
+        ("add(%b, %a)", "LT", 9, 3),
+        ("add(%a, %a)", "LT", 9, 0),
     ],
 )
-def test_a_step_may_be_taken_away(moved, trips):
-    assert turns("constant(6)", 1, "GE", 0, moved) == {"test": trips and trips + 1, "trip": trips}
-    assert turns("constant(1)", 2, "LT", 8, "add(%b, %a)")["trip"] == 4
+def test_a_step_may_be_taken_away(moved, direction, bound, trips):
+    assert turns("constant(6)", 1, direction, bound, moved) == {"test": trips and trips + 1, "trip": trips}
 
 
 def turns(first, step, direction, bound, moved="add(%a, %b)"):

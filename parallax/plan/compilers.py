@@ -27,8 +27,12 @@ class Compiler(NamedTuple):
         sums, chunk, ends_of_stage: in a pipeline, B (ZeRO-2: its share), B / v, E.
         scattered: in a pipeline, B with any ZeRO.
         update: in the optimizer, gradients and updates of B's share, those of all of B, and (one replica, several) of E.
-        kept: of what `jax.vjp` keeps of a layer where nothing but attention is computed again; and where gathers are too.
+        kept: of what `jax.vjp` keeps of a layer where nothing but attention is computed again.
         near: bytes of a layer's backward pass that live in a memory on the chip, not in the device's.
+        apart: how often what a layer keeps is taken out of the stack that a loop fills: of one layer in the loop's body (behind
+            the barrier of `jax.checkpoint`), and of each of several.
+        copied: with remat `stage`, a stage's residuals, where tokens or weights are gathered for them.
+        early: a stage's residuals of the last backward tick, whose place is made while the ticks before it run.
     """
 
     scores: Number
@@ -47,8 +51,11 @@ class Compiler(NamedTuple):
     ends_of_stage: float
     scattered: float
     update: tuple[float, float, float, float]
-    kept: tuple[float, float] = (1.0, 1.0)
+    kept: float = 1.0
     near: float = 0.0
+    apart: tuple[float, float] = (0.0, 0.0)
+    copied: float = 2.0
+    early: float = 0.0
 
 
 # AdamW's moments are copied before they are overwritten (benchmarks/README.md): 2 of the update's B.
@@ -89,8 +96,26 @@ IN_PLACE = XLA_CPU._replace(
 )
 
 # XLA's compilers for three chips, with JAX 0.10.2. `near` is the part of a TPU's vector memory that holds a layer's numbers.
+# `apart`, `copied` and `early` were read from the programs, the rest was fitted.
 XLA_V5E = IN_PLACE._replace(
-    scores=1.91, block=((14.01, 5.23), (21.3, 0.9), (19.81, 2.54)), slots=2.21, kept=(0.95, 1.88), near=88e6
+    scores=1.93,
+    block=((15.27, 5.7), (21.3, 0.9), (17.94, 2.3)),
+    slots=2.16,
+    kept=0.95,
+    near=77e6,
+    apart=(1.0, 2.0),
+    copied=1.0,
+    early=1.0,
 )
-XLA_V5P = IN_PLACE._replace(scores=1.9, block=((14.4, 5.38), (21.3, 0.9), (21.06, 2.7)), slots=1.99, kept=(1.03, 1.0), near=17e6)
-XLA_H100 = IN_PLACE._replace(scores=1.23, block=((17.05, 6.37), (26.57, 1.12), (28.71, 3.68)), slots=1.26, kept=(0.99, 1.0))
+XLA_V5P = IN_PLACE._replace(
+    scores=1.22, block=((14.37, 5.37), (33.55, 1.42), (30.17, 3.87)), slots=2.02, kept=1.04, apart=(1.0, 2.0), copied=1.0
+)
+XLA_H100 = IN_PLACE._replace(
+    scores=1.18,
+    block=((15.99, 5.97), (23.96, 1.01), (28.73, 3.69)),
+    slots=1.8,
+    kept=1.02,
+    apart=(1.0, 1.0),
+    copied=1.0,
+    early=1.0,
+)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax.layout import Layout, words
+from parallax.layout.rows import Functions
 from parallax.models import gpt2
 from parallax.plan import arguments
 from parallax.plan.compilers import IN_PLACE, Compiler, Number
@@ -119,6 +120,27 @@ def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Nu
     )
 
 
+def taken_apart(kept: Number, size: Sizes, does: Functions, compiler: Compiler) -> tuple[Number, Number]:
+    """Bytes that are taken out of a loop's stacks before the backward pass of what is in its body: the last layer's; the others'.
+
+    XLA reads a layer's share of a stack where it is used. It cannot where a body has several layers (ZeRO-3), whose shares are
+    cut from one slice, nor through the barrier that `jax.checkpoint` puts round what it keeps. The last layer's is there together
+    with what its GELU takes and gives, and goes as its backward pass goes on; the others' wait. Where a layer keeps little, its
+    own is part of the compiler's `block`.
+
+    Args:
+        kept: bytes that a layer keeps.
+        size: of a microbatch.
+        does: the layout's functions.
+        compiler: how often it holds things.
+    """
+    in_body = does.replicas.unroll
+    taken = compiler.apart[in_body > 1]
+    last = taken * kept + bool(taken) * 2 * 4 * size.narrow * size.split
+    behind = (does.kept.gathers > 0) * does.kept.of(everything=last, products=0.0, inputs=0.0)
+    return behind, taken * kept * (in_body - 1)
+
+
 def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Compiler = IN_PLACE, short: int = 2) -> Temporary:
     """What a step of `decoder.train_step` needs on a device beside its arguments.
 
@@ -136,19 +158,23 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     sums, state = replicas.sums(whole=B, share=B_share), replicas.state(whole=B, share=B_share)
     many, chunks = layout.microbatches > 1, does.chunks
     layers = config.layers // (layout.stage * chunks)
-    held = does.kept.of(everything=c.kept[does.kept.gathers > 0], products=1.0, inputs=1.0)
+    loop = layers // replicas.unroll > 1  # where XLA leaves none, nothing is stacked: what a layer keeps goes as it is used
+    held = does.kept.of(everything=c.kept, products=1.0, inputs=1.0)
     one = size.narrow * size.stream if again.in_stages else held * layers * layer(config, layout, batch, short)
     in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
     split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
-    if again.in_stages:  # all its layers are kept while its backward pass runs; and copied where they are gathered
-        copies = max(does.tokens.of(whole=1, share=2), replicas.parameters(whole=1, share=2))
-        block += layers * everything(config, layout, batch, short) * copies
+    first, others = taken_apart(layer(config, layout, batch, short), size, does, c) if loop else (0.0, 0.0)
+    block = max(0.0, block - c.near, first) + others
+    if again.in_stages:  # all its layers are kept while its backward pass runs
+        full = everything(config, layout, batch, short)
+        early = c.early * (does.order.ticks(layout.stage, does.microbatches, chunks)[3] == 1)  # one tick alone is no loop
+        copies = early + max(does.tokens.of(whole=1, share=c.copied), replicas.parameters(whole=1, share=c.copied))
+        block = block + layers * full * copies if loop else max(block, full) + (layers - 1) * full
     two_layers = min(2 * B / (layers * chunks), B)
     gathered = does.numbers.of(full=0.0, short=size.narrow / FLOAT * (B_share + E))
     gathered += replicas.parameters(whole=0.0, share=c.gathered * does.stages.of(alone=1, piped=1.1) * two_layers)
-    block += does.stages.of(alone=0.0, piped=c.slots * one)
-    block = max(0.0, block - c.near)
+    block = does.stages.of(alone=block, piped=block + c.slots * one if loop else max(block, one))
 
     of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * replicas.state(whole=0, share=B)
     of_stage += replicas.parameters(whole=c.chunk * B / chunks, share=0.0)
