@@ -979,6 +979,12 @@ COMPILED = (
         "chunks)[3] >= 1",
         "test_plan.py::test_the_last_tick_has_its_place_early_where_it_is_no_loop",
     ),
+    Mutant(
+        "compile",
+        "{used[1]} of {used[2]}",
+        "{used[2]} of {used[1]}",
+        "test_targets.py::test_a_step_that_does_not_fit_says_what_it_needs",
+    ),
     Mutant("check_backend", "if found != platform:", "if False:", "test_targets.py::test_refusals"),
 )
 

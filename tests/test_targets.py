@@ -312,6 +312,29 @@ def test_refusals(capsys):
         assert "parallax-jax[tpu]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (48.00G) exceeds available HBM (15.75G).",
+        "Ran out of memory in memory space hbm. Used 48.00G of 15.75G hbm. Exceeded hbm capacity by 32.25G.",
+    ],
+)
+def test_a_step_that_does_not_fit_says_what_it_needs(said):
+    class Train:
+        def lower(self, *shapes):
+            return self
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
+
+    there = targets.Target("v5e:2x4", "v5e", rates.CHIPS["v5e"], tuple(jax.devices()), 1)
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=mesh.shardings(P("data"), mesh.make(data=8)))
+    with pytest.raises(
+        ValueError, match=r"does not fit in the memory of a device of v5e:2x4: it needs 48.00G of 15.75G\. Split it"
+    ):
+        targets.compile(Train(), shape, target=there)
+
+
 def test_sources_are_found_in_both_notations():
     assert sources.read("")('metadata={source_file="/a/b.py" source_line=7}') == "/a/b.py:7"
     assert sources.read("")("") == ""
@@ -348,7 +371,7 @@ class TestCompiled:
             targets.compile(jax.jit(lambda x: x), jax.ShapeDtypeStruct((8,), jnp.float32), target=there)
         world = mesh.make(devices=there.devices, data=8)
         huge = jax.ShapeDtypeStruct((8, 6, 2**30), jnp.float32, sharding=mesh.shardings(P("data"), world))
-        with pytest.raises(ValueError, match="does not fit in the memory of a device of v5e:2x4"):
+        with pytest.raises(ValueError, match=r"does not fit in the memory of a device of v5e:2x4: it needs .*G of"):
             targets.compile(jax.jit(jnp.sin), huge, target=there)
         assert capfd.readouterr().err == ""
         assert main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=4"]) == 2

@@ -33,6 +33,8 @@ GPUS = {
     "h200": (9, 0, 132, 128, 233472, 232448, 52428800, 1.98, "NVIDIA H200"),
     "b200": (10, 0, 148, 128, 233472, 232448, 132644864, 1.965, "NVIDIA B200"),
 }
+# What a TPU's compiler says of a step that does not fit, in libtpu 0.0.42 and before it.
+FULL = re.compile(r"(?:Used |\()([\d.]+\w)\)? (?:of|exceeds available \w+) \(?([\d.]+\w)")
 NAME = re.compile(r"(?:(\d+) ?x ?)?([a-z]+\d+[a-z]*)(?::(\d+(?:x\d+)*))?$")
 
 
@@ -167,7 +169,7 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w)", str(error))
+        used = FULL.search(str(error))
         needs = f": it needs {used[1]} of {used[2]}" if used else ""
         raise ValueError(
             f"targets.compile: the step does not fit in the memory of a device of {target.name}{needs}. Split it over more "
