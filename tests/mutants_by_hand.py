@@ -31,6 +31,9 @@ COLLECTIVES = (
         "test_route.py::test_wrong_tables_are_refused_and_right_ones_are_not",
     ),
     Mutant("_come", "(there, offsets) if back", "(offsets, there) if back", "test_ring.py::test_meaning"),
+    Mutant("_pieces", "nbytes <= BUNDLED", "nbytes < BUNDLED", "test_cost.py::test_large_blocks_are_sent_apart"),
+    Mutant("_joined", "else blocks", "else blocks[::-1]", "test_route.py::test_right_tables_run_to_the_sum"),
+    Mutant("total", "sum(message.pieces for message in messages)", "1", "test_cost.py::test_large_blocks_are_sent_apart"),
     Mutant("_hands_on", "step == next_step and ", "", "test_route.py::test_chains_are_loops_wherever_they_begin"),
     Mutant("_scatter_in_a_loop", "h + 1)))", "h)))", "test_route.py::test_chains_are_loops_wherever_they_begin"),
     Mutant(

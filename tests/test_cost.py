@@ -31,6 +31,7 @@ from parallax.collectives import (
     matmul,
     quantized,
     ring,
+    route,
     send_next,
     torus,
     tuning,
@@ -150,6 +151,25 @@ def test_the_others(n):
 
 def _dealt(x, axis):
     return ring.all_to_all(x, axis, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("of", "n"), [(halving, 8), (machines(2), 6), (torus, (2, 4))], ids=str)
+def test_large_blocks_are_sent_apart(of, kind, n):
+    """Beyond BUNDLED bytes a block each is a permute of its own; up to there, those of a message are one."""
+    collective, count = getattr(of, kind), math.prod(size for _, size in axes_of(n))
+    call = scattered(collective) if kind == "reduce_scatter" else collective
+    shares = 1 if isinstance(n, int) else len(n)
+    block = route.BUNDLED // 4 * shares
+    prices = []
+    for numbers in (block, block + 128 * shares):
+        shape = (numbers,) if kind == "all_gather" else (numbers * count,)
+        assert_priced(collective, call, axes_of(n), shape, 4 * shape[0])
+        prices.append(cost.of(collective, 4 * shape[0], n))
+    few, many = prices
+    assert few.messages < many.messages
+    assert few.hops == many.hops
+    assert many.messages == (count - 1) * shares * (2 if kind == "all_reduce" else 1)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("int8", 1)])

@@ -198,7 +198,9 @@ def sums(n, body):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(6))
-def test_right_tables_run_to_the_sum(seed):
+def test_right_tables_run_to_the_sum(seed, monkeypatch):
+    """With the blocks of a message joined, and each sent by itself."""
+    monkeypatch.setattr(route, "BUNDLED", 0 if seed % 2 else route.BUNDLED)
     random = np.random.default_rng(seed)
     routes = [Route(*drawn(random)) for _ in range(8)]
     n = max(table.n for table in routes)
@@ -255,8 +257,10 @@ def test_the_program_of_a_ring_does_not_grow_and_that_of_direct_does(monkeypatch
 
 @pytest.mark.sweep(3)
 @every_mover
-def test_chains_are_loops_wherever_they_begin(of, monkeypatch):
+@pytest.mark.parametrize("bundled", [0, route.BUNDLED])
+def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
     """All runs of more than one hop as loops: the same sums, and the all-gather is the reduce-scatter's transpose."""
+    monkeypatch.setattr(route, "BUNDLED", bundled)
     monkeypatch.setattr(route, "UNROLLED", 1)
     x = np.random.default_rng(0).integers(-9, 9, (8, 16, 2, 3)).astype(np.float32)
 

@@ -29,10 +29,12 @@ class Message(NamedTuple):
         bytes: of the message.
         step: how many devices further on it goes along each dim of the table's box; below 0, back. On a switch that is one link,
             on a bare ring as many as the step.
+        pieces: the permutes that it is sent as, side by side: large blocks are not joined into one.
     """
 
     bytes: int
     step: tuple[int, ...] = (1,)
+    pieces: int = 1
 
 
 class Round(NamedTuple):
@@ -169,7 +171,7 @@ def total(rounds: Iterable[Round]) -> Cost:
     found = [0] * len(Cost._fields)
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
-        counts = 1, max(sizes), sum(sizes), len(sizes), reduced, int(waits)
+        counts = 1, max(sizes), sum(sizes), sum(message.pieces for message in messages), reduced, int(waits)
         found = [before + times * count for before, count in zip(found, counts, strict=True)]
     return Cost(*found)
 

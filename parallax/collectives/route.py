@@ -3,7 +3,7 @@
 Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o further on. The devices are a
 box: `(16,)`, or `(2, 8)` for two machines of eight; offsets and steps are its points, added dim by dim, and of a box of one dim
 plain numbers. A *round* is {step: offsets}: those blocks go to the device `step` further on, where offset o has become o - step.
-The messages of a round wait for nothing of each other, and blocks of one step are one message.
+The messages of a round wait for nothing of each other, and blocks of one step are one message: small ones are joined for it.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: each device hands one block to its neighbour in each round
 
@@ -48,6 +48,7 @@ from parallax.typed import PyTree
 Tree = TypeVar("Tree", bound=PyTree)
 Point = tuple[int, ...]
 
+BUNDLED = 2**16  # bytes of a block up to which those of a message are joined; a larger one is sooner sent by itself than copied
 UNROLLED = 8  # hops up to which a chain is written out; a longer one is a loop, whose compile time does not grow with it
 
 
@@ -305,7 +306,7 @@ def _come(routes, r: int, take, axis_name, dim: int, *, back: bool = False) -> l
         for step, offsets in route.rounds[r].items():
             there = [route.moved(o, step) for o in offsets]
             go, to = (there, offsets) if back else (offsets, there)
-            message = send(_joined([take(p, o) for o in go], dim), axis_name, route.pairs(step, back=back))
+            message = _sent(_joined([take(p, o) for o in go], dim), axis_name, route.pairs(step, back=back))
             come += [(p, o, block) for o, block in zip(to, _apart(message, len(to), dim), strict=True)]
     return come
 
@@ -317,16 +318,16 @@ def _scatter_in_a_loop(routes, run: range, term, take, held, axis_name, dim: int
     for p, (step, offsets) in walks.items():
         met = [[routes[p].moved(o, step, h) for o in offsets] for h in range(1, len(run) + 1)]
         if any(o in held[p] for at in met for o in at):  # a chain that starts late adds to what has been summed
-            sums = jnp.stack([_joined([take(p, o) for o in at], dim) for at in met])
-            terms[p] = functools.partial(lax.dynamic_index_in_dim, sums, axis=0, keepdims=False)
+            sums = [jnp.stack(parts) for parts in zip(*(_joined([take(p, o) for o in at], dim) for at in met), strict=True)]
+            terms[p] = lambda h, sums=sums: [lax.dynamic_index_in_dim(parts, h, 0, keepdims=False) for parts in sums]
         else:
             terms[p] = lambda h, p=p, step=step, offsets=offsets: _joined(
                 [term(p, routes[p].place(me, routes[p].moved(o, step, h + 1))) for o in offsets], dim
             )
 
     def hop(h, sums):
-        moved = {p: send(sums[p], axis_name, routes[p].pairs(step)) for p, (step, _) in walks.items()}
-        return {p: moved[p] + terms[p](h) for p in walks}
+        moved = {p: _sent(sums[p], axis_name, routes[p].pairs(step)) for p, (step, _) in walks.items()}
+        return {p: jax.tree.map(jnp.add, moved[p], terms[p](h)) for p in walks}
 
     first = {p: _joined([take(p, o) for o in offsets], dim) for p, (_, offsets) in walks.items()}
     last = _loop(len(run), hop, first)
@@ -342,8 +343,9 @@ def _gather_in_a_loop(routes, run: range, held, keep, kept, axis_name, dim: int)
 
     def hop(h, carry):
         blocks, stores, kept = carry
-        blocks = {p: send(blocks[p], axis_name, routes[p].pairs(step, back=True)) for p, (step, _) in walks.items()}
-        stores = {p: lax.dynamic_update_index_in_dim(store, blocks[p], h, 0) for p, store in stores.items()}
+        blocks = {p: _sent(blocks[p], axis_name, routes[p].pairs(step, back=True)) for p, (step, _) in walks.items()}
+        store = lambda store, block: lax.dynamic_update_index_in_dim(store, block, h, 0)
+        stores = {p: jax.tree.map(store, stores[p], blocks[p]) for p in stores}
         for p in walks:
             offsets = come_to(p, h)
             for o, block in zip(offsets, _apart(blocks[p], len(offsets), dim), strict=True):
@@ -353,12 +355,11 @@ def _gather_in_a_loop(routes, run: range, held, keep, kept, axis_name, dim: int)
     starts = {p: [routes[p].moved(o, step, length) for o in offsets] for p, (step, offsets) in walks.items()}
     first = {p: _joined([held[p][o] for o in offsets], dim) for p, offsets in starts.items()}
     later = run.start > 0
-    stores = {
-        p: varying(jnp.zeros((length, *block.shape), block.dtype), varying_axes(block)) for p, block in first.items() if later
-    }
+    empty = lambda block: varying(jnp.zeros((length, *block.shape), block.dtype), varying_axes(block))
+    stores = {p: jax.tree.map(empty, blocks) for p, blocks in first.items() if later}
     last, stores, kept = _loop(length, hop, (first, stores, kept))
     for p, (_, offsets) in walks.items():
-        came = [stores[p][h] for h in range(length)] if later else [last[p]]
+        came = [[store[h] for store in stores[p]] for h in range(length)] if later else [last[p]]
         for h, blocks in zip(range(length) if later else [length - 1], came, strict=True):
             held[p] |= dict(zip(come_to(p, h), _apart(blocks, len(offsets), dim), strict=True))
     return kept
@@ -373,12 +374,23 @@ def _loop(length: int, hop, carry):
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 
-def _joined(blocks, dim: int):
-    return blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, dim)
+def _joined(blocks, dim: int) -> list:
+    """The blocks of a message as they are sent: small ones as one array, large ones each by itself, where it lies."""
+    together = _pieces(len(blocks), blocks[0].size * blocks[0].dtype.itemsize) < len(blocks)
+    return [lax.concatenate(blocks, dim)] if together else blocks
 
 
-def _apart(message, count: int, dim: int):
-    return [message] if count == 1 else jnp.split(message, count, axis=dim)
+def _apart(message, count: int, dim: int) -> list:
+    return message if len(message) == count else jnp.split(message[0], count, axis=dim)
+
+
+def _pieces(count: int, nbytes: int) -> int:
+    """In how many permutes so many blocks of `nbytes` each make one message."""
+    return 1 if nbytes <= BUNDLED else count
+
+
+def _sent(message, axis_name, pairs) -> list:
+    return [send(piece, axis_name, pairs) for piece in message]
 
 
 @priced(lambda size, n, itemsize, distance=1: [Round(1, (Message(size * itemsize, (distance,)),))])
@@ -511,7 +523,10 @@ def messages(
     found = []
     for k, sides in enumerate(reversed(rounds) if back else rounds):
         sent = [(p, step, len(offsets)) for p, sends in enumerate(sides) for step, offsets in sends.items()]
-        each = tuple(Message(nbytes[p] * count, tuple(-s for s in step) if back else step) for p, step, count in sent)
+        each = tuple(
+            Message(nbytes[p] * count, tuple(-s for s in step) if back else step, _pieces(count, nbytes[p]))
+            for p, step, count in sent
+        )
         reduced = sum(added[p] * count for p, _, count in sent) if added else 0
         found.append(Round(1, each, reduced, longest[k + 1] > longest[k]))
     return found

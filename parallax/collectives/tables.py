@@ -13,7 +13,8 @@ n devices, S the bytes of the array on one device; a *message* is what a device 
 | `machines(g)` | g - 1 within machines of g, n/g - 1 between them | n/g + g - 2 | n - 1, of which n/g - 1 cross a border |
 | `torus` on a x b .. | k (a + b .. - k) of 1/k of a block each | k (max(a, b ..) - 1) | n - 1 |
 
-An all-gather sends the same backwards, and an all-reduce is one after the other.
+An all-gather sends the same backwards, and an all-reduce is one after the other. A message of several blocks of more than
+`route.BUNDLED` bytes is sent as one permute a block, side by side: joining them would take longer.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et al., Collective communication:
 theory, practice, and experience (2007), for two; Bruck et al., Efficient algorithms for all-to-all communications (1997) and
