@@ -27,6 +27,7 @@ BEAT = 0.5  # seconds from one message to the next
 SILENT = 4 * BEAT  # seconds without one, after which a process is called silent
 NEWCOMERS = 128  # that have shown nothing yet, at a time
 LINES = 8  # about strangers
+LAST = 2.0  # seconds in which the others hear that this process goes
 
 
 class Peer:
@@ -125,9 +126,15 @@ class Peers:
         self._send(now=True)
 
     def close(self) -> None:
-        """The job is over, and this process may go: that its connection closes is no fault."""
+        """The job is over, and this process may go: that its connection closes is no fault. Returns once the others know."""
         self._message["over"] = True
         self._send(now=True)
+        for peer in list(self.others):
+            with contextlib.suppress(OSError):  # a process that goes with words unread would take its own last ones back
+                peer.line.connection.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + LAST
+        while self.others and time.monotonic() < until:
+            time.sleep(0.01)
 
     # What it knows
 
@@ -281,7 +288,7 @@ class Peers:
 
     def _closed(self, peer: Peer) -> None:
         """A connection is closed. Where there was no good-bye the job ends; the process that failed has the last word."""
-        if not peer.over:
+        if not peer.over and not self._message["over"]:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
             line = f"{self.job.who}: {self.gone}. The job ends."
@@ -291,8 +298,8 @@ class Peers:
             self._send(now=True)
             time.sleep(GRACE)
             launch.end(line and f"{line}\n")
-        if self.job.rank == 0:
-            self.others.remove(peer)
+        peer.line.connection.close()
+        self.others.remove(peer)
 
 
 def about(job: launch.Job) -> dict[str, Any]:
