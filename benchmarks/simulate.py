@@ -58,7 +58,7 @@ def on_ring(round: Round, axes: tuple[int, ...], split: bool) -> float:
 def on_torus(round: Round, axes: tuple[int, ...], split: bool) -> float:
     """Along its own axis, or, of a function that knows one axis only, first along the columns, then along the row."""
     parts = []
-    for nbytes, step in round.messages:
+    for nbytes, step, _ in round.messages:
         # A ring through all devices is laid as a snake: its neighbours are neighbours.
         snaking = divmod(abs(step[0]), axes[1]) if abs(step[0]) > 1 else (0, 1)
         parts += [_walked(nbytes, far, n) for far, n in zip(step if split else snaking, axes, strict=True)]

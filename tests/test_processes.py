@@ -63,5 +63,5 @@ def test_four_processes_compute_what_one_does(four_processes, train, layout):
 def test_a_mistake_is_told_once(train):
     code, _, printed = train(4, "--layers=3")
     assert code == 2
-    assert printed.count("error: Layout: the model's layers (layers=3) must divide by stage x chunks=2.") == 1
+    assert printed.count("error: Layout: the model's layers (--layers 3) must divide by --stage 2 x --chunks 1.") == 1
     assert "Traceback" not in printed

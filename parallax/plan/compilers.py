@@ -71,10 +71,10 @@ XLA_CPU = Compiler(
     shares=1.49,
     gathered=0.68,
     ends_gathered=(2.6, 0.57),
-    sums=1.2,
+    sums=1.8,
     chunk=0.79,
     ends_of_stage=3.5,
-    scattered=1.1,
+    scattered=2.1,
     update=(2.0, 1.0, 2.0, 3.0),
 )
 
