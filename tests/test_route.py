@@ -274,6 +274,16 @@ def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
         np.testing.assert_array_equal(found, np.broadcast_to(x.sum(0), found.shape))
 
 
+def test_a_chain_that_changes_its_step_is_no_loop(monkeypatch):
+    """Each round forwards just what has come, but the last twice as far: a loop would send it no further than before."""
+    monkeypatch.setattr(route, "UNROLLED", 1)
+    jumps = mover(lambda n: Route((n,), [{1: [1]}, {1: [3]}, {2: [2]}]), name="jumps")
+    x = np.random.default_rng(0).integers(-9, 9, (4, 16, 2)).astype(np.float32)
+    total, whole = sums(4, lambda x: (jumps.all_reduce(x, "x"), jumps.all_gather(x, "x")))(x)
+    for found, meant in ((total, x.sum(0)), (whole, x)):
+        np.testing.assert_array_equal(found, np.broadcast_to(meant, found.shape))
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
 def test_message_and_local_copy_are_one_instruction(name):
