@@ -24,6 +24,7 @@ ORDER = (
         "remat",
         "tensor",
         "sequence",
+        "experts",
         "zero",
         "optimizers",
         "cross_entropy",

@@ -201,7 +201,8 @@ def output(**fields):
     return lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), **fields)
 
 
-NOT_A_SCALAR = "pipeline: {} must be a scalar, one {}number for a microbatch; got {}. Take its mean or its sum."
+NOT_A_SCALAR = "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or its sum."
+NO_NUMBER = "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
 REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
@@ -217,15 +218,15 @@ REFUSALS = {
         "returned skip: float64[2, 2]. Move what changes the shape into enter or head.",
     ),
     "auxiliary value": (
-        {"stage": output(aux={"norms": jnp.ones(3)})},
-        NOT_A_SCALAR.format("the stage's auxiliary value norms", "", "float64[3]"),
+        {"stage": lambda params, x, part, position: pipeline.Output(x, aux={"key": jax.random.key(0)})},
+        NO_NUMBER.format("the stage's auxiliary value key: key<fry>[]"),
     ),
     "auxiliary value of the head": (
-        {"head": lambda params, x, part: (head(params, x, part), {"x": x})},
-        NOT_A_SCALAR.format("the head's auxiliary value x", "", "float64[2, 4]"),
+        {"head": lambda params, x, part: (head(params, x, part), {"keys": jax.random.split(jax.random.key(0), 2)})},
+        NO_NUMBER.format("the head's auxiliary value keys: key<fry>[2]"),
     ),
-    "stage's loss": ({"stage": output(loss=jnp.ones(2))}, NOT_A_SCALAR.format("the stage's loss", "real ", "float64[2]")),
-    "head's loss": ({"head": lambda params, x, part: x}, NOT_A_SCALAR.format("the head's loss", "real ", "float64[2, 4]")),
+    "stage's loss": ({"stage": output(loss=jnp.ones(2))}, NOT_A_SCALAR.format("the stage's loss", "float64[2]")),
+    "head's loss": ({"head": lambda params, x, part: x}, NOT_A_SCALAR.format("the head's loss", "float64[2, 4]")),
     "integers": (
         {"enter": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
         "pipeline: enter returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "

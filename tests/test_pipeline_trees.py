@@ -83,7 +83,7 @@ def stage_of(table, axis, gather=lambda blocks: blocks):
         of_layer = lambda w, x, number: layer(model, gather(w), x, number, part, axis)
         x = pipeline.run_layers(of_layer, model.blocks, x, position, table)
         size = jnp.mean(x["x"] ** 2)
-        return pipeline.Output(x, loss=size / 7, aux={"size": size, "rows": len(part["ids"]), "big": size > 1})
+        return pipeline.Output(x, loss=size / 7, aux={"size": size, "rows": len(part["ids"]), "big": size > 1, "columns": jnp.mean(x["x"], 0)})
 
     return stage
 
@@ -91,13 +91,15 @@ def stage_of(table, axis, gather=lambda blocks: blocks):
 def head(model, x, part):
     out = (x["x"] + x["skip"]) @ model.table.T @ model.table * model.frozen[None]
     error = jnp.mean((out - part["y"]) ** 2)
-    return error + x["penalty"], {"error": error, "layers": x["layers"][0]}
+    return error + x["penalty"], {"error": error, "layers": x["layers"][0], "out": jnp.mean(out, 0)}
 
 
 def total(found):
     """Sizes are means over microbatches, rows are added up."""
-    stages = {"size": jnp.mean(found.stages["size"], axis=0), "rows": jnp.sum(found.stages["rows"], dtype=jnp.int32)}
-    return {"stages": stages, "error": jnp.mean(found.head["error"]), "layers": found.head["layers"][0]}
+    means = {name: jnp.mean(found.stages[name], axis=0) for name in ("size", "columns")}
+    stages = means | {"rows": jnp.sum(found.stages["rows"], dtype=jnp.int32)}
+    of_head = {name: jnp.mean(found.head[name], axis=0) for name in ("error", "out")}
+    return {"stages": stages, **of_head, "layers": found.head["layers"][0]}
 
 
 def of_devices(aux, axis):
@@ -108,14 +110,16 @@ def of_devices(aux, axis):
 
 def on_one_device(table, model, batch):
     """Layer after layer of the whole batch, with nothing of the pipeline: `(loss, aux)`."""
-    x, sizes, number = enter(model, batch), [], 0
+    x, sizes, columns, number = enter(model, batch), [], [], 0
     for count in table.reshape(-1):
         for _ in range(count):
             x = layer(model, jax.tree.map(lambda w: w[number], model.blocks), x, jnp.int32(number), batch, ())  # noqa: B023
             number += 1
         sizes.append(jnp.mean(x["x"] ** 2))
+        columns.append(jnp.mean(x["x"], 0))
     loss, aux = head(model, x, batch)
-    stages = {"size": jnp.stack(sizes), "rows": jnp.asarray(table.size * len(batch["ids"]), jnp.int32)}
+    stages = {"size": jnp.stack(sizes), "columns": jnp.stack(columns)}
+    stages["rows"] = jnp.asarray(table.size * len(batch["ids"]), jnp.int32)
     return loss + sum(sizes) / 7, {"stages": stages, **aux}
 
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional and in constant memory."""
 
-from parallax.pipeline.arrows import Aux, from_last, unsplit, value, value_and_grad
+from parallax.pipeline.arrows import Aux, from_last, own_chunks, unsplit, value, value_and_grad
 from parallax.pipeline.checks import Output
 from parallax.pipeline.exchange import WHOLE, Exchange, split_over
 from parallax.pipeline.kept import inputs, residuals
@@ -17,6 +17,7 @@ __all__ = [
     "dealt",
     "from_last",
     "inputs",
+    "own_chunks",
     "padded",
     "residuals",
     "run_layers",

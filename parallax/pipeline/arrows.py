@@ -40,7 +40,7 @@ class Aux(NamedTuple):
 
     Attributes:
         head: the head's; None if it has none.
-        stages: those of each chunk of layers, by its place in the model: as a last dim of vP.
+        stages: those of each chunk of layers, by its place in the model: [vP, ...] each.
     """
 
     head: PyTree
@@ -91,8 +91,8 @@ def value_and_grad(
         scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.scatter`, by which each
             replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a lane
             does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
-        aux: what becomes of auxiliary values, which come stacked: the head's [M] each, and those of stages, as `Aux.stages`,
-            [M, vP]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
+        aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and those of stages, as `Aux.stages`,
+            [M, vP, ...]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
             alone has, `((loss, aux), gradients)`.
 
     Raises:
@@ -182,6 +182,17 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
 
 
+def own_chunks(stages: PyTree, axis: AxisLike, *, chunks: int = 1) -> PyTree:
+    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks, for `step.make(after=...)`.
+
+    With an axis of `()` it is all of them: `unsplit` returns the same.
+    """
+    axis = Axis.of(axis)
+    by_chunk = lambda leaf: leaf.reshape(chunks, axis.size(), *leaf.shape[1:])
+    own = lambda leaf: lax.dynamic_index_in_dim(by_chunk(leaf), axis.index(), 1, keepdims=False)
+    return jax.tree.map(own, stages)
+
+
 def _check_lanes(schedule: Schedule) -> None:
     if schedule.weight is not None:
         raise ValueError(
@@ -216,16 +227,17 @@ def _over(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
 
 
 def _stacked_aux(model: Model, end: lanes.Carry, after: PyTree) -> Aux:
-    """The auxiliary values, the same on all stages: the head's [M], those of the stages [M, vP]."""
+    """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M, vP, ...]."""
     axis, P = model.axis, model.schedule.stages
 
     def of_head(values):
         return values if model.shared_out(values) else axis.all_reduce(lanes.masked(model.last, ordered(values, after)))
 
     def of_stages(values):
-        apart = jnp.zeros((*values.shape, P), values.dtype)
+        M, v, *shape = values.shape
+        apart = jnp.zeros((M, v, P, *shape), values.dtype)
         own = lax.dynamic_update_index_in_dim(apart, ordered(values, after), model.index, 2)
-        return axis.all_reduce(own).reshape(values.shape[0], -1)
+        return axis.all_reduce(own).reshape(M, v * P, *shape)
 
     return Aux(jax.tree.map(of_head, end.of_head), jax.tree.map(of_stages, end.of_stages))
 

@@ -26,7 +26,7 @@ class Output(eqx.Module):
         x: what the next stage takes.
         loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of layers is added to the
             head's loss, and differentiated with it.
-        aux: a tree of scalars, to look at.
+        aux: a tree of arrays, to look at.
     """
 
     x: PyTree
@@ -114,33 +114,38 @@ def same_form(made: PyTree, taken: PyTree) -> None:
 def output(made: Any) -> Output:
     """What a stage returned, as an `Output` of arrays."""
     made = made if isinstance(made, Output) else Output(made)
-    loss = None if made.loss is None else scalar("the stage's loss", made.loss, jnp.floating)
+    loss = None if made.loss is None else scalar("the stage's loss", made.loss)
     return Output(jax.tree.map(jnp.asarray, made.x), loss, aux_of("the stage", made.aux))
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
     """What the head returned, a loss or `(loss, aux)`, as both; `aux` is None where there is none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
-    return scalar("the head's loss", loss, jnp.floating), aux_of("the head", aux)
+    return scalar("the head's loss", loss), aux_of("the head", aux)
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Auxiliary values as numbers, those of true and false as 1 and 0."""
+    """Auxiliary values as arrays of numbers, those of true and false as 1 and 0."""
 
     def leaf(path, value):
-        value = scalar(f"{name}'s auxiliary value {mesh.dotted(path) or 'itself'}", value, jnp.number, jnp.bool)
+        value = jnp.asarray(value)
+        if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
+            raise ValueError(
+                f"pipeline: {name}'s auxiliary value {form(path, value)} is no array of numbers, so it cannot be added up over "
+                "the stages. Leave it out."
+            )
         return value.astype(jnp.int32) if value.dtype == jnp.bool else value
 
     return jax.tree.map_with_path(leaf, aux)
 
 
-def scalar(name: str, value: Any, *kinds: Any) -> Array:
-    """`value` as an array; refused with a `ValueError` where it is not one number of these kinds."""
+def scalar(name: str, value: Any) -> Array:
+    """`value` as an array; refused with a `ValueError` where it is not one real number."""
     value = jnp.asarray(value)
-    if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+    if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
-            f"pipeline: {name} must be a scalar, one {'real ' if kinds == (jnp.floating,) else ''}number for a microbatch; got "
-            f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
+            f"pipeline: {name} must be a scalar, one real number for a microbatch; got {value.dtype}{list(value.shape)}. Take "
+            "its mean or its sum."
         )
     return value
 

@@ -33,8 +33,8 @@ class Carry(NamedTuple):
         pending: cotangents that the head made and the last stage has not used yet, [places, ...] each.
         loss: the sum of the head's.
         terms: the sum of the stages' own; None where they have none.
-        of_head: the head's auxiliary values, [M] each.
-        of_stages: the stage's auxiliary values, [M, v] each.
+        of_head: the head's auxiliary values, [M, ...] each.
+        of_stages: the stage's auxiliary values, [M, v, ...] each.
         ends: sums of the gradients of what is not split over the stages.
         blocks: and of what is, [v, ...] each.
     """

@@ -1,0 +1,29 @@
+"""Experts: a mixture of experts split over an axis that splits the batch too, equal to one device.
+
+A router sends each token to k of E experts. Each device of the axis holds some of them, so tokens travel there and results
+back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is dropped is counted; by default nothing is.
+"""
+
+from parallax.experts.dispatch import Dispatch, Sent, exchanged, gathered, ragged
+from parallax.experts.mixture import Gated, Mixture, moe
+from parallax.experts.router import Choice, Route, Statistics, rebalanced, statistics, top
+from parallax.experts.rows import Compute, blocks
+
+__all__ = [
+    "Choice",
+    "Compute",
+    "Dispatch",
+    "Gated",
+    "Mixture",
+    "Route",
+    "Sent",
+    "Statistics",
+    "blocks",
+    "exchanged",
+    "gathered",
+    "moe",
+    "ragged",
+    "rebalanced",
+    "statistics",
+    "top",
+]

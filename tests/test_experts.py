@@ -1,0 +1,298 @@
+"""A mixture of experts over any axes computes what all experts on all tokens compute on one device."""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import mixtures
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from mixtures import TOKENS, D, Plain, gathered_ragged, layer_of
+from reference import EXACT, OPTIMIZER, assert_close
+from user_models import on
+
+from parallax import experts, grads, mesh, pipeline, rules, schedule, step, zero
+from parallax.collectives import ring
+from parallax.collectives.axis import xla
+from parallax.compiled import certificate
+
+ALL = math.inf
+DISPATCHES = {
+    "gathered": (experts.gathered, xla),
+    "gathered, ring": (experts.gathered, ring),
+    "exchanged": (experts.exchanged(ALL), xla),
+    "exchanged, ring": (experts.exchanged(ALL), ring),
+    "ragged": (experts.ragged(ALL, gathered_ragged), xla),
+}
+
+# One layer, whatever the router says
+
+SEQUENCES = 8
+
+
+class Layer(NamedTuple):
+    """How one layer is split, and how it chooses."""
+
+    sizes: dict[str, int]
+    axis: tuple[str, ...]
+    dispatch: str
+    count: int
+    plain: Plain
+    tensor: str | None = None
+    sequence: str | None = None
+
+
+LAYERS = {
+    "data 8, k 1 of 8": Layer({"data": 8}, ("data",), "exchanged, ring", 8, Plain(1)),
+    "data 4 x tensor 2, k 2 of 4": Layer({"data": 4, "tensor": 2}, ("data",), "gathered, ring", 4, Plain(2), tensor="tensor"),
+    "data 2 x expert 4, k 4 of 16": Layer(
+        {"data": 2, "expert": 4}, ("expert",), "exchanged", 16, Plain(4, jax.nn.sigmoid, True)
+    ),
+    "data 4 x context 2, k 3 of 8": Layer(
+        {"data": 4, "context": 2}, ("data", "context"), "gathered", 8, Plain(3, jax.nn.sigmoid), sequence="context"
+    ),
+    "expert 4 x tensor 2, k 2 of 12": Layer(
+        {"expert": 4, "tensor": 2}, ("expert",), "ragged", 12, Plain(2, normalised=True), tensor="tensor"
+    ),
+    "one device, k 2 of 8": Layer({"data": 8}, (), "gathered", 8, Plain(2)),
+}
+
+
+@functools.cache
+def compiled_layer(name):
+    """Loss, statistics and gradients: split, and on one device."""
+    case, (dispatch, mover) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
+    plain, split, tensor = case.plain, tuple(n for n in case.sizes if n != "tensor"), case.tensor or ()
+    hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
+    hows |= {"tensor": mover(tensor) if tensor else (), "sequence": case.sequence or ()}
+
+    def loss(params, x):
+        w, x = params["w"], x + jnp.sin(x @ params["before"])  # so that the cotangent of x is seen
+        y, told = experts.moe(x, w, mover(case.axis) if case.axis else (), **hows)
+        return jnp.mean(jnp.sin(y) ** 2 + y) + told.balance + told.z / 9, told
+
+    def whole(params, x):
+        w, x = params["w"], x + jnp.sin(x @ params["before"])
+        y, told = mixtures.dense(x, w, plain)
+        return jnp.mean(jnp.sin(y) ** 2 + y) + told.balance + told.z / 9, told
+
+    specs = {"w": mixtures.layer_specs(case.axis or None, case.tensor), "before": P()}
+    of = lambda f: jax.value_and_grad(f, has_aux=True)
+    batch = P(tuple(n for n in split if n != case.sequence), case.sequence)
+    grad = on(mesh.make(**case.sizes), grads.averaged(of(loss), split), (specs, batch), (P(), specs))
+    return grad, jax.jit(of(whole))
+
+
+@st.composite
+def routers(draw, count):
+    """A router and its bias: any, with ties everywhere, with all tokens to one expert, with an expert that gets none."""
+    seed, kind = draw(st.integers(0, 10**6)), draw(st.sampled_from(["any", "ties", "some ties", "one", "none"]))
+    expert = draw(st.integers(0, count - 1))
+    w = layer_of(count, seed)
+    router, bias = np.array(w.router), np.zeros(count)
+    if kind in ("ties", "some ties"):
+        router[:, : count if kind == "ties" else count // 2] = 0
+    if kind in ("one", "none"):
+        bias[expert] = 1e3 if kind == "one" else -1e3
+    return eqx.tree_at(lambda w: (w.router, w.bias), w, (jnp.asarray(router), jnp.asarray(bias))), kind, expert
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_layer_is_all_experts_on_all_tokens(name):
+    case = LAYERS[name]
+
+    @settings(max_examples=12)
+    @given(drawn=routers(case.count), seed=st.integers(0, 1000))
+    def check(drawn, seed):
+        (w, kind, expert), (split, whole) = drawn, compiled_layer(name)
+        x = np.random.default_rng(seed).normal(size=(SEQUENCES, TOKENS, D))
+        params = {"w": w, "before": mixtures.normal(seed, D, D)}
+        ((loss, told), gradients), ((plain, expected), plain_gradients) = split(params, x), whole(params, x)
+        np.testing.assert_allclose(loss, plain, rtol=EXACT)
+        assert_close(told, expected, EXACT)
+        assert_close(gradients, plain_gradients, EXACT)
+        assert told.dropped == 0
+        assert not np.any(gradients["w"].bias)
+        if kind in ("one", "none"):
+            np.testing.assert_allclose(told.load[expert], 1 / case.plain.k if kind == "one" else 0, rtol=1e-15)
+
+    check()
+
+
+# What finds no room
+
+TIGHT = {
+    "exchanged": (experts.exchanged(0.6), False),
+    "exchanged, a row at least": (experts.exchanged(0.01), False),
+    "ragged": (experts.ragged(0.7, gathered_ragged), True),
+}
+
+
+@functools.cache
+def tight(name):
+    dispatch, k = TIGHT[name][0], 2
+
+    def layer(w, x):
+        y, told = experts.moe(x, w, "data", route=experts.top(k), dispatch=dispatch, compute=experts.blocks(size=4))
+        return y, jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "data"), told)
+
+    specs = mixtures.layer_specs("data")
+    return on(mesh.make(data=4, devices=jax.devices()[:4]), layer, (specs, P("data")), (P("data"), P()))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", TIGHT)
+@settings(max_examples=8)
+@given(drawn=routers(8), seed=st.integers(0, 1000))
+def test_what_finds_no_room_adds_nothing_and_is_counted(name, drawn, seed):
+    (w, _, _), (dispatch, shared), plain = drawn, TIGHT[name], Plain(2)
+    x = np.random.default_rng(seed).normal(size=(SEQUENCES, TOKENS, D))
+    ids = np.asarray(plain.route(x @ w.router, w.bias).experts)
+    room = math.ceil(dispatch.capacity * 2 * TOKENS * SEQUENCES / 4 / (1 if shared else 4))
+    kept = mixtures.dropping(ids, 4, 2, room, shared=shared)
+    y, told = tight(name)(w, x)
+    expected, statistics = mixtures.dense(x, w, plain, jnp.asarray(kept))
+    assert_close(y, expected, EXACT)
+    assert_close(told, statistics, EXACT)
+    assert float(told.dropped) * SEQUENCES == np.sum(~kept)
+    nothing = ~kept.any(axis=-1)
+    assert not np.any(np.asarray(y)[nothing])  # the residual alone
+
+
+# Five steps of a decoder
+
+
+class Case(NamedTuple):
+    """How the decoder is split. The batch is split over data and expert; experts are over `axis`."""
+
+    sizes: dict[str, int]
+    axis: tuple[str, ...] = ("data",)
+    dispatch: str = "gathered"
+    plain: Plain = Plain(2)
+    count: int = 4
+    microbatches: int = 1
+    chunks: int = 1
+    zero: bool = False
+
+
+EXPERT = ("expert",)
+CASES = {
+    "data, accumulated by 2": Case({"data": 4}, microbatches=2, plain=Plain(1)),
+    "data, accumulated by 4": Case({"data": 4}, dispatch="exchanged, ring", microbatches=4),
+    "data x expert": Case({"data": 2, "expert": 4}, EXPERT, "exchanged, ring", Plain(3, jax.nn.sigmoid, True), 16),
+    "data x expert, experts over both": Case({"data": 2, "expert": 4}, ("data", "expert"), "gathered, ring", count=8),
+    "data x tensor": Case({"data": 4, "tensor": 2}, dispatch="exchanged"),
+    "data x expert x tensor": Case({"data": 2, "expert": 2, "tensor": 2}, EXPERT, "ragged", Plain(4), 8),
+    "data x stage": Case({"data": 4, "stage": 2}, dispatch="exchanged, ring", microbatches=2),
+    "data x stage, interleaved": Case({"data": 4, "stage": 2}, microbatches=4, chunks=2),
+    "data x expert x stage": Case({"data": 2, "expert": 2, "stage": 2}, EXPERT, "gathered, ring", Plain(3), 8, 2),
+    "expert x tensor x stage": Case({"expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged", Plain(2), 4, 2),
+    "data, ZeRO": Case({"data": 4}, dispatch="exchanged, ring", zero=True),
+    "data x expert, ZeRO": Case({"data": 2, "expert": 4}, EXPERT, count=8, microbatches=2, zero=True),
+}
+STEPS, BATCH, DEPTH = 5, 32, 4
+
+
+class Trained(NamedTuple):
+    """Losses, auxiliary values, gradients, and the model at the end."""
+
+    losses: list
+    aux: list
+    gradients: list
+    model: Any
+
+
+@functools.cache
+def alone(count, plain):
+    """One device, all experts on all tokens, the whole batch, optax, and the bias by hand."""
+    grad = mixtures.grad_of(mixtures.loss_of(lambda x, w: mixtures.dense(x, w, plain)))
+    model = mixtures.decoder(count, DEPTH)
+    moved = lambda model: eqx.filter(model, mixtures.trained(model))
+    optimizer, found = OPTIMIZER.init(moved(model)), Trained([], [], [], None)
+
+    @jax.jit
+    def train(model, optimizer, batch):
+        (loss, aux), gradients = grad(model, batch)
+        updates, optimizer = OPTIMIZER.update(gradients, optimizer, moved(model))
+        model = eqx.apply_updates(model, updates)
+        load = aux.stages.load
+        bias = lambda m: m["blocks"]["mixture"].bias
+        moves = jnp.where(load < 1 / count, 0.01, jnp.where(load > 1 / count, -0.01, 0.0))
+        return eqx.tree_at(bias, model, bias(model) + moves), optimizer, loss, aux, gradients
+
+    with jax.numpy_dtype_promotion("standard"):
+        for number in range(STEPS):
+            model, optimizer, loss, aux, gradients = train(model, optimizer, mixtures.windows(number, BATCH))
+            for values, value in zip(found, (loss, aux, gradients), strict=False):
+                values.append(value)
+    return found._replace(model=model)
+
+
+def prepared(case):
+    """The state and the step."""
+    dispatch, mover = DISPATCHES[case.dispatch]
+    tensor = mover("tensor") if "tensor" in case.sizes else ()
+    hows = {"route": case.plain.route, "dispatch": dispatch, "compute": experts.blocks(size=8), "tensor": tensor}
+    mixed = lambda x, w: experts.moe(x, w, mover(case.axis), **hows)
+    own, where = functools.partial(mixtures.stage, mixed=mixed), lambda model: model["blocks"]
+    split = tuple(name for name in ("data", "expert") if name in case.sizes)
+    after = mixtures.after
+    make_model = lambda: regrouped(mixtures.decoder(case.count, DEPTH), case.chunks)
+    trainable = mixtures.trained(eqx.filter_eval_shape(make_model))
+    world = mesh.make(**case.sizes, devices=jax.devices()[: math.prod(case.sizes.values())])
+    if stages := case.sizes.get("stage"):
+        table = schedule.one_f_one_b(stages, case.microbatches, case.chunks)
+        options = {"where": where, "trainable": trainable}
+        grad = pipeline.value_and_grad(mixtures.enter, own, mixtures.head, table, mover("stage"), **options)
+        after = functools.partial(after, axis="stage", chunks=case.chunks)
+    else:
+        grad = grads.accumulated(mixtures.grad_of(mixtures.loss_of(mixed)), microbatches=case.microbatches)
+    plain_rule = mixtures.rule_of(case.axis, *(name if name in case.sizes else None for name in ("stage", "tensor")))
+    rule, optimizer = plain_rule, OPTIMIZER
+    if case.zero:
+        apart = rules.fsdp("data", size=case.sizes["data"], min_size=1, keep={"blocks.**": (0, 1)}, inside=plain_rule)
+        over_data = lambda path, leaf: plain_rule(path, leaf) if "data" in case.axis and ".experts." in path else None
+        rule = rules.first(over_data, apart)
+        shares = rules.specs(eqx.filter_eval_shape(make_model), rule, world, batch_axes=split)
+        grad, optimizer = zero.scattered(grad, mover(split), specs=shares), zero.sharded(OPTIMIZER, "data", specs=shares)
+    else:
+        grad = grads.averaged(grad, mover(split))
+    options = {"optimizer_rule": rule, "trainable": trainable, "batch_axes": split}
+    state, specs = step.init(make_model, OPTIMIZER, plain_rule, world, **options)
+    train = step.make(grad, optimizer, after=after)
+    return state, on(world, train, (specs, P(split)), (specs, P()), donate="all")
+
+
+def regrouped(model, chunks):
+    """Its blocks [chunks, layers, ...]; 1: one device's."""
+    blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[2:]), model["blocks"])
+    return model | {"blocks": blocks}
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("name", CASES)
+def test_five_steps_of_a_decoder_are_those_of_one_device(name):
+    check(CASES[name])
+
+
+def check(case):
+    plain = alone(case.count, case.plain)
+    with jax.numpy_dtype_promotion("standard"):
+        state, train = prepared(case)
+        for number in range(STEPS):
+            state, info = train(state, mixtures.windows(number, BATCH))
+            np.testing.assert_allclose(info.loss, plain.losses[number], rtol=EXACT)
+            layers = lambda aux: jax.tree.map(lambda leaf: np.asarray(leaf).reshape(DEPTH, *leaf.shape[2:]), aux)
+            assert_close(layers(info.aux.stages), layers(plain.aux[number].stages), EXACT)
+            assert_close(regrouped(state.optimizer.gradients, 1), plain.gradients[number], EXACT)
+        assert not np.any(info.aux.stages.dropped)
+        assert_close(regrouped(state.model, 1), plain.model, EXACT)
+        assert np.any(plain.model["blocks"]["mixture"].bias)
