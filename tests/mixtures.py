@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from reference import FLOAT64
 from user_models import normal
 
-from parallax import experts, mesh, pipeline
+from parallax import experts, mesh, pipeline, rules
 
 VOCABULARY, TOKENS, D, F = 13, 6, 8, 6
 BALANCE, Z = 0.3, 0.05  # far above what one takes, so that their gradients show
@@ -179,12 +179,7 @@ def windows(number, sequences):
 
 def rule_of(axis, stage=None, tensor=None):
     """The experts over `axis`, their hidden width over `tensor`, layers over `stage`."""
-
-    def rule(path, leaf):
-        if path.endswith(("experts.gate", "experts.up")):
-            return P(None, stage, axis, None, tensor)
-        if path.endswith("experts.down"):
-            return P(None, stage, axis, tensor)
-        return P(None, stage) if path.startswith("blocks") else P()
-
-    return rule
+    wide = P(None, stage, axis, None, tensor)
+    specs = {"gate": wide, "up": wide, "down": P(None, stage, axis, tensor)}
+    of_experts = (rules.experts(f"**.experts.{name}", spec) for name, spec in specs.items())
+    return rules.first(*of_experts, rules.match("blocks.**", P(None, stage)), rules.match("table", P()))

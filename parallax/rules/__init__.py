@@ -1,12 +1,12 @@
 """Where every leaf of a tree lives: a rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule.
 
 `match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim of what another
-rule gave. Any function of your own is a rule too. `specs` asks a rule about every leaf and refuses what would not run, or would
+rule gave, `experts` is for what tokens travel to. Any function of your own is a rule too. `specs` asks a rule about every leaf and refuses what would not run, or would
 run and train something else.
 """
 
 from parallax.rules.applied import Survey, explain, is_inexact, paths, specs, survey
-from parallax.rules.makers import Rule, covers, first, fsdp, match
+from parallax.rules.makers import Rule, covers, experts, first, fsdp, match
 from parallax.rules.optimizer import Owned, check_axes, optimizer_specs, owner
 from parallax.rules.placement import Refusal
 
@@ -17,6 +17,7 @@ __all__ = [
     "Survey",
     "check_axes",
     "covers",
+    "experts",
     "explain",
     "first",
     "fsdp",

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from parallax.mesh import RENAME, entry_axes, is_array, twice
-from parallax.rules.makers import Rule, covers, first, fsdp, match
+from parallax.rules.makers import Rule, covers, experts, first, fsdp, match
 from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
 from parallax.typed import PyTree, Specs
 
@@ -35,7 +35,7 @@ def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, 
     Raises `ValueError` at the first of these (`survey` lists all): two arrays of one path; a rule or `keep` pattern that matches
     no leaf, or only leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then,
     leaf by leaf, a spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
-    than `fsdp`, since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide
+    than `fsdp` or `experts`, since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide
     the dim. Without a mesh, what needs its sizes is not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
@@ -117,9 +117,13 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
 def _placement(path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]) -> Placement:
     spec, why = given, []
     for wrapper in wrappers:
-        spec, reason = wrapper.split(path, leaf, spec)
+        there = {name for entry in spec for name in entry_axes(entry)} & set(entry_axes(wrapper.axis_name))
+        if isinstance(rule, experts) and there:
+            reason = f"adds no split: the experts are split over {sorted(there)} already"
+        else:
+            spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
-    return Placement(path, leaf, rule, given, wrappers, spec, tuple(why))
+    return Placement(path, leaf, rule, given, wrappers, spec, tuple(why), visited=isinstance(rule, experts))
 
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:

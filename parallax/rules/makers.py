@@ -1,5 +1,7 @@
 """What makes rules: `match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim.
 
+`experts` is a `match` for what tokens travel to.
+
 A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any function of your own is one too.
 """
 
@@ -16,7 +18,7 @@ from parallax.rules.placement import free, padded, spec_of
 Rule = Callable[[str, Any], PartitionSpec | None]
 
 
-# `match`, `first` and `fsdp` are classes in lower case, as `functools.partial` is: made and called like functions, yet
+# They are classes in lower case, as `functools.partial` is: made and called like functions, yet
 # `specs` can look inside them to say which rule is at fault.
 
 
@@ -37,6 +39,18 @@ class match:
 
     def __repr__(self) -> str:
         return f"match({self.pattern!r}, {self.spec})"
+
+
+@dataclass(frozen=True)
+class experts(match):
+    """`match` for experts, which `parallax.experts.moe` brings the tokens of all replicas to.
+
+    Its spec may name an axis that splits the batch, and an `fsdp` over the same axis round it leaves the leaf as it is. Anything
+    else that is split over such an axis would be another model on each replica.
+    """
+
+    def __repr__(self) -> str:
+        return f"experts({self.pattern!r}, {self.spec})"
 
 
 @dataclass(frozen=True, init=False)

@@ -50,6 +50,7 @@ class Placement:
         wrappers: the `rules.fsdp`s around that rule, innermost first.
         spec: what they made of it.
         why: what each of them did, in words.
+        visited: the tokens of all replicas come to it.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Placement:
     wrappers: tuple[Any, ...]
     spec: PartitionSpec
     why: tuple[str, ...]
+    visited: bool = False
 
     @property
     def by(self) -> str:
@@ -111,15 +113,15 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
-            if axis in batch_axes:
+            if axis in batch_axes and not p.visited:
                 size = "..." if mesh is None else mesh.shape.get(axis, "...")
                 what = (
                     f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis {axis!r}, which splits the batch, by "
                     f"rule {name_of(p.rule)}, so each replica would train a different model"
                 )
                 cure = (
-                    f"split it with fsdp({axis!r}, size={size}) instead, or over another axis, or leave {axis!r} out of "
-                    f"batch_axes={tuple(batch_axes)} if it does not split the batch"
+                    f"split it with fsdp({axis!r}, size={size}) instead, or with rules.experts if tokens travel to it, or over "
+                    f"another axis, or leave {axis!r} out of batch_axes={tuple(batch_axes)} if it does not split the batch"
                 )
                 yield Refusal("split-like-the-batch", p.path, what, cure)
 
