@@ -2,10 +2,14 @@
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import flags
 import jax
 import jax.numpy as jnp
 import mixtures
@@ -21,7 +25,8 @@ from user_models import on
 from parallax import experts, grads, mesh, pipeline, rules, schedule, step, zero
 from parallax.collectives import ring
 from parallax.collectives.axis import xla
-from parallax.compiled import certificate
+from parallax.collectives.types import varying
+from parallax.compiled import certificate, targets
 
 ALL = math.inf
 DISPATCHES = {
@@ -275,7 +280,7 @@ def regrouped(model, chunks):
     return model | {"blocks": blocks}
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps_of_a_decoder_are_those_of_one_device(name):
     check(CASES[name])
@@ -294,3 +299,208 @@ def check(case):
         assert not np.any(info.aux.stages.dropped)
         assert_close(regrouped(state.model, 1), plain.model, EXACT)
         assert np.any(plain.model["blocks"]["mixture"].bias)
+
+
+def test_a_gradient_that_was_summed_twice_is_refused():
+    """An expert's gradient is the sum over the tokens of all devices already."""
+    case, plain = CASES["data, accumulated by 2"], Plain(1)
+    mixed = lambda x, w: experts.moe(x, w, "data", route=plain.route)
+    grad = grads.averaged(mixtures.grad_of(mixtures.loss_of(mixed)), "data")
+
+    def twice(model, batch):
+        value, gradients = grad(model, batch)
+        of = lambda g: g["blocks"]["mixture"].experts
+        return value, eqx.tree_at(of, gradients, jax.tree.map(lambda g: jax.lax.psum(g, "data"), of(gradients)))
+
+    world = mesh.make(**case.sizes, devices=jax.devices()[:4])
+    with jax.numpy_dtype_promotion("standard"):
+        make_model = lambda: mixtures.decoder(case.count, DEPTH)
+        trainable = mixtures.trained(eqx.filter_eval_shape(make_model))
+        state, specs = step.init(make_model, OPTIMIZER, mixtures.rule_of("data"), world, trainable=trainable)
+        with pytest.raises(ValueError, match=r"experts.gate differs along \['data'\], .* the gradients of different shards were"):
+            on(world, step.make(twice, OPTIMIZER), (specs, P("data")), (specs, P()))(state, mixtures.windows(0, BATCH))
+
+
+SIXTEEN = {
+    "four axes": Case({"data": 2, "expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged, ring", Plain(2), 4, 2),
+    "four axes, experts over two": Case(
+        {"data": 2, "expert": 2, "tensor": 2, "stage": 2}, ("data", "expert"), "gathered, ring", Plain(3), 8, 2, zero=True
+    ),
+}
+
+
+@pytest.mark.slow
+def test_four_axes_on_sixteen_devices():
+    """In a process of its own."""
+    environment = os.environ | flags.quick()
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def on_sixteen_devices():
+    jax.config.update("jax_num_cpu_devices", 16)
+    for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
+        jax.config.update(f"jax_{setting}", value)
+    for name, case in SIXTEEN.items():
+        print(name, flush=True)
+        check(case)
+
+
+# What is sent
+
+SENT = {
+    "gathered, ring": (experts.gathered, ring),
+    "exchanged, ring": (experts.exchanged(1.0), ring),
+    "exchanged": (experts.exchanged(1.5), xla),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", SENT)
+def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
+    (dispatch, mover), n, k, count, sequences = SENT[name], 4, 2, 8, 2
+    world = mesh.make(data=n, devices=jax.devices()[:n])
+
+    def forward(w, x):
+        return experts.moe(x, w, mover("data"), route=experts.top(k), dispatch=dispatch)[0]
+
+    def both(w, x):
+        y, transposed = jax.vjp(forward, w, x)
+        return y, transposed(y)
+
+    specs, found = mixtures.layer_specs("data"), []
+    vary = lambda f: lambda w, x: f(varying(w, "data"), x)  # so that no gradient is summed
+    arguments = layer_of(count), jnp.ones((n * sequences, TOKENS, D))
+    by_device = jax.tree.map(lambda _: P("data"), specs, is_leaf=mesh.is_spec)
+    for f, out in ((forward, P("data")), (vary(both), (P("data"), (by_device, P("data"))))):
+        program = jax.jit(mesh.spmd(f, mesh=world, in_specs=(specs, P("data")), out_specs=out)).lower(*arguments).compile()
+        entries = certificate.read(program, world)
+        assert {entry.kind for entry in entries} == {"all-to-all" if mover == xla else "collective-permute"}
+        # An all-to-all's result has the own block too, which does not travel.
+        found.append(sum(entry.bytes for entry in entries) * (n - 1 if mover == xla else n) // n)
+    sent = dispatch.sent(sequences * TOKENS, D, k=k, experts=count, n=n, itemsize=8)
+    assert found == [sum(sent), sum(sent) + sent.out + sent.back + sent.weights]
+
+
+@pytest.mark.parametrize(("k", "capacity"), [(1, 1.0), (2, 1.0), (3, 1.25), (4, 1.0)])
+def test_an_all_to_all_pays_where_a_token_has_fewer_choices_than_there_are_devices(k, capacity):
+    tokens, width, itemsize = 2048, 64, 2
+    for n in (2, 4, 8, 16):
+        price = functools.partial(sent_by, tokens, width, k=k, experts=4 * n, n=n, itemsize=itemsize)
+        gather, exchange = price(experts.gathered), price(experts.exchanged(capacity))
+        assert gather == (n - 1) * tokens * width * itemsize
+        np.testing.assert_allclose(exchange, capacity * k * (n - 1) / n * tokens * width * itemsize, rtol=1e-2)
+        assert (exchange < gather) == (min(capacity * k, n) < n)
+
+
+# What is refused
+
+
+def refused(message, *, w=None, x=None, specs=None, x_specs=P("data"), **options):
+    options = {"route": experts.top(2), "axis": "data"} | options
+    axis = options.pop("axis")
+    run = on(
+        *(mesh.make(data=4, devices=jax.devices()[:4]), lambda w, x: experts.moe(x, w, axis, **options)[0]),
+        *((specs or mixtures.layer_specs("data"), x_specs), x_specs),
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(run, w or layer_of(8), jnp.ones((8, TOKENS, D)) if x is None else x)
+
+
+def test_refusals():
+    refused(
+        "experts.moe: the router knows 8 experts, and the 4 devices of 'data' hold 8 each by the first dim of gate, "
+        "float64[8, 8, 6]. Give each array of the experts a first dim of 8, split over 'data'; it must divide by 4.",
+        specs=mixtures.layer_specs(None),
+    )
+    fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
+    refused("experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the first dim of gate", w=fewer)
+    refused(
+        "experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=9. Take another k",
+        route=experts.top(9),
+    )
+    refused("experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=0", route=experts.top(0))
+    refused(
+        "experts.moe: the tokens must differ along 'data', over which the experts are split, and x, float64[8, 6, 8], is the "
+        "same along ['data']: the 4 devices would send the same tokens. Split the batch over that axis too",
+        x_specs=P(),
+    )
+    refused(
+        "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the axis, 'data', or take exchanged",
+        axis=ring("data"),
+        dispatch=experts.ragged(1.0),
+    )
+    refused(
+        "experts: an expert must return rows like those that it takes, float64[128, 8]; it returned float64[128, 6]. Let its",
+        compute=experts.blocks(lambda w, rows: rows @ w.up),
+    )
+    for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
+        for capacity in (0.0, -1.0, math.nan):
+            with pytest.raises(ValueError, match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got"):
+                make(capacity)
+    with pytest.raises(ValueError, match="^experts.blocks: a block needs 1 row or more; got size=0"):
+        experts.blocks(size=0)
+
+
+def test_experts_of_any_kind():
+    """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
+    count, k = 4, 2
+    make = lambda key: {"mlp": eqx.nn.MLP(D, D, 5, 1, jnp.tanh, dtype=mixtures.FLOAT64, key=key), "turn": jnp.arange(D)[::-1]}
+    stacked = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), count))
+    w = experts.Mixture(mixtures.normal(1, D, count), stacked)
+    x = mixtures.normal(2, 8, TOKENS, D)
+    one = lambda expert, rows: jax.vmap(expert["mlp"])(rows)[:, expert["turn"]]
+
+    def loss(trained, rest, x):
+        w = eqx.combine(trained, rest)
+        y, _ = experts.moe(x, w, "data", route=experts.top(k), compute=experts.blocks(one, size=4))
+        return jnp.mean(jnp.sin(y))
+
+    def whole(trained, rest, x):
+        w = eqx.combine(trained, rest)
+        scores = jax.nn.softmax(x @ w.router)
+        mask = scores >= jnp.sort(scores, -1)[..., -k, None]
+        made = jnp.stack([one(expert_of(w.experts, i), x.reshape(-1, D)).reshape(x.shape) for i in range(count)], -1)
+        return jnp.mean(jnp.sin(jnp.einsum("btde,bte->btd", made, jnp.where(mask, scores, 0.0))))
+
+    expert_of = lambda tree, i: jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)
+    trained, rest = eqx.partition(w, eqx.is_inexact_array)
+    specs = lambda tree: jax.tree.map(lambda leaf: P("data") if leaf.shape[0] == count else P(), eqx.filter(tree, eqx.is_array))
+    grad = lambda trained, rest, x: grads.averaged(lambda t, b: jax.value_and_grad(loss)(t, *b), "data")(trained, (rest, x))
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    split = on(world, grad, (specs(trained), specs(rest), P("data")), (P(), specs(trained)))
+    found, expected = split(trained, rest, x), jax.value_and_grad(whole)(trained, rest, x)
+    assert_close(found, expected, EXACT)
+
+
+def sent_by(tokens, width, dispatch, **sizes):
+    """Bytes of tokens, one way."""
+    return dispatch.sent(tokens, width, **sizes).out
+
+
+@pytest.mark.targets
+def test_a_ragged_exchange_compiles_for_a_tpu():
+    """With its backward pass, under the replication check: four exchanges of rows, and one of expert numbers."""
+    with jax.enable_x64(False):
+        there = targets.target("v5e:2x4")
+        world = mesh.make(devices=there.devices, data=8)
+        w, specs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)), mixtures.layer_specs("data")
+
+        def loss(w, x):
+            return jnp.mean(experts.moe(x, w, "data", route=experts.top(2), dispatch=experts.ragged(1.25))[0])
+
+        shapes = lambda tree, specs: jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh.shardings(spec, world)), tree, specs
+        )
+        grad = mesh.spmd(
+            *(grads.averaged(jax.value_and_grad(loss), "data"),),
+            **{"mesh": world, "in_specs": (specs, P("data")), "out_specs": (P(), specs)},
+        )
+        arguments = shapes(w, specs), shapes(jnp.ones((8, 128, D), jnp.float32), P("data"))
+        program = jax.jit(grad).lower(*arguments).compile()
+        found = {entry.kind: entry.count for entry in certificate.read(program, world)}
+    assert found["ragged-all-to-all"] in (4, 5)
+
+
+if __name__ == "__main__":
+    on_sixteen_devices()

@@ -284,8 +284,8 @@ REFUSALS = {
     "data": (
         rules.first(B, rules.match("**", P(None, ("tensor", "data")))),
         "a.w: dim 1 of shape (6, 8) is split over mesh axis 'data', which splits the batch, by rule match('**', ",
-        "so each replica would train a different model; split it with fsdp('data', size=...) instead, or over another axis, or "
-        "leave 'data' out of batch_axes=('data',) if it does not split the batch.",
+        "so each replica would train a different model; split it with fsdp('data', size=...) instead, or with rules.experts if "
+        "tokens travel to it, or over another axis, or leave 'data' out of batch_axes=('data',) if it does not split the batch.",
     ),
     "data inside fsdp": (
         rules.fsdp("stage", size=2, inside=a_plain_rule),
