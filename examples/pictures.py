@@ -52,6 +52,19 @@ def memory(name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, fl
     return _saved(figure, name)
 
 
+def loads(name: str, by_step: np.ndarray) -> Path:
+    """The load of each expert, [steps, layers, experts], as a multiple of the mean: a panel for each layer, 1 is even."""
+    figure, axes = _subplots(1, by_step.shape[1], figsize=(9, 3.6), sharey=True, squeeze=False)
+    for layer, panel in enumerate(axes[0]):
+        panel.plot(range(1, len(by_step) + 1), by_step[:, layer], linewidth=1.1)
+        panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        panel.set(xlabel="step", title=f"layer {layer}", ylim=(0, None))
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("load of each expert, 1 is the mean")
+    return _saved(figure, name)
+
+
 def _subplots(*arguments, **options):
     try:
         import matplotlib

@@ -23,9 +23,7 @@ BALANCE, Z = 0.3, 0.05  # far above what one takes, so that their gradients show
 
 def gathered_ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """What `lax.ragged_all_to_all` does, by a gather of everything and one sender after another: for CPUs."""
-    operands, begins, sizes, places = (
-        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
-    )
+    operands, begins, sizes, places = (lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets))
     me, row = lax.axis_index(axis_name), jnp.arange(len(output), dtype=jnp.int32)
     for sender in range(sizes.shape[0]):
         within = row - places[sender, me]

@@ -37,6 +37,10 @@ RUNS = {
         ["--quick", "--processes=2", "--rounds=1"],
         ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "psum, leaf by leaf", "ring, buckets"],
     ),
+    "experts": (
+        ["--quick", "--rounds=1"],
+        ["2 of 4 experts", "blocks of 128", "lax.ragged_dot", "exchanged, all", "c k < n = 8"],
+    ),
     "simulate": (
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],
         ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],

@@ -57,9 +57,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "data 8, k 1 of 8": Layer({"data": 8}, ("data",), "exchanged, ring", 8, Plain(1)),
     "data 4 x tensor 2, k 2 of 4": Layer({"data": 4, "tensor": 2}, ("data",), "gathered, ring", 4, Plain(2), tensor="tensor"),
-    "data 2 x expert 4, k 4 of 16": Layer(
-        {"data": 2, "expert": 4}, ("expert",), "exchanged", 16, Plain(4, jax.nn.sigmoid, True)
-    ),
+    "data 2 x expert 4, k 4 of 16": Layer({"data": 2, "expert": 4}, ("expert",), "exchanged", 16, Plain(4, jax.nn.sigmoid, True)),
     "data 4 x context 2, k 3 of 8": Layer(
         {"data": 4, "context": 2}, ("data", "context"), "gathered", 8, Plain(3, jax.nn.sigmoid), sequence="context"
     ),
@@ -331,16 +329,14 @@ SIXTEEN = {
 
 @pytest.mark.slow
 def test_four_axes_on_sixteen_devices():
-    """In a process of its own."""
-    environment = os.environ | flags.quick()
+    """In a process of its own, set up by its environment, since models of the tests are made on import."""
+    settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}
+    environment = os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def on_sixteen_devices():
-    jax.config.update("jax_num_cpu_devices", 16)
-    for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
-        jax.config.update(f"jax_{setting}", value)
     for name, case in SIXTEEN.items():
         print(name, flush=True)
         check(case)
@@ -396,7 +392,8 @@ def test_an_all_to_all_pays_where_a_token_has_fewer_choices_than_there_are_devic
 # What is refused
 
 
-def refused(message, *, w=None, x=None, specs=None, x_specs=P("data"), **options):
+def refused(message, *, w=None, x=None, specs=None, split=True, **options):
+    x_specs = P("data") if split else P()
     options = {"route": experts.top(2), "axis": "data"} | options
     axis = options.pop("axis")
     run = on(
@@ -423,7 +420,7 @@ def test_refusals():
     refused(
         "experts.moe: the tokens must differ along 'data', over which the experts are split, and x, float64[8, 6, 8], is the "
         "same along ['data']: the 4 devices would send the same tokens. Split the batch over that axis too",
-        x_specs=P(),
+        split=False,
     )
     refused(
         "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the axis, 'data', or take exchanged",
@@ -436,9 +433,11 @@ def test_refusals():
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
         for capacity in (0.0, -1.0, math.nan):
-            with pytest.raises(ValueError, match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got"):
+            with pytest.raises(
+                ValueError, match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got"
+            ):
                 make(capacity)
-    with pytest.raises(ValueError, match="^experts.blocks: a block needs 1 row or more; got size=0"):
+    with pytest.raises(ValueError, match=r"^experts\.blocks: a block needs 1 row or more; got size=0"):
         experts.blocks(size=0)
 
 
@@ -481,10 +480,10 @@ def sent_by(tokens, width, dispatch, **sizes):
 @pytest.mark.targets
 def test_a_ragged_exchange_compiles_for_a_tpu():
     """With its backward pass, under the replication check: four exchanges of rows, and one of expert numbers."""
+    w, specs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)), mixtures.layer_specs("data")
     with jax.enable_x64(False):
         there = targets.target("v5e:2x4")
         world = mesh.make(devices=there.devices, data=8)
-        w, specs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)), mixtures.layer_specs("data")
 
         def loss(w, x):
             return jnp.mean(experts.moe(x, w, "data", route=experts.top(2), dispatch=experts.ragged(1.25))[0])

@@ -83,7 +83,9 @@ def stage_of(table, axis, gather=lambda blocks: blocks):
         of_layer = lambda w, x, number: layer(model, gather(w), x, number, part, axis)
         x = pipeline.run_layers(of_layer, model.blocks, x, position, table)
         size = jnp.mean(x["x"] ** 2)
-        return pipeline.Output(x, loss=size / 7, aux={"size": size, "rows": len(part["ids"]), "big": size > 1, "columns": jnp.mean(x["x"], 0)})
+        return pipeline.Output(
+            x, loss=size / 7, aux={"size": size, "rows": len(part["ids"]), "big": size > 1, "columns": jnp.mean(x["x"], 0)}
+        )
 
     return stage
 

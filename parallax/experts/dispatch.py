@@ -2,9 +2,9 @@
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D width, C rows of a message.
 
-    gathered             all tokens to all devices     (n - 1) T D each way             nothing is dropped
-    exchanged(c)         an all-to-all of static size  c k (n - 1)/n T D each way       what finds no room is dropped, and counted
-    ragged(c)            an all-to-all of what is there    k (n - 1)/n T D each way     as there, on a device that is sent too much
+    gathered        all tokens to all devices         (n - 1) T D each way          nothing is dropped
+    exchanged(c)    an all-to-all of static size      c k (n - 1)/n T D each way    what finds no room is dropped, and counted
+    ragged(c)       an all-to-all of what is there    k (n - 1)/n T D each way      as there, by a device that is sent too much
 
 in numbers that a device sends, twice that with the backward pass. So the all-to-all pays where c k < n.
 """
@@ -100,8 +100,8 @@ gathered = Gathered()
 class exchanged:
     """Each device sends each choice's token to the expert's device, C rows to each: an all-to-all of static size, and one back.
 
-    C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be, and nothing is dropped. Where more
-    tokens want one device, first choices go before second ones, and then the earlier token. A choice that finds no room adds
+    C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be, and nothing is dropped. Where
+    more tokens want one device, first choices go before second ones, and then the earlier token. A choice that finds no room adds
     nothing to the layer's result, so the residual alone carries the token past it.
 
     Raises:
@@ -125,7 +125,7 @@ class exchanged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """As `Dispatch`."""
         n = axis.size()
-        room = self.room(*ids.shape, held, n)
+        room = self.room(len(ids), ids.shape[1], held, n)
         wanted = _wanted(ids, held, n)
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
         into = lambda fill, values: jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")

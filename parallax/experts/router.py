@@ -131,5 +131,3 @@ def rebalanced(
     even = jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean  # some roundings of one sum, and of its mean
     step = jnp.where(even, jnp.zeros((), load.dtype), jnp.sign(mean - load))
     return bias + jnp.asarray(rate, bias.dtype) * step.astype(bias.dtype)
-
-

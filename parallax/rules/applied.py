@@ -35,8 +35,8 @@ def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, 
     Raises `ValueError` at the first of these (`survey` lists all): two arrays of one path; a rule or `keep` pattern that matches
     no leaf, or only leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then,
     leaf by leaf, a spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
-    than `fsdp` or `experts`, since then each replica would train a different model; an axis that the mesh lacks or whose size does not divide
-    the dim. Without a mesh, what needs its sizes is not checked.
+    than `fsdp` or `experts`, since then each replica would train a different model; an axis that the mesh lacks or whose size
+    does not divide the dim. Without a mesh, what needs its sizes is not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
