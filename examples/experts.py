@@ -22,7 +22,7 @@ from parallax.collectives import ring
 
 TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 DATA, EXPERTS, K, LAYERS, WIDTH, HIDDEN = ring("data"), 8, 2, 2, 96, 192
-CONTEXT, BATCH, STEPS, RATE = 64, 16, 200, 0.01  # RATE: by which a bias moves in a step
+CONTEXT, BATCH, STEPS, RATE = 64, 16, 200, 0.003  # RATE: by which a bias moves in a step
 
 
 def decoder(count, hidden, key):

@@ -58,9 +58,10 @@ def loads(name: str, by_step: np.ndarray) -> Path:
     for layer, panel in enumerate(axes[0]):
         panel.plot(range(1, len(by_step) + 1), by_step[:, layer], linewidth=1.1)
         panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
-        panel.set(xlabel="step", title=f"layer {layer}", ylim=(0, None))
+        panel.set(xlabel="step", title=f"layer {layer}")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("load of each expert, 1 is the mean")
     return _saved(figure, name)
 

@@ -991,7 +991,106 @@ COMPILED = (
     Mutant("check_backend", "if found != platform:", "if False:", "test_targets.py::test_refusals"),
 )
 
-BY_HAND = (*COLLECTIVES, *LAYERS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *COMPILED)
+EXPERTS = (
+    Mutant(
+        "top",
+        "jnp.take_along_axis(scores, chosen",
+        "jnp.take_along_axis(preferred, chosen",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "blocks",
+        "run(*varying(arguments, tuple({name for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)})))",
+        "run(*arguments[:-1], jnp.ones_like(weights))",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "_table",
+        'side="right"',
+        'side="left"',
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "_table",
+        "jnp.where(counts, read, rows + within)",
+        "read",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "_loops",
+        "back * take(weights, one.pair)[:, None].astype(back.dtype)",
+        "back",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "exchanged.__call__",
+        "wanted.rank < room",
+        "wanted.rank <= room",
+        "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
+    ),
+    Mutant(
+        "_wanted",
+        "ids.T.reshape(-1)",
+        "ids.reshape(-1)",
+        "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
+    ),
+    Mutant(
+        "ragged.__call__",
+        "jnp.clip(room - before(wish, 0), 0, wish)",
+        "jnp.minimum(wish, room)",
+        "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
+    ),
+    Mutant(
+        "Gathered.__call__",
+        "own < held",
+        "own <= held",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "exchanged.sent",
+        "rows * 4",
+        "rows * 8",
+        "test_experts.py::test_bytes_in_the_compiled_program_are_those_of_the_formula",
+    ),
+    Mutant(
+        "statistics",
+        "load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))",
+        "load, shares = chosen, jnp.mean(choice.shares, axis=1)",
+        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
+    ),
+    Mutant(
+        "rebalanced",
+        "jnp.sign(mean - load)",
+        "jnp.sign(load - mean)",
+        "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
+    ),
+    Mutant(
+        "own_chunks",
+        "axis.index(), 1",
+        "0 * axis.index(), 1",
+        "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k stage",
+    ),
+    Mutant(
+        "_check_varies",
+        "if same:",
+        "if False:",
+        "test_experts.py::test_refusals",
+    ),
+    Mutant(
+        "_placement",
+        "isinstance(rule, experts) and there",
+        "there",
+        "test_rules.py::test_refusals",
+    ),
+    Mutant(
+        "_batch_refused",
+        " and not p.visited",
+        "",
+        "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
+    ),
+)
+
+BY_HAND = (*COLLECTIVES, *LAYERS, *EXPERTS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *COMPILED)
 
 # Those that may survive: why the behaviour is the same.
 NO_FAULT: dict[tuple[str, str, str], str] = {

@@ -19,9 +19,10 @@ GALLERY = [
     "wrong_on_purpose",
     "custom_training",
     "lora",
+    "experts",
     "inside_jit",
 ]
-PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory"}
+PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory", "experts": "loads"}
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
 ROUNDING = 1e-12  # in float64: some thousand roundings of 1e-16
 
@@ -166,6 +167,18 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     assert before < 50
     assert after > 90
     assert "Of the frozen net 0 numbers differ" in text
+
+
+@pytest.mark.sweep(3, "together")
+@pytest.mark.slow
+def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printed):
+    text = printed("experts")
+    used = [float(part.replace(",", "")) for part in re.findall(r"of which a token uses ([\d,]+)", text)]
+    assert used[0] == pytest.approx(used[1], rel=0.01)
+    mixture, twin = numbers(text, r"\n 200 +# +#")
+    assert mixture < twin
+    first, last = numbers(text, r"step   1  layer 0: #, "), numbers(text, r"step 200  layer 0: #, ")
+    assert last < first
 
 
 @pytest.mark.sweep(3, "together")
