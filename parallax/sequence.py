@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
 from parallax.collectives import Axis, AxisLike, joined
-from parallax.collectives.types import linear
+from parallax.collectives.types import linear, varying
 from parallax.tensor import Joins
 
 
@@ -118,6 +118,7 @@ def joins(
         column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul or gather_then_multiply),
         row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter or multiply_then_scatter),
         own=lambda x, dim: own(x, over, dim),
+        apart=lambda weight: varying(weight, over.names),  # its gradient is one of the parts that `grads.summed` adds up
         parts=over.size(),
     )
 

@@ -32,6 +32,7 @@ class Joins(NamedTuple):
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
         row: `(x, weight, bias)`: a row-parallel layer back to it.
         own: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
+        apart: from a weight that all devices of `axis` have whole to one that each of them uses in its own way.
         parts: the number of devices that the tokens are split over.
     """
 
@@ -42,6 +43,7 @@ class Joins(NamedTuple):
     column: Callable[..., Any]
     row: Callable[..., Any]
     own: Callable[..., Any]
+    apart: Callable[..., Any]
     parts: int
 
 
@@ -56,6 +58,7 @@ def joins(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:
         column=functools.partial(column, axis=axis),
         row=functools.partial(row, axis=axis),
         own=lambda x, dim: x,
+        apart=functools.partial(enter, axis=axis),
         parts=1,
     )
 

@@ -101,7 +101,7 @@ def stages(config, stage_axis, axis, *, joins=tensor.joins, attend=attention, re
     return enter, stage, head
 
 
-def rules_(axis="tensor", *, stage=None):
+def rules_(axis="tensor", *, stage=None, size=1):
     layers, rows = ((None,), axis) if stage is None else ((None, stage), (stage, axis))
     return rules.first(
         rules.match("table", P(rows)),

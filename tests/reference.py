@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -69,12 +69,12 @@ def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatche
 
 
 class Run(NamedTuple):
-    """Training GPT-2: where it began, its first gradients, its losses, and where it ended."""
+    """Training a decoder: where it began, its first gradients, its losses, and where it ended."""
 
-    start: gpt2.GPT2
-    gradients: gpt2.GPT2
+    start: Any
+    gradients: Any
     losses: list[float]
-    end: gpt2.GPT2
+    end: Any
 
 
 class Recorded(NamedTuple):
@@ -101,25 +101,25 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 OPTIMIZER = recording(optax.adamw(1e-3, eps=1e-6))
 
 
-def windows(config: gpt2.Config, seed: int, number: int, batch: int) -> np.ndarray:
+def windows(config: decoder.Configuration, seed: int, number: int, batch: int) -> np.ndarray:
     """The global batch of one step."""
     return np.random.default_rng((seed, number)).integers(0, config.vocabulary, (batch, config.context + 1)).astype(np.int32)
 
 
 @functools.cache
-def gpt2_on_one_device(config: gpt2.Config, seed: int, steps: int, batch: int) -> Run:
+def gpt2_on_one_device(config: decoder.Configuration, seed: int, steps: int, batch: int, kind=gpt2) -> Run:
     """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
 
     @jax.jit
     def train(model, optimizer, number, tokens):
-        keys = decoder.sequence_keys(dropout_key, number, batch) if config.dropout or config.attention_dropout else None
-        loss, gradients = jax.value_and_grad(gpt2.loss)(model, (tokens, keys))
+        keys = decoder.sequence_keys(dropout_key, number, batch) if kind.FAMILY.drops(config) else None
+        loss, gradients = jax.value_and_grad(kind.loss)(model, (tokens, keys))
         with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
             updates, optimizer = OPTIMIZER.update(gradients, optimizer, model)
         return jax.tree.map(jnp.add, model, updates), optimizer, loss
 
-    start = model = jax.jit(lambda: gpt2.GPT2(config, key=weights_key, dtype=FLOAT64))()
+    start = model = jax.jit(lambda: kind.FAMILY.model(config, key=weights_key, dtype=FLOAT64))()
     optimizer, losses, first = OPTIMIZER.init(model), [], None
     for number in range(steps):
         model, optimizer, loss = train(model, optimizer, jnp.asarray(number, jnp.int32), windows(config, seed, number, batch))
@@ -133,12 +133,12 @@ def moved_by(mover):
     return {name: mover(name) for name in ("data", "stage", "tensor")}
 
 
-def gpt2_on(layout, mesh, config: gpt2.Config, seed: int, steps: int, batch: int, *, mover=ring, **compute) -> Run:
+def gpt2_on(layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ring, kind=gpt2, **compute) -> Run:
     """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
-    host = lambda model: jax.tree.map(np.asarray, decoder.joined(gpt2.FAMILY, layout, model))
+    host = lambda model: jax.tree.map(np.asarray, decoder.joined(kind.FAMILY, layout, model))
     with jax.numpy_dtype_promotion("standard"):
         state, train = decoder.train_step(
-            *(gpt2.FAMILY, config, OPTIMIZER, layout, mesh),
+            *(kind.FAMILY, config, OPTIMIZER, layout, mesh),
             batch=batch,
             key=jax.random.key(seed),
             axes=moved_by(mover),

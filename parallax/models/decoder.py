@@ -184,7 +184,7 @@ def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
 def rules_of(family: Family, layout: Layout) -> tuple[rules.Rule, rules.Rule]:
     """The rule of a layout's model, and the rule of what the replicas share (ZeRO)."""
     does = words.read(layout)
-    rule = family.rules("tensor", stage=does.stages.axis)
+    rule = family.rules("tensor", stage=does.stages.axis, size=layout.tensor)
     keep = {f"{family.blocks}.**": tuple(range(does.stages.loops))}
     return rule, does.replicas.state(whole=rule, share=rules.fsdp("data", size=layout.data, keep=keep, inside=rule))
 

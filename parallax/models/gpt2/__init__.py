@@ -1,9 +1,9 @@
 """GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
 
-from parallax.models.family import Batch
+from parallax.models.family import Batch, run_blocks
 from parallax.models.gpt2.configuration import FORMAT
 from parallax.models.gpt2.family import FAMILY
-from parallax.models.gpt2.forward import block, embed, head, logits, loss, run_blocks
+from parallax.models.gpt2.forward import block, embed, head, logits, loss
 from parallax.models.gpt2.model import (
     GPT2,
     LARGE,

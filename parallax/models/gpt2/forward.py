@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, given, tensor
+from parallax import cross_entropy, tensor
 from parallax.collectives import AxisLike
-from parallax.models.family import Batch, run_blocks, seen
+from parallax.models import pieces
+from parallax.models.family import Batch, seen
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
 
@@ -49,14 +50,8 @@ def loss(
         ValueError: T is more than the model's context; there is no token to predict; or, outside `jax.jit`, where values are
             known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
-    windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
-    given.there("gpt2.loss", model)
-    given.tokens("gpt2.loss", windows, model.config.vocabulary, weights=weights)
-    made = joins(axis)
-    x = embed(model, windows[:, :-1], keys, weights=weights, joins=made)
-    apply = functools.partial(block, config=model.config, joins=made, attend=attend)
-    x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
-    return head(model, x, windows[:, 1:], weights=weights, joins=made)
+    options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    return pieces.loss(PIECES, model, batch, **options)
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
@@ -64,10 +59,7 @@ def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention)
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
-    given.there("gpt2.logits", model)
-    given.tokens("gpt2.logits", tokens, model.config.vocabulary)
-    apply = functools.partial(block, config=model.config, joins=ONE_DEVICE, attend=attend)
-    x = run_blocks(model.blocks, embed(model, tokens, None), None, apply)
+    x = pieces.hidden(PIECES, model, tokens, attend=attend)
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
 
 
@@ -86,13 +78,7 @@ def embed(
     go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
     Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
-    if not tokens.size:
-        raise ValueError(f"gpt2 needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}.")
-    if tokens.shape[1] > model.wpe.shape[0]:
-        raise ValueError(
-            f"gpt2: windows of {tokens.shape[1]} tokens are longer than the model's context of {model.wpe.shape[0]}. "
-            f"Cut them, or configure context={tokens.shape[1]}."
-        )
+    pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
     known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
     x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere, **known)))
     x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
@@ -146,6 +132,13 @@ def head(
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
     vocabulary = model.config.vocabulary
     return cross_entropy.mean(x, model.wte, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
+
+
+def _layer(config: Config, *, tokens: int, joins: tensor.Joins, attend: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(block, config=config, joins=joins, attend=attend)
+
+
+PIECES = pieces.Pieces("gpt2", embed=embed, layer=_layer, head=head)
 
 
 def _at(keys, layer, site: int):

@@ -24,6 +24,7 @@ from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import numbers
 from parallax.models.files.origin import Origin
+from parallax.models.pieces import initial, vocabulary_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,13 +196,11 @@ class GPT2(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, H = config.width, config.layers, config.heads
-        keys = iter(jax.random.split(key, 6))
-        normal = lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
+        normal = initial(key, dtype, 6)
         zeros, ones = functools.partial(jnp.zeros, dtype=dtype), functools.partial(jnp.ones, dtype=dtype)
         residual = 0.02 / (2 * L) ** 0.5
-        vocabulary = jnp.arange(config.rows)[:, None] < config.vocabulary
         self.config = config
-        self.wte = jnp.where(vocabulary, normal(config.rows, D), zeros(()))
+        self.wte = vocabulary_rows(normal(config.rows, D), config.vocabulary)
         self.wpe = normal(config.context, D)
         self.blocks = Block(
             attention_norm=Norm(ones((L, D)), zeros((L, D))),
@@ -238,10 +237,11 @@ def attention(
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 
 
-def rules(axis_name: AxisName = "tensor", *, stage: str | None = None) -> Callable[..., Any]:
+def rules(axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1) -> Callable[..., Any]:
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
-    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes.
+    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes. It is the
+    same for any `size` of the axis.
     """
     layers = (None,) if stage is None else (None, stage)
     return sharding.first(

@@ -1,17 +1,11 @@
-"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices.
+"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices: see `models.pieces`."""
 
-Each stage holds 1/P of the rows of the embedding, so each does 1/P of the head on what the last stage hands out, and none is
-slower than the others.
-
-Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
-"""
-
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from parallax import pipeline, tensor
 from parallax.collectives import AxisLike
+from parallax.models import pieces
 from parallax.models.gpt2 import forward
 from parallax.models.gpt2.model import Config, attention
 from parallax.remat import none
@@ -39,24 +33,8 @@ def stages(
         unroll: likewise.
     """
 
-    def enter(model, part):
-        windows, keys, weights = forward.Batch(*part)
-        across = functools.partial(tensor.enter, axis=stage_axis)
-        made = joins(axis, shared=stage_axis)
-        return forward.embed(model, windows[:, :-1], keys, weights=weights, joins=made, across=across)
-
-    def stage(model, x, part, position):
-        layers = model.blocks.mlp.up.bias.shape[0]
-        apply = functools.partial(forward.block, config=config, joins=joins(axis), attend=attend)
-        first = position * layers
-        return forward.run_blocks(model.blocks, x, part[1], apply, first_layer=first, remat=remat, unroll=unroll)
-
-    def head(model, x, part):
-        across = functools.partial(pipeline.from_last, axis=stage_axis)
-        windows, _, weights = forward.Batch(*part)
-        return forward.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
-
-    return enter, stage, head
+    options = {"joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    return pieces.stages(forward.PIECES, config, stage_axis, axis, **options)
 
 
 def stored(chunks: int) -> dict[str, Callable[..., Any]]:

@@ -1,0 +1,45 @@
+"""Causal attention whose queries share keys and values in groups: as many heads of keys as of queries, fewer, or one."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from parallax import precision
+
+
+def grouped(
+    q: Float[Array, "batch tokens heads head_width"],
+    k: Float[Array, "batch seen groups head_width"],
+    v: Float[Array, "batch seen groups head_width"],
+    *,
+    first: int | Int[Array, ""] = 0,
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
+
+    Query head h attends to the keys and values of head h // (H / G): neighbours share theirs. With G = H it is attention as
+    Vaswani et al. have it, with G = 1 multi-query attention. It holds B H T S scores.
+
+    Args:
+        q: queries of H heads.
+        k: keys of G heads.
+        v: values, likewise.
+        first: the place of the first query among the keys: query t sees keys 0 to `first` + t.
+
+    Raises:
+        ValueError: the heads of `q` are no multiple of those of `k` and `v`.
+
+    Source: Ainslie et al., GQA (arXiv 2305.13245).
+    """
+    B, T, H, K = q.shape
+    S, G = k.shape[1:3]
+    if H % G or v.shape[2] != G:
+        raise ValueError(
+            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, k with {G} and v with "
+            f"{v.shape[2]}. On a device that has some of the heads, pick the groups that they attend to."
+        )
+    scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
+    wide = scores.astype(precision.wide(scores.dtype))
+    weights = jax.nn.softmax(jnp.where(columns <= rows + first, wide, -jnp.inf), axis=-1).astype(q.dtype)
+    return jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, H, K)

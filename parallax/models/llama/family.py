@@ -1,0 +1,12 @@
+"""Llama as the recipe of `decoder` sees it."""
+
+import functools
+
+from parallax.models import pieces
+from parallax.models.attention import grouped
+from parallax.models.family import Family
+from parallax.models.llama.forward import PIECES, logits
+from parallax.models.llama.model import Llama, rules
+
+stages = functools.partial(pieces.stages, PIECES)
+FAMILY = Family(model=Llama, stages=stages, rules=rules, logits=logits, attend=grouped)

@@ -1,0 +1,222 @@
+"""What a Llama computes: its loss and its logits, whole or on a shard, from the pieces that a pipeline's stages share.
+
+Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L layers.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from parallax import cross_entropy, tensor
+from parallax.collectives import AxisLike
+from parallax.models import pieces
+from parallax.models.attention import grouped
+from parallax.models.family import Batch, seen
+from parallax.models.llama.model import Attention, Block, Linear, Llama, Norm
+from parallax.models.llama.sizes import Config
+from parallax.precision import wide
+from parallax.remat import none
+
+ONE_DEVICE = tensor.joins(())
+
+
+def loss(
+    model: Llama,
+    batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    *,
+    axis: AxisLike = (),
+    joins: Callable[..., Any] = tensor.joins,
+    attend: Callable[..., Any] = grouped,
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> Float[Array, ""]:
+    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
+
+    Args:
+        model: whole, or a shard of it along `axis`.
+        batch: a `Batch`; its keys are not used, since a Llama has no dropout.
+        axis: the axis or axes that the weights are split over.
+        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads of
+            this device; G divides H.
+        remat: wraps each block, a function `(weights, x, layer) -> x`.
+        unroll: blocks written out one after another in the loop's body.
+
+    Raises:
+        ValueError: as `gpt2.loss`; or the heads of keys and values of this shard are not those that its queries attend to.
+    """
+    options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    return pieces.loss(PIECES, model, batch, **options)
+
+
+def logits(model: Llama, tokens: Int[Array, "batch tokens"], *, attend=grouped) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits after each token, of a whole model on one device.
+
+    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
+    """
+    x = pieces.hidden(PIECES, model, tokens, attend=attend)
+    return unembedded(model, x)
+
+
+def unembedded(model: Llama, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits of what leaves the last block, of a whole model."""
+    return (model.norm(x, model.config.epsilon) @ model.unembedding.T)[..., : model.config.vocabulary]
+
+
+def embed(
+    model: Llama,
+    tokens: Int[Array, "batch tokens"],
+    keys: Key[Array, " batch"] | None,
+    *,
+    weights: Float[Array, "batch tokens"] | None = None,
+    joins: tensor.Joins = ONE_DEVICE,
+    across: Callable[..., Any] = lambda x: x,
+) -> Float[Array, "batch tokens_shard width"]:
+    """What enters the first block, the embeddings of the tokens: as `gpt2.embed` says, with no positions and no dropout."""
+    pieces.check_tokens("llama", tokens, model.config.context)
+    known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
+    return across(joins.leave(tensor.lookup(model.table, tokens, joins.everywhere, **known)))
+
+
+def block(
+    weights: Block,
+    x: Float[Array, "batch tokens_shard width"],
+    keys: Key[Array, " batch"] | None,
+    layer: Int[Array, ""],
+    *,
+    config: Config,
+    turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+    joins: tensor.Joins,
+    attend: Callable[..., Any],
+) -> Float[Array, "batch tokens_shard width"]:
+    """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
+
+    Where each device has all heads of keys and values, it computes those that its queries attend to; backward, one all-reduce of
+    their weights' size sums what the devices found. `turns` are those of all tokens, by `rotary`.
+    """
+    attention, mlp = weights.attention, weights.mlp
+
+    y = joins.enter(weights.attention_norm(x, config.epsilon))
+    y = attend(*queries_keys_values(attention, y, turns, config, joins))
+    x = x + joins.row(y, attention.out.weight, None)
+
+    y = joins.enter(weights.mlp_norm(x, config.epsilon))
+    y = jax.nn.silu(_projected(y, mlp.gate)) * _projected(y, mlp.up)
+    return x + joins.row(y, mlp.down.weight, None)
+
+
+def queries_keys_values(
+    weights: Attention,
+    y: Float[Array, "batch tokens width"],
+    turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+    config: Config,
+    joins: tensor.Joins,
+) -> tuple[
+    Float[Array, "batch tokens heads head_width"],
+    Float[Array, "batch tokens groups head_width"],
+    Float[Array, "batch tokens groups head_width"],
+]:
+    """This device's heads of queries, and of the keys and values that they attend to, turned to their positions."""
+    heads = weights.query.weight.shape[1]
+    own = functools.partial(own_groups, heads=heads, config=config, joins=joins)
+    q = _projected(y, weights.query)
+    k, v = (_projected(y, own(each)) for each in (weights.key, weights.value))
+    q = _normed(q, weights.query_norm, config, joins)
+    k = _normed(k, weights.key_norm, config, joins)
+    return rotated(q, turns), rotated(k, turns), v
+
+
+def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins) -> Linear:
+    """Of a layer to keys or values, the heads that this device's `heads` of queries attend to.
+
+    They are all that the device has where the axis splits them, and some of them where each device has all.
+
+    Raises:
+        ValueError: the device has neither.
+    """
+    groups, devices = layer.weight.shape[1], joins.axis.size()
+    each = config.heads // config.groups  # heads of queries for one of keys
+    if heads * devices == config.heads and groups * devices == config.groups:
+        return layer
+    if heads * devices != config.heads or groups != config.groups or (heads % each and each % heads):
+        raise ValueError(
+            f"llama: with {config.heads} heads of queries and {config.groups} of keys and values on {devices} devices, each needs "
+            f"{config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this one has "
+            f"{heads} and {groups}. Split them as llama.rules(axis, size={devices}) says."
+        )
+    first, needed = joins.axis.index() * heads // each, max(heads // each, 1)
+    pick = lambda leaf, dim: lax.dynamic_slice_in_dim(joins.apart(leaf), first, needed, dim)
+    return Linear(pick(layer.weight, 1), () if isinstance(layer.bias, tuple) else pick(layer.bias, 0))
+
+
+def rotary(
+    config: Config, positions: Int[Array, " tokens"]
+) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
+    """Cosine and sine of the angle by which each pair of a head is turned at each position, in float32, or wider where allowed.
+
+    Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is slow.
+
+    Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published with Llama 3.1.
+    """
+    exact = jnp.result_type(float)  # float64 where it is enabled: an angle of 1e5 has few digits left in float32
+    K = config.head_width
+    turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)
+    if (scaling := config.scaling) is not None:
+        turns_of_old_context = scaling.original * turn / (2 * math.pi)
+        fast = jnp.clip((turns_of_old_context - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        turn = turn * (fast + (1 - fast) / scaling.factor)
+    angles = positions.astype(exact)[:, None] * turn[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotated(
+    x: Float[Array, "batch tokens heads head_width"],
+    turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of `x` again."""
+    cosine, sine = (each.astype(wide(x.dtype))[None, :, None] for each in turns)
+    a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1).astype(x.dtype)
+
+
+def head(
+    model: Llama,
+    x: Float[Array, "batch tokens_shard width"],
+    targets: Int[Array, "batch tokens"],
+    *,
+    weights: Float[Array, "batch tokens"] | None = None,
+    joins: tensor.Joins = ONE_DEVICE,
+    across: Callable[..., Any] = lambda x: x,
+) -> Float[Array, ""]:
+    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the head, in nats a token.
+
+    `across` takes the normalised activations to all devices that share the vocabulary.
+    """
+    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    vocabulary = model.config.vocabulary
+    return cross_entropy.mean(x, model.unembedding, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
+
+
+def _layer(config: Config, *, tokens: int, joins: tensor.Joins, attend: Callable[..., Any]) -> Callable[..., Any]:
+    turns = rotary(config, jnp.arange(tokens, dtype=jnp.int32))
+    return functools.partial(block, config=config, turns=turns, joins=joins, attend=attend)
+
+
+PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head)
+
+
+def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
+    """The outputs of a column-parallel layer, of what has entered."""
+    y = jnp.tensordot(y, layer.weight, axes=1)
+    return y if isinstance(layer.bias, tuple) else tensor.added(y, layer.bias)
+
+
+def _normed(x, norm: Norm | tuple[()], config: Config, joins: tensor.Joins):
+    """Heads normalised, each device's by the weight that all have."""
+    return x if isinstance(norm, tuple) else Norm(joins.apart(norm.weight))(x, config.epsilon)

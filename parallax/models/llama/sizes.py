@@ -1,0 +1,135 @@
+"""The sizes of a Llama, and those of the published ones.
+
+Sources: the files `config.json` that were published with the weights of Llama 3.1 and 3.2.
+"""
+
+import dataclasses
+
+from parallax.models import numbers
+from parallax.models.files.origin import Origin
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, fast ones stay.
+
+    Args:
+        factor: what the slow turns are divided by.
+        low: turns that take more than `original` / `low` positions are slow.
+        high: those that take fewer than `original` / `high` are fast; between the two it is mixed.
+        original: the context that the model was first trained with.
+
+    Raises:
+        ValueError: a number that is none, `original` below 1, or a `high` that is not above `low`.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self):
+        for field in ("factor", "low", "high"):
+            needed = f"llama.Scaling needs {field} of more than 0"
+            object.__setattr__(self, field, numbers.real(needed, getattr(self, field)))
+            if not getattr(self, field):
+                raise ValueError(f"{needed}; got 0.")
+        object.__setattr__(self, "original", numbers.whole("llama.Scaling needs original", self.original))
+        if self.low >= self.high:
+            raise ValueError(f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a Llama.
+
+    The embedding and the head have `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it
+    divides over devices. The rows past the vocabulary never win probability, and get no gradient.
+
+    Args:
+        layers: L, the number of blocks.
+        heads: H, of queries in each layer.
+        groups: G, heads of keys and values, each for H / G neighbouring heads of queries.
+        width: D, of the residual stream.
+        hidden: F, of the feed-forward.
+        context: the most tokens of a window.
+        vocabulary: how many tokens there are.
+        vocabulary_multiple: what the rows of embedding and head divide by.
+        head_width: K; 0: D / H, which is what the field says from then on, in `dataclasses.replace` too.
+        theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta positions.
+        scaling: how they are stretched; None: not at all.
+        epsilon: what the norms add to the mean of squares.
+        tied: whether the head is the embedding transposed.
+        bias: whether queries, keys and values have a bias, as in Qwen 2.
+        head_norms: whether each head of queries and keys is normalised, as in Qwen 3.
+        origin: what a model that was loaded came with beside these, for `save`.
+
+    Raises:
+        ValueError: a size that is no whole number from 1 to 2^31 - 1; heads that do not divide by the groups, or the width by the
+            heads where no `head_width` is given; an odd `head_width`; a `theta` that is not above 0, or an epsilon below 0.
+    """
+
+    layers: int = 12
+    heads: int = 12
+    groups: int = 4
+    width: int = 768
+    hidden: int = 2048
+    context: int = 1024
+    vocabulary: int = 50257
+    vocabulary_multiple: int = 128
+    head_width: int = 0
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+    epsilon: float = 1e-5
+    tied: bool = False
+    bias: bool = False
+    head_norms: bool = False
+    origin: Origin = dataclasses.field(default=Origin(), repr=False)
+
+    def __post_init__(self):
+        made = lambda field, value: object.__setattr__(self, field, value)
+        for field in ("layers", "heads", "groups", "width", "hidden", "context", "vocabulary", "vocabulary_multiple"):
+            made(field, numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
+        if self.vocabulary_multiple > 2**20:
+            raise ValueError(f"llama.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}.")
+        if self.head_width == 0 and self.width % self.heads:
+            below = numbers.divisor(self.width, self.heads)
+            raise ValueError(
+                f"llama.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}, or give head_width."
+            )
+        if self.heads % self.groups:
+            below = numbers.divisor(self.heads, self.groups)
+            raise ValueError(f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take groups={below}.")
+        made("head_width", numbers.whole("llama.Config needs head_width", self.head_width or self.width // self.heads))
+        if self.head_width % 2:
+            raise ValueError(f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}.")
+        made("epsilon", numbers.real("llama.Config needs epsilon of 0 or more", self.epsilon))
+        made("theta", numbers.real("llama.Config needs theta of more than 0", self.theta))
+        if not self.theta:
+            raise ValueError("llama.Config needs theta of more than 0; got 0.")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding and of the head: the vocabulary, padded."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows and tokens."""
+        of_block = {"layers": self.layers, "heads": self.heads, "hidden": self.hidden}
+        return of_block | {"rows": self.rows, "tokens": self.context}
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters, padding left out."""
+        D, K, heads = self.width, self.head_width, self.heads + 2 * self.groups
+        attention = D * K * (heads + self.heads) + self.bias * heads * K + self.head_norms * 2 * K
+        return (2 - self.tied) * self.vocabulary * D + self.layers * (attention + 3 * D * self.hidden + 2 * D) + D
+
+
+SMALL = Config()  # of GPT-2's smallest size, with its tokenizer
+_LLAMA_3 = Config(heads=32, groups=8, width=2048, context=131_072, vocabulary=128_256, head_width=128, theta=500_000.0)
+B1 = dataclasses.replace(_LLAMA_3, layers=16, hidden=8192, head_width=64, tied=True, scaling=Scaling(32.0))
+B3 = dataclasses.replace(_LLAMA_3, layers=28, heads=24, width=3072, hidden=8192, tied=True, scaling=Scaling(32.0))
+B8 = dataclasses.replace(_LLAMA_3, layers=32, width=4096, hidden=14336, scaling=Scaling(8.0))
+B70 = dataclasses.replace(_LLAMA_3, layers=80, heads=64, width=8192, hidden=28672, scaling=Scaling(8.0))

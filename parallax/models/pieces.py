@@ -1,0 +1,135 @@
+"""A decoder put together of its pieces: an embedding, a layer and a head make the loss, and the three functions of a pipeline.
+
+Each family has one record of them. Its vocabulary is shared out over stages and tensor devices: each stage holds 1/P of the rows,
+so each does 1/P of the head on what the last stage hands out, and none is slower than the others.
+
+Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from parallax import given, pipeline, tensor
+from parallax.collectives import AxisLike
+from parallax.models.family import Batch, run_blocks
+from parallax.remat import none
+
+
+class Pieces(NamedTuple):
+    """What a family's model is made of. The model's `config` has the vocabulary, and its `blocks` a first dim of layers.
+
+    Attributes:
+        name: of the family, for errors.
+        embed: `(model, tokens, keys, *, weights, joins, across)` to what enters the first block. `across` takes what the devices
+            that share the vocabulary found to those that go on with it.
+        layer: `(config, *, tokens, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for sequences of so many tokens.
+        head: `(model, x, targets, *, weights, joins, across)` to the loss.
+    """
+
+    name: str
+    embed: Callable[..., Any]
+    layer: Callable[..., Callable[..., Any]]
+    head: Callable[..., Float[Array, ""]]
+
+
+def loss(
+    pieces: Pieces,
+    model: Any,
+    batch: Batch | tuple[Any, ...],
+    *,
+    axis: AxisLike,
+    joins: Callable[..., Any],
+    attend: Callable[..., Any],
+    remat: Callable[..., Any],
+    unroll: int,
+) -> Float[Array, ""]:
+    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family."""
+    windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
+    given.there(f"{pieces.name}.loss", model)
+    given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
+    made = joins(axis)
+    x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
+    apply = pieces.layer(model.config, tokens=windows.shape[1] - 1, joins=made, attend=attend)
+    x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
+    return pieces.head(model, x, windows[:, 1:], weights=weights, joins=made)
+
+
+def hidden(
+    pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any]
+) -> Float[Array, "batch tokens width"]:
+    """What leaves the last block of a whole model on one device, without dropout, for `logits`."""
+    given.there(f"{pieces.name}.logits", model)
+    given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
+    apply = pieces.layer(model.config, tokens=tokens.shape[1], joins=tensor.joins(()), attend=attend)
+    return run_blocks(model.blocks, pieces.embed(model, tokens, None), None, apply)
+
+
+def stages(
+    pieces: Pieces,
+    config: Any,
+    stage_axis: AxisLike = "stage",
+    axis: AxisLike = "tensor",
+    *,
+    joins: Callable[..., Any] = tensor.joins,
+    attend: Callable[..., Any],
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """`(enter, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
+
+    Args:
+        pieces: the family's.
+        config: the model's sizes and rates.
+        stage_axis: the axis of the stages; `()` without a pipeline.
+        axis: the tensor axis inside each stage.
+        joins: how the devices of `axis` come together.
+        attend: the attention function.
+        remat: wraps each block.
+        unroll: blocks in the loop's body.
+    """
+
+    def enter(model, part):
+        windows, keys, weights = Batch(*part)
+        across = functools.partial(tensor.enter, axis=stage_axis)
+        made = joins(axis, shared=stage_axis)
+        return pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made, across=across)
+
+    def stage(model, x, part, position):
+        windows, keys, _ = Batch(*part)
+        apply = pieces.layer(config, tokens=windows.shape[1] - 1, joins=joins(axis), attend=attend)
+        first = position * jax.tree.leaves(model.blocks)[0].shape[0]
+        return run_blocks(model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll)
+
+    def head(model, x, part):
+        across = functools.partial(pipeline.from_last, axis=stage_axis)
+        windows, _, weights = Batch(*part)
+        return pieces.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
+
+    return enter, stage, head
+
+
+def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
+    """Refuse with a `ValueError` inputs of nothing, and windows longer than the model's context."""
+    if not tokens.size:
+        raise ValueError(f"{name} needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}.")
+    if tokens.shape[1] > context:
+        raise ValueError(
+            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of {context}. "
+            f"Cut them, or configure context={tokens.shape[1]}."
+        )
+
+
+def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
+    """`(*shape, scale=0.02)` to normal numbers of that deviation, other ones at each of `count` calls."""
+    keys = iter(jax.random.split(key, count))
+    return lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
+
+
+def vocabulary_rows(table: Float[Array, "rows width"], vocabulary: int) -> Float[Array, "rows width"]:
+    """`table` with zeros in the rows from `vocabulary` on, which pad it."""
+    return jnp.where(jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype))
