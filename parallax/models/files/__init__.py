@@ -5,9 +5,9 @@ tensor is which leaf. All that reads, checks, refuses and writes is here, once. 
 at the border, or is refused in a sentence that names the file and the field.
 """
 
-from parallax.models.files.fields import FREE, Fields, Free, Number
+from parallax.models.files.fields import FREE, Fields, Free, Number, Part
 from parallax.models.files.format import Format, load, save
 from parallax.models.files.origin import Origin
 from parallax.models.files.tensors import FLOATS, MEANT, Leaf
 
-__all__ = ["FLOATS", "FREE", "MEANT", "Fields", "Format", "Free", "Leaf", "Number", "Origin", "load", "save"]
+__all__ = ["FLOATS", "FREE", "MEANT", "Fields", "Format", "Free", "Leaf", "Number", "Origin", "Part", "load", "save"]

@@ -25,15 +25,15 @@ class Number:
         names: the fields that state it, which must agree; all are written.
         aliases: other names of it, which must agree too, and are not written.
         nullable: those of them that may be null, which means that they are left out.
-        kind: `int` or `float`.
-        default: what a field of `names` means that is left out; None: one of the fields must be there.
+        kind: `int` or `float`; or `bool`, of a choice.
+        default: what a field of `names` means that is left out, or a function of all fields to that; None: one must be there.
     """
 
     names: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     nullable: tuple[str, ...] = ()
     kind: type = int
-    default: float | None = None
+    default: float | int | bool | Callable[[Mapping[str, Any]], Any] | None = None
 
     def read(self, fields: Mapping[str, Any], file: Path) -> Any:
         """The number. Raises `ValueError` for none, for two, or for something else."""
@@ -41,14 +41,49 @@ class Number:
         given = {name: fields[name] for name in (*self.names, *self.aliases) if name in fields}
         given = {name: value for name, value in given.items() if value is not None or name not in self.nullable}
         if self.default is not None:
-            given = {name: self.default for name in self.names} | given
-        kinds = (int,) if self.kind is int else (int, float)
-        if not given or any(isinstance(value, bool) or not isinstance(value, kinds) for value in given.values()):
-            raise ValueError(f"{file} needs a number for {first}; got {short(given) if given else 'no such field'}. Correct it.")
+            meant = self.default(fields) if callable(self.default) else self.default
+            given = {name: meant for name in self.names} | given
+        kinds = {int: (int,), float: (int, float), bool: (bool,)}[self.kind]
+        fits = lambda value: isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
+        if not given or not all(map(fits, given.values())):
+            needed = "true or false" if self.kind is bool else "a number"
+            raise ValueError(f"{file} needs {needed} for {first}; got {short(given) if given else 'no such field'}. Correct it.")
         if len(set(given.values())) > 1:
             raise ValueError(f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one number for them.")
         number: Any = next(iter(given.values()))
         return self.kind(number)
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """The fields that state it."""
+        return dict.fromkeys(self.names, value)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a model has of a form of its own, such as a record, in fields of a form of theirs.
+
+    Args:
+        names: the fields that it is read from.
+        of: from all fields to the value. It raises `ValueError`, with a sentence that goes on after the file's name.
+        to: from the value to the fields that are written.
+    """
+
+    names: tuple[str, ...]
+    of: Callable[[Mapping[str, Any]], Any]
+    to: Callable[[Any], Mapping[str, Any]]
+    aliases: tuple[str, ...] = ()
+    kind: type = object
+
+    def read(self, fields: Mapping[str, Any], file: Path) -> Any:
+        """The value. Raises `ValueError` as `of` does."""
+        try:
+            return self.of(fields)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    def written(self, value: Any) -> dict[str, Any]:
+        """The fields that state it."""
+        return dict(self.to(value))
 
 
 @dataclass(frozen=True)
@@ -112,7 +147,7 @@ class Fields:
     Args:
         model_type: the family's name there.
         title: its name in a sentence.
-        numbers: each argument of the family's configuration, and where it stands.
+        numbers: each argument of the family's configuration that files state, and where it stands.
         only: values that the code stands for; the first is meant where the field is left out, and written.
         derived: likewise, of the numbers; not written, since they follow from those.
         free: fields that change no logits, beside `FREE`.
@@ -121,7 +156,7 @@ class Fields:
 
     model_type: str
     title: str
-    numbers: Mapping[str, Number]
+    numbers: Mapping[str, Number | Part]
     only: Mapping[str, tuple] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, tuple]] = lambda numbers: {}
     free: Mapping[str, Free] = field(default_factory=dict)
@@ -163,14 +198,14 @@ class Fields:
 
     def write(self, numbers: Mapping[str, Any], kept: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         """The fields of a `config.json` of these numbers, with those that `read` kept."""
-        stated = {name: numbers[size] for size, number in self.numbers.items() for name in number.names}
+        stated = {name: value for size, number in self.numbers.items() for name, value in number.written(numbers[size]).items()}
         fields = {"model_type": self.model_type, **self._plain(numbers), **kept, **stated, "torch_dtype": dtype}
         return {name: value for name, value in fields.items() if value is not ABSENT}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
         """The sha256 of what the weights mean under these numbers; rates that only training has are left out."""
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
-        return hashlib.sha256(json.dumps([self.model_type, meant]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.model_type, meant], default=vars).encode()).hexdigest()
 
     def _plain(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """What is written where nothing came in."""

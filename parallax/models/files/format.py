@@ -35,6 +35,7 @@ class Format:
         leaves: from a configuration to the table of the tensors, by the path of the leaf in the model.
         prefix: what the names of tensors begin with; a file may leave it out.
         no_weights: a pattern of the names of tensors that are no weights, as old files have them.
+        module: that has `load` and `save`, for errors, where it has another name than the family's `model_type`.
     """
 
     model: type[Any]
@@ -43,11 +44,12 @@ class Format:
     leaves: Callable[[Any], Mapping[str, Leaf]]
     prefix: str = ""
     no_weights: str = "(?!)"
+    module: str = ""
 
     @property
     def name(self) -> str:
         """Of the family: `gpt2`."""
-        return self.fields.model_type
+        return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
         """The numbers that a file states, of a configuration."""

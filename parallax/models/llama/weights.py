@@ -1,0 +1,64 @@
+"""Weights of Llama, Qwen 2 and Qwen 3 in Hugging Face's layout: `models.files` reads and writes them by `configuration`'s tables.
+
+A tensor there is a leaf of ours at one layer, transposed: `q_proj`, [H K, D], is our [D, H, K]. The halves of a head turn as
+transformers has them, so no row is permuted. Embedding and head differ by the rows that pad our vocabulary, which no file holds.
+"""
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+
+from parallax.models import files
+from parallax.models.files.place import CONFIG, place
+from parallax.models.files.texts import read_json, short
+from parallax.models.llama.configuration import FORMATS, OPTIONS
+from parallax.models.llama.model import Llama
+from parallax.models.llama.sizes import Config
+
+
+def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> Llama:
+    """The Llama, Qwen 2 or Qwen 3 at `path`, with its weights in `dtype`, on JAX's default device: otherwise as `gpt2.load`.
+
+    Its kind is the `model_type` of its `config.json`; without one it is a Llama.
+
+    Args:
+        path: a folder, a safetensors file with `config.json` beside it, or a name on the Hugging Face hub.
+        dtype: what the weights become, whatever they are stored as.
+        vocabulary_multiple: embedding and head get rows of zeros up to a multiple of it, as in `Config`.
+
+    Raises:
+        FileNotFoundError: as `gpt2.load`.
+        ImportError: likewise.
+        ValueError: likewise, or another kind of model.
+    """
+    Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
+    folder, file = place(path, "llama.load")
+    kind = read_json(folder / CONFIG).get("model_type", "llama")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise ValueError(
+            f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is {short(kind)}, for which this Llama "
+            f"has no code. Load another model."
+        )
+    options = OPTIONS[kind] | {"vocabulary_multiple": vocabulary_multiple}
+    return files.load(FORMATS[kind], file or folder, dtype=dtype, options=options)
+
+
+def save(model: Llama, path: str | os.PathLike[str]) -> str:
+    """Write `model` into the folder `path`, for `load` and for `transformers.AutoModelForCausalLM`: otherwise as `gpt2.save`.
+
+    With biases it is a Qwen 2, with norms of heads a Qwen 3, else a Llama.
+
+    Raises:
+        ImportError: as `gpt2.save`.
+        OSError: likewise.
+        ValueError: likewise, or the model has both biases and norms of heads, as none of the three has.
+    """
+    config = getattr(model, "config", None)
+    if isinstance(config, Config) and config.bias and config.head_norms:
+        raise ValueError(
+            "llama.save: no model of transformers that is written here has both biases of queries, keys and values (Qwen 2) and "
+            "norms of heads (Qwen 3). Train with one of them."
+        )
+    kind = "qwen2" if getattr(config, "bias", False) else "qwen3" if getattr(config, "head_norms", False) else "llama"
+    return files.save(FORMATS[kind], model, path)
