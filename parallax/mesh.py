@@ -8,13 +8,15 @@ Explicit, does too.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from parallax import given
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -142,6 +144,64 @@ def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
     arrays, static = eqx.partition(tree, is_array)
     check(arrays, specs, mesh)
     return eqx.combine(jax.device_put(arrays, shardings(specs, mesh)), static)
+
+
+class Moved(NamedTuple):
+    """What `move` made.
+
+    Attributes:
+        tree: on the new devices.
+        bytes: that these did not have before, summed over them.
+    """
+
+    tree: Any
+    bytes: int
+
+
+def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
+    """`tree`, whose arrays live on any devices of this process, on those of `mesh`, split as `specs` (a tree prefix) says.
+
+    It takes a model from one layout to another, of other axes or another number of devices, such as from training to generation,
+    without a disk. Every number keeps its bits, and the arrays that were there stay as they are. What a device has already of its
+    new part does not count among the bytes; all of a NumPy array does.
+
+        whole = decoder.joined(gpt2.FAMILY, layout, state.model)
+        model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
+
+    Raises:
+        ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices of other processes.
+    """
+    arrays, static = eqx.partition(tree, is_array)
+    given.there("mesh.move", jax.tree.leaves(arrays))
+    check(arrays, specs, mesh)
+    fitted = jax.tree.broadcast(shardings(specs, mesh), arrays)
+    total = sum(jax.tree.leaves(jax.tree.map_with_path(_missing, arrays, fitted)))
+    return Moved(eqx.combine(jax.device_put(arrays, fitted), static), total)
+
+
+def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
+    """The bytes of `leaf` that the devices of `sharding` do not have of their parts."""
+    if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
+        where = "is traced by jax.jit" if isinstance(leaf, Tracer) else "lies on devices of other processes too"
+        raise ValueError(
+            f"mesh.move takes arrays that live on devices of this process; {dotted(path)} {where}. "
+            "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a checkpoint."
+        )
+    had = leaf.sharding.devices_indices_map(leaf.shape) if isinstance(leaf, jax.Array) else {}
+    volume = lambda box: math.prod(stop - start for start, stop in box)
+    missing = 0
+    for device, place in sharding.devices_indices_map(leaf.shape).items():
+        needed = _box(place, leaf.shape)
+        missing += volume(needed)
+        if device in had:
+            pairs = zip(needed, _box(had[device], leaf.shape), strict=True)
+            missing -= volume([(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in pairs])
+    return missing * leaf.dtype.itemsize
+
+
+def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where an index begins and ends in each dim."""
+    return [each.indices(size)[:2] for each, size in zip(place, shape, strict=True)]
 
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:

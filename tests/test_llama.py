@@ -3,16 +3,16 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device
 
-from parallax import mesh, rules, sequence, tensor
+from parallax import grads, mesh, rules, sequence, tensor
 from parallax.collectives import ring
 from parallax.layout import Layout
 from parallax.models import decoder, llama
@@ -40,9 +40,114 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-@pytest.mark.sweep(11)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_one_device(config, layout):
     plain = gpt2_on_one_device(CONFIGS[config], 0, STEPS, BATCH, llama)
     assert_same_run(gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain)
+
+
+def naive(q, k, v, first):
+    """One head after another, one query after another."""
+    B, T, H, K = q.shape
+    y = np.zeros(q.shape)
+    for b, t, h in np.ndindex(B, T, H):
+        own = h // (H // k.shape[2])
+        seen = slice(first + t + 1)
+        weights = np.exp(k[b, seen, own] @ q[b, t, h] / K**0.5)
+        y[b, t, h] = weights @ v[b, seen, own] / weights.sum()
+    return y
+
+
+@pytest.mark.parametrize(("heads", "groups", "first"), [(6, 2, 0), (4, 4, 3), (4, 1, 2)])
+def test_grouped_attention_is_that_of_each_head(heads, groups, first):
+    draw = np.random.default_rng(0).normal
+    q, k, v = draw(size=(2, 3, heads, 4)), draw(size=(2, 3 + first, groups, 4)), draw(size=(2, 3 + first, groups, 4))
+    found = grouped(*map(jnp.asarray, (q, k, v)), first=first, sharers=heads // groups)
+    np.testing.assert_allclose(found, naive(q, k, v, first), rtol=1e-13, atol=1e-15)
+    later = grouped(jnp.asarray(q[:, 1:]), jnp.asarray(k), jnp.asarray(v), first=jnp.asarray(first + 1, jnp.int32))
+    np.testing.assert_allclose(later, found[:, 1:], rtol=1e-13, atol=1e-15)
+
+
+def test_groups_that_were_not_picked_are_refused():
+    q, k = jnp.zeros((1, 3, 2, 4)), jnp.zeros((1, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"heads of q that are a multiple of .*; got q with 2, k and v with 4"):
+        grouped(q, k, k)
+    with pytest.raises(ValueError, match=r"4 heads of queries share one .* these 2 need 1; got k and v with 2"):
+        grouped(q, k[:, :, :2], k[:, :, :2], sharers=4)  # of 8 heads and 2 groups on 4 devices
+    assert grouped(q, k[:, :, :1], k[:, :, :1], sharers=4).shape == q.shape
+
+
+def test_a_shard_with_other_heads_is_refused():
+    model = llama.Llama(dataclasses.replace(TINY, layers=1), key=KEY)
+    windows = jnp.zeros((1, 4), jnp.int32)
+    half = lambda layer: llama.Linear(layer.weight[:, :, : layer.weight.shape[2] // 2])
+    for where in (lambda m: m.blocks.attention.key, lambda m: m.blocks.attention.query):
+        with pytest.raises(ValueError, match=r"llama: with 4 heads of queries and 2 of keys and values on 1 devices, each needs 4"):
+            llama.loss(eqx.tree_at(where, model, replace_fn=half), (windows, None))
+
+
+def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
+    config = dataclasses.replace(TINY, heads=12, groups=6, width=24)
+    shapes = jax.eval_shape(lambda: llama.Llama(config, key=KEY))
+    with pytest.raises(ValueError, match=r"llama: 6 heads of keys and values and 4 devices .* Take 3 devices, or groups=4"):
+        rules.specs(shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4]))
+    with pytest.raises(ValueError, match=r"attention\.key\.weight.* dim 2 .*must divide by 4"):  # without the size
+        config = dataclasses.replace(config, groups=2)
+        shapes = jax.eval_shape(lambda: llama.Llama(config, key=KEY))
+        rules.specs(shapes, llama.rules("tensor"), mesh.make(tensor=4, devices=jax.devices()[:4]))
+    with pytest.raises(ValueError, match=r"6 heads of keys and values and 4 devices"):
+        layout = Layout(tensor=4)
+        config = dataclasses.replace(TINY, heads=12, groups=6, width=24)
+        decoder.prepare(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"groups": 3}, r"heads=4 must divide by groups=3\. Take groups=2"),
+        ({"width": 18}, r"width=18 must divide by heads=4\. Take heads=3, or give head_width"),
+        ({"width": 18, "heads": 6, "groups": 1}, r"an even head_width, whose halves turn; got 3"),
+        ({"head_width": 5}, r"an even head_width, whose halves turn; got 5"),
+        ({"hidden": 0}, r"needs hidden of 1 or more; got 0"),
+        ({"theta": 0.0}, r"needs theta of more than 0; got 0"),
+        ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),
+        ({"vocabulary_multiple": 2**21}, r"vocabulary_multiple of 2\^20 or less"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_means_nothing_is_refused(wrong, message):
+    sizes = {"layers": 4, "heads": 4, "groups": 2, "width": 16, "hidden": 24} | wrong
+    with pytest.raises(ValueError, match=message):
+        llama.Config(**sizes)
+
+
+def test_a_scaling_that_means_nothing_is_refused():
+    for wrong, message in (({"high": 1.0}, "a high above low"), ({"factor": 0.0}, "factor of more than 0"), ({"original": 0}, "original")):
+        with pytest.raises(ValueError, match=message):
+            llama.Scaling(**wrong)
+
+
+def test_sizes_are_those_that_were_published():
+    published = {llama.B1: 1_235_814_400, llama.B3: 3_212_749_824, llama.B8: 8_030_261_248, llama.B70: 70_553_706_496}
+    for config, count in published.items():
+        assert config.parameters == count
+        shapes = jax.eval_shape(lambda config=config: llama.Llama(config, key=KEY))
+        padding = (config.rows - config.vocabulary) * config.width * (2 - config.tied)
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count + padding
+
+
+@pytest.mark.parametrize("joins", [tensor.joins, sequence.joins])
+def test_heads_on_every_device_may_be_more_than_are_needed(joins):
+    """All keys and values on each device, though they could be split: each picks its own."""
+    devices = mesh.make(tensor=2, devices=jax.devices()[:2])
+    config = dataclasses.replace(TINY, layers=1)
+    model = llama.Llama(config, key=KEY, dtype=jnp.float64)
+    specs = rules.specs(model, rules.first(rules.match("blocks.attention.key.weight", P()), llama.rules("tensor")), devices)
+    loss = functools.partial(llama.loss, axis=ring("tensor"), joins=joins)
+    grad = jax.value_and_grad(loss)
+    grad = grads.summed(grad, ring("tensor")) if joins is sequence.joins else grad
+    run = mesh.spmd(grad, mesh=devices, in_specs=(specs, P()), out_specs=(P(), specs))
+    batch = (np.random.default_rng(0).integers(0, 61, (2, 9)).astype(np.int32), None)
+    assert_close(jax.jit(run)(mesh.place(model, specs, devices), batch), jax.jit(jax.value_and_grad(llama.loss))(model, batch), EXACT)

@@ -116,3 +116,13 @@ def test_sizes_agree_with_theirs(config, name, theirs, tmp_path):
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**stated))
     assert sum(weight.numel() for weight in model.parameters()) == config.parameters
+
+
+@pytest.mark.parametrize("name", ["scaled, tied", "qwen2", "qwen3"])
+def test_the_likeliest_tokens_are_those_of_generate(name, theirs, tmp_path):
+    """200 of them, in float64, with keys and values kept on both sides."""
+    model, windows, _ = case(theirs, name, "float64", tmp_path, tokens=6)
+    ours = llama.load(tmp_path, dtype="float64")
+    write = jax.jit(lambda prompt: llama.sample(ours, prompt, tokens=200, temperature=0, key=jax.random.key(0)))
+    for prompt in np.array(windows):
+        assert write(prompt).tolist() == theirs.generated(model, prompt.tolist(), 200)

@@ -14,6 +14,7 @@ def grouped(
     v: Float[Array, "batch seen groups head_width"],
     *,
     first: int | Int[Array, ""] = 0,
+    sharers: int | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
@@ -25,18 +26,25 @@ def grouped(
         k: keys of G heads.
         v: values, likewise.
         first: the place of the first query among the keys: query t sees keys 0 to `first` + t.
+        sharers: H / G of the whole model, to have a shard refused that did not pick its groups; None: any.
 
     Raises:
-        ValueError: the heads of `q` are no multiple of those of `k` and `v`.
+        ValueError: the heads of `q` are no multiple of those of `k` and `v`, or not `sharers` to one. A device with fewer than
+            `sharers` heads of queries has one of keys.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
-    if H % G or v.shape[2] != G:
+    if H % G:
         raise ValueError(
-            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, k with {G} and v with "
-            f"{v.shape[2]}. On a device that has some of the heads, pick the groups that they attend to."
+            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, k and v with {G}. On "
+            "a device that has some of the heads, pick the groups that they attend to."
+        )
+    if sharers is not None and G != max(H // sharers, 1):
+        raise ValueError(
+            f"attention: {sharers} heads of queries share one of keys and values, so that these {H} need {max(H // sharers, 1)}; "
+            f"got k and v with {G}. On a device that has some of the heads, pick the groups that they attend to."
         )
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))

@@ -58,6 +58,7 @@ class Family:
         rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; where `stage` is not None, of one whose
             blocks are [v, L / v, ...].
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
+        cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
         attend: the attention function, given to `stages` unless `Compute` has another.
         blocks: the path of the blocks in the model.
         drops: whether a configuration has dropout: then each sequence gets a random key.
@@ -68,6 +69,7 @@ class Family:
     rules: Callable[..., Rule]
     logits: Callable[..., Float[Array, "batch tokens vocabulary"]]
     attend: Callable[..., Any]
+    cached: Callable[[Any], Any] | None = None
     blocks: str = "blocks"
     drops: Callable[[Any], bool] = lambda config: False
 

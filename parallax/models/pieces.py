@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from parallax import given, pipeline, tensor
 from parallax.collectives import AxisLike
+from parallax.collectives.types import varying, varying_axes
 from parallax.models.family import Batch, run_blocks
 from parallax.remat import none
 
@@ -25,16 +26,18 @@ class Pieces(NamedTuple):
 
     Attributes:
         name: of the family, for errors.
-        embed: `(model, tokens, keys, *, weights, joins, across)` to what enters the first block. `across` takes what the devices
-            that share the vocabulary found to those that go on with it.
-        layer: `(config, *, tokens, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for sequences of so many tokens.
+        embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of the
+            first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
+        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places.
         head: `(model, x, targets, *, weights, joins, across)` to the loss.
+        unembed: `(model, x)` to the logits of a whole model.
     """
 
     name: str
     embed: Callable[..., Any]
     layer: Callable[..., Callable[..., Any]]
     head: Callable[..., Float[Array, ""]]
+    unembed: Callable[..., Float[Array, "batch tokens vocabulary"]]
 
 
 def loss(
@@ -54,19 +57,20 @@ def loss(
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
     made = joins(axis)
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
-    apply = pieces.layer(model.config, tokens=windows.shape[1] - 1, joins=made, attend=attend)
+    apply = pieces.layer(model.config, positions=positions(x, windows.shape[1] - 1), joins=made, attend=attend)
     x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
     return pieces.head(model, x, windows[:, 1:], weights=weights, joins=made)
 
 
-def hidden(
+def logits(
     pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any]
-) -> Float[Array, "batch tokens width"]:
-    """What leaves the last block of a whole model on one device, without dropout, for `logits`."""
+) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits after each token, of a whole model on one device, without dropout: as `gpt2.logits` says, for any family."""
     given.there(f"{pieces.name}.logits", model)
     given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
-    apply = pieces.layer(model.config, tokens=tokens.shape[1], joins=tensor.joins(()), attend=attend)
-    return run_blocks(model.blocks, pieces.embed(model, tokens, None), None, apply)
+    x = pieces.embed(model, tokens, None)
+    apply = pieces.layer(model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend)
+    return pieces.unembed(model, run_blocks(model.blocks, x, None, apply))
 
 
 def stages(
@@ -101,7 +105,7 @@ def stages(
 
     def stage(model, x, part, position):
         windows, keys, _ = Batch(*part)
-        apply = pieces.layer(config, tokens=windows.shape[1] - 1, joins=joins(axis), attend=attend)
+        apply = pieces.layer(config, positions=positions(x, windows.shape[1] - 1), joins=joins(axis), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll)
 
@@ -111,6 +115,11 @@ def stages(
         return pieces.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
 
     return enter, stage, head
+
+
+def positions(x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0) -> Int[Array, " tokens"]:
+    """The places `first`, `first` + 1, ... of so many tokens, which vary where `x` does: what a pipeline keeps must."""
+    return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 
 def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:

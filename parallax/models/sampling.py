@@ -1,5 +1,6 @@
 """Text from a trained decoder, one token after another."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat, SupportsIndex
@@ -12,6 +13,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer, Key
 
 from parallax import given, precision
+from parallax.models.cached import Cached
+from parallax.models.family import Family
 
 NOTHING = -1  # in place of a token where the logits are nan
 
@@ -22,6 +25,7 @@ def sampled(
     *,
     tokens: SupportsIndex,
     window: SupportsIndex,
+    cached: Cached | None = None,
     temperature: SupportsFloat = 1.0,
     top_k: SupportsIndex | None = None,
     top_p: SupportsFloat | None = None,
@@ -29,11 +33,13 @@ def sampled(
 ) -> Int[Array, " tokens"]:
     """The `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
-    With a family's model, `logits` is `functools.partial(family.logits, model)`. The model may be split: under `jax.jit`, arrays
-    placed over a mesh give the tokens that one device draws.
+    With a family's model, `logits` is `functools.partial(family.logits, model)`, and `cached` is `family.cached(model)`. The model
+    may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one device draws. For many prompts of one length
+    use `jax.vmap`; placed over an axis of the mesh, each device writes its own.
 
-    Each token sees at most the last `window` before it. There is no cache of keys and values: the shapes stay fixed, and a token
-    costs a forward pass over the whole window, 2 N window flops.
+    Each token sees at most the last `window` before it. While the text fits the window, keys and values are kept, and a token
+    costs a pass of one token, 2 N flops and what attention needs. Behind it, and without `cached`, it costs one over the whole
+    window, 2 N window flops: where the window moves, so do the places of all tokens in it, and nothing that was kept holds.
 
     Where logits are nan, as after an id outside the vocabulary, the token is -1, and so are all after it. No tokenizer decodes
     that.
@@ -43,6 +49,7 @@ def sampled(
         prompt: it may be longer than the window.
         tokens: how many, static.
         window: static.
+        cached: the same model, keeping what it has seen. None: each token is computed from all before it.
         temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the first of equal ones.
         top_k: draw among the k largest logits (and those that equal the least of them); static. None: among all.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, reach p. None: among all.
@@ -64,18 +71,64 @@ def sampled(
     top_p = None if top_p is None else _scalar("top_p", top_p, 1.0, "a number from 0 to 1")
     vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
     prompt = _prompt(prompt, vocabulary)[-window:]
+    keys = jax.random.split(key, tokens)
+
+    def token_of(row, key, unknown):
+        scores = filtered(row, temperature, top_k=top_k, top_p=top_p)
+        token = jax.random.categorical(key, scores).astype(jnp.int32)
+        return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)
+
+    fit = 0 if cached is None else min(tokens, window - prompt.size + 1)  # so many see no more than the window before them
+    if fit:
+        begun = _kept(cached, token_of, prompt, keys[:fit])
+        prompt = jnp.concatenate([prompt, begun])[-window:]
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
         seen, filled = carry  # the last tokens, and how many of the window's places they fill
-        scores = filtered(logits(seen[None])[0, filled - 1], temperature, top_k=top_k, top_p=top_p)
-        token = jax.random.categorical(key, scores).astype(jnp.int32)
-        token = jnp.where(jnp.isnan(scores).any() | (seen == NOTHING).any(), NOTHING, token)
+        token = token_of(logits(seen[None])[0, filled - 1], key, (seen == NOTHING).any())
         seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))
         filled = jnp.minimum(filled + 1, window)
         return (seen.at[filled - 1].set(token), filled), token
 
-    return lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), jax.random.split(key, tokens))[1]
+    if fit == tokens:
+        return begun if tokens else jnp.zeros(0, jnp.int32)
+    rest = lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), keys[fit:])[1]
+    return jnp.concatenate([begun, rest]) if fit else rest
+
+
+def _kept(
+    cached: Cached, token_of: Callable[..., Int[Array, ""]], prompt: Int[Array, " prompt"], keys: Key[Array, " tokens"]
+) -> Int[Array, " tokens"]:
+    """The tokens after `prompt`, one for each key, by `token_of`, with keys and values kept."""
+    row, cache = cached.begin(prompt[None], prompt.size + keys.size - 1)
+    token = token_of(row[0], keys[0], (prompt == NOTHING).any())
+
+    def draw(carry, each):
+        (token, cache), (key, place) = carry, each
+        row, cache = cached.go_on(token[None], cache, place)
+        new = token_of(row[0], key, token == NOTHING)
+        return (new, cache), new
+
+    places = prompt.size + jnp.arange(keys.size - 1, dtype=jnp.int32)
+    return jnp.concatenate([token[None], lax.scan(draw, (token, cache), (keys[1:], places))[1]])
+
+
+def of_family(
+    family: Family, name: str, model: Any, prompt: Any, *, tokens: SupportsIndex, window: SupportsIndex | None, **options: Any
+) -> Int[Array, " tokens"]:
+    """What `sampled` writes with a model of `family`, whose configuration has its context: as `gpt2.sample` says, for any family.
+
+    Raises:
+        ValueError: as it does; `name` begins the message.
+    """
+    given.there(f"{name}.sample", model)
+    context = model.config.context
+    (window,) = given.whole("sample", window=context if window is None else window)
+    if not 1 <= window <= context:
+        raise ValueError(f"sample needs a window from 1 to the model's context of {context} tokens; got {window}.")
+    cached = None if family.cached is None else family.cached(model)
+    return sampled(functools.partial(family.logits, model), prompt, tokens=tokens, window=window, cached=cached, **options)
 
 
 def filtered(

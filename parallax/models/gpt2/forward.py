@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from parallax import cross_entropy, tensor
@@ -59,7 +60,11 @@ def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention)
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
-    x = pieces.hidden(PIECES, model, tokens, attend=attend)
+    return pieces.logits(PIECES, model, tokens, attend=attend)
+
+
+def unembedded(model: GPT2, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits of what leaves the last block, of a whole model."""
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
 
 
@@ -68,11 +73,12 @@ def embed(
     tokens: Int[Array, "batch tokens"],
     keys: Key[Array, " batch"] | None,
     *,
+    first: int | Int[Array, ""] = 0,
     weights: Float[Array, "batch tokens"] | None = None,
     joins: tensor.Joins = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """What enters the first block: the embeddings of tokens and positions, with dropout.
+    """What enters the first block: the embeddings of tokens and positions, of which the first is `first`, with dropout.
 
     `joins` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
     go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
@@ -81,7 +87,9 @@ def embed(
     pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
     known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
     x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere, **known)))
-    x = x + joins.own(model.wpe[: tokens.shape[1]], dim=0)[None]
+    T = tokens.shape[1]
+    positions = model.wpe[first : first + T] if isinstance(first, int) else lax.dynamic_slice_in_dim(model.wpe, first, T)
+    x = x + joins.own(positions, dim=0)[None]
     return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
 
 
@@ -134,11 +142,13 @@ def head(
     return cross_entropy.mean(x, model.wte, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 
-def _layer(config: Config, *, tokens: int, joins: tensor.Joins, attend: Callable[..., Any]) -> Callable[..., Any]:
+def _layer(
+    config: Config, *, positions: Int[Array, " tokens"], joins: tensor.Joins, attend: Callable[..., Any]
+) -> Callable[..., Any]:
     return functools.partial(block, config=config, joins=joins, attend=attend)
 
 
-PIECES = pieces.Pieces("gpt2", embed=embed, layer=_layer, head=head)
+PIECES = pieces.Pieces("gpt2", embed=embed, layer=_layer, head=head, unembed=unembedded)
 
 
 def _at(keys, layer, site: int):

@@ -5,6 +5,7 @@ from parallax.models.llama.configuration import FORMATS
 from parallax.models.llama.family import FAMILY, stages
 from parallax.models.llama.forward import block, embed, head, logits, loss, rotary, rotated
 from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, Norm, rules
+from parallax.models.llama.sampling import sample
 from parallax.models.llama.sizes import B1, B3, B8, B70, SMALL, Config, Scaling
 from parallax.models.llama.weights import load, save
 
@@ -34,6 +35,7 @@ __all__ = [
     "rotary",
     "rotated",
     "rules",
+    "sample",
     "save",
     "stages",
 ]

@@ -60,8 +60,7 @@ def logits(model: Llama, tokens: Int[Array, "batch tokens"], *, attend=grouped) 
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
-    x = pieces.hidden(PIECES, model, tokens, attend=attend)
-    return unembedded(model, x)
+    return pieces.logits(PIECES, model, tokens, attend=attend)
 
 
 def unembedded(model: Llama, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens vocabulary"]:
@@ -74,11 +73,12 @@ def embed(
     tokens: Int[Array, "batch tokens"],
     keys: Key[Array, " batch"] | None,
     *,
+    first: int | Int[Array, ""] = 0,
     weights: Float[Array, "batch tokens"] | None = None,
     joins: tensor.Joins = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """What enters the first block, the embeddings of the tokens: as `gpt2.embed` says, with no positions and no dropout."""
+    """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
     known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
     return across(joins.leave(tensor.lookup(model.table, tokens, joins.everywhere, **known)))
@@ -203,12 +203,13 @@ def head(
     return cross_entropy.mean(x, model.unembedding, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 
-def _layer(config: Config, *, tokens: int, joins: tensor.Joins, attend: Callable[..., Any]) -> Callable[..., Any]:
-    turns = rotary(config, jnp.arange(tokens, dtype=jnp.int32))
-    return functools.partial(block, config=config, turns=turns, joins=joins, attend=attend)
+def _layer(
+    config: Config, *, positions: Int[Array, " tokens"], joins: tensor.Joins, attend: Callable[..., Any]
+) -> Callable[..., Any]:
+    return functools.partial(block, config=config, turns=rotary(config, positions), joins=joins, attend=attend)
 
 
-PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head)
+PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head, unembed=unembedded)
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:

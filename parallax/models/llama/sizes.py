@@ -107,9 +107,6 @@ class Config:
         made("theta", numbers.real("llama.Config needs theta of more than 0", self.theta))
         if not self.theta:
             raise ValueError("llama.Config needs theta of more than 0; got 0.")
-        for field in ("tied", "bias", "head_norms"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"llama.Config needs {field} as True or False; got {getattr(self, field)!r}.")
 
     @property
     def rows(self) -> int:
