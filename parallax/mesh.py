@@ -172,7 +172,6 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
         ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices of other processes.
     """
     arrays, static = eqx.partition(tree, is_array)
-    given.there("mesh.move", jax.tree.leaves(arrays))
     check(arrays, specs, mesh)
     fitted = jax.tree.broadcast(shardings(specs, mesh), arrays)
     total = sum(jax.tree.leaves(jax.tree.map_with_path(_missing, arrays, fitted)))
@@ -181,6 +180,7 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
     """The bytes of `leaf` that the devices of `sharding` do not have of their parts."""
+    given.there(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
         where = "is traced by jax.jit" if isinstance(leaf, Tracer) else "lies on devices of other processes too"
         raise ValueError(

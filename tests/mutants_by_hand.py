@@ -754,8 +754,8 @@ GPT2 = (
     Mutant("_dropped_heads", "first_head + jnp.arange", "jnp.arange", "test_step.py::test_twenty_steps_are_those_of_one_device"),
     Mutant(
         "stages",
-        "first = position * layers",
-        "first = position",
+        "first = position * ",
+        "first = 0 * position * ",
         "test_pipeline.py::test_gpt2_trains_as_on_one_device -k layout0",
         long=True,
     ),
@@ -854,7 +854,7 @@ GPT2 = (
     ),
     Mutant("filtered", "<= rest", ">= rest", "test_sampling.py::test_filtered_keeps_what_sets_keep"),
     Mutant("filtered", "below.at[-1].set(False)", "below", "test_sampling.py::test_filtered_keeps_what_sets_keep"),
-    Mutant("sampled", " | (seen == NOTHING).any()", "", "test_sampling.py::test_no_token_follows_one_that_is_none"),
+    Mutant("sampled", ".any() | unknown", ".any()", "test_sampling.py::test_no_token_follows_one_that_is_none"),
     Mutant("_as_int32", "<= int32.max:", "<= tokens.max():", "test_data.py::test_tokens_that_do_not_fit_are_refused"),
     Mutant(
         "write",
@@ -1090,7 +1090,53 @@ EXPERTS = (
     ),
 )
 
-BY_HAND = (*COLLECTIVES, *LAYERS, *EXPERTS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *COMPILED)
+LLAMA = (
+    Mutant(
+        "own_groups",
+        "joins.axis.index() * heads",
+        "joins.axis.index() * 0",
+        "test_llama.py::test_heads_on_every_device_may_be_more_than_are_needed",
+    ),
+    Mutant(
+        "own_groups",
+        "heads * devices != config.heads or groups != config.groups or (heads % each",
+        "(heads % each",
+        "test_llama.py::test_a_shard_with_other_heads_is_refused",
+    ),
+    Mutant(
+        "joins",
+        "varying(weight, over.names)",
+        "tensor.enter(weight, over)",
+        "test_llama.py::test_heads_on_every_device_may_be_more_than_are_needed",
+    ),
+    Mutant(
+        "split_groups",
+        "groups % devices and devices % groups",
+        "False",
+        "test_llama.py::test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused",
+    ),
+    Mutant("grouped", "rows + first", "rows", "test_llama.py::test_grouped_attention_is_that_of_each_head"),
+    Mutant(
+        "grouped", "max(H // sharers, 1) != G", "H // sharers > G", "test_llama.py::test_groups_that_were_not_picked_are_refused"
+    ),
+    Mutant("rotary", "fast + (1 - fast) / scaling.factor", "1 - fast + fast / scaling.factor", "test_llama_weights.py -k whole"),
+    Mutant("rotated", "b * cosine + a * sine", "b * cosine - a * sine", "test_llama_weights.py -k whole"),
+    Mutant("_rope", 'given["rope_scaling"] != given["rope_parameters"]', "False", "test_llama_weights.py -k by_name"),
+    Mutant("_scaling", 'kind not in ("default", "llama3")', "False", "test_llama_weights.py -k by_name"),
+    Mutant("_theta", "len({*stated}) > 1", "False", "test_llama_weights.py -k by_name"),
+    Mutant("_run", "*made[0], first=first", "*made[0], first=0", "test_cached.py -k likeliest"),
+    Mutant(
+        "sampled",
+        "window - prompt.size + 1",
+        "window - prompt.size + 2",
+        "test_gpt2_weights.py::test_a_sample_sees_the_last_window_and_no_more",
+    ),
+    Mutant("_missing", "max(min(b, d), a, c)", "min(b, d)", "test_move.py::test_bits_and_bytes"),
+    Mutant("_missing", "missing -= volume", "missing += 0 * volume", "test_move.py::test_bits_and_bytes"),
+    Mutant("known", "not isinstance(config, gpt2.Config)", "False", "test_plan.py::test_the_sizes_of_another_model_are_refused"),
+)
+
+BY_HAND = (*COLLECTIVES, *LAYERS, *EXPERTS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *LLAMA, *COMPILED)
 
 # Those that may survive: why the behaviour is the same.
 NO_FAULT: dict[tuple[str, str, str], str] = {

@@ -23,7 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in DOCS if "```python" in page.read_text(encoding="utf-8")]
 # These compile whole layers and steps, and take 4 s each on two cores; the others take 2.
-SLOW = {"experts.md", "many-processes.md", "pipeline.md", "precision-and-memory.md", "sequence.md", "tensor.md", "zero.md"}
+SLOW = {
+    "experts.md",
+    "llama.md",
+    "many-processes.md",
+    "pipeline.md",
+    "precision-and-memory.md",
+    "sequence.md",
+    "tensor.md",
+    "zero.md",
+}
 MODULES = sorted(path for path in (ROOT / "parallax").rglob("*.py") if not path.name.startswith("__"))
 
 

@@ -138,7 +138,9 @@ LATER = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | SCALE
 )
 def test_every_form_of_the_fields_gives_the_same_model(fields, folder):
     loaded = llama.load(folder("llama", **fields), dtype=jnp.float64, vocabulary_multiple=64)
-    assert dataclasses.replace(loaded.config, origin=TINY.origin) == dataclasses.replace(fixture("llama").config, origin=TINY.origin)
+    assert dataclasses.replace(loaded.config, origin=TINY.origin) == dataclasses.replace(
+        fixture("llama").config, origin=TINY.origin
+    )
 
 
 def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
@@ -163,12 +165,24 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         ("llama", {"tie_word_embeddings": 1}, r"needs true or false for tie_word_embeddings; got .*1"),
         ("llama", {"model_type": "mixtral"}, r"model_type must be 'llama' or 'qwen2' or 'qwen3'; it is 'mixtral'"),
         ("llama", {"sliding_window": 4096}, r"'sliding_window' is not known here"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type must be 'default' or 'llama3'; it is 'yarn'"),
-        ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, r"it is 'dynamic', for which this Llama has no code"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            r"rope_type must be 'default' or 'llama3'; it is 'yarn'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}},
+            r"it is 'dynamic', for which this Llama has no code",
+        ),
         ("llama", {"rope_scaling": {"rope_type": "default"}}, r"rope_scaling and rope_parameters must agree"),
         ("llama", {"rope_parameters": [1]}, r"rope_parameters must be an object, or null; it is \[1\]"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"rope_type 'llama3' needs low_freq_factor"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, r"'partial_rotary_factor' of the rotary positions is not known"),
+        (
+            "llama",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"'partial_rotary_factor' of the rotary positions is not known",
+        ),
         ("llama", {"rope_theta": 9.0}, r"rope_theta must be the same in both places; it is 500\.0 and 9\.0"),
         ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta must be a number; it is '1e4'"),
         ("llama", {"num_key_value_heads": 3}, r"heads=4 must divide by groups=3.*groups is num_key_value_heads"),

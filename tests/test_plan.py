@@ -21,7 +21,7 @@ from parallax.collectives import halving, ring
 from parallax.layout import Layout, words
 from parallax.layout.nearest import KNOWN
 from parallax.layout.rows import Placed
-from parallax.models import decoder, gpt2
+from parallax.models import decoder, gpt2, llama
 from parallax.pipeline import rows
 from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries
 
@@ -361,3 +361,11 @@ def test_measured_hardware_is_a_record_like_the_others():
     assert here.full_rate > 0
     assert here.link(8) is here.fast
     assert plan.plan(TINY, Layout(data=8), here, batch=8).seconds.total > 0
+
+
+def test_the_sizes_of_another_model_are_refused():
+    """They would be taken for a GPT-2's: their names are the same."""
+    with pytest.raises(
+        ValueError, match=r"plan knows .* of a GPT-2 alone.*; got a Config of parallax\.models\.llama\.sizes\. For"
+    ):
+        planned.known(llama.B8)

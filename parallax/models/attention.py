@@ -41,7 +41,7 @@ def grouped(
             f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, k and v with {G}. On "
             "a device that has some of the heads, pick the groups that they attend to."
         )
-    if sharers is not None and G != max(H // sharers, 1):
+    if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
             f"attention: {sharers} heads of queries share one of keys and values, so that these {H} need {max(H // sharers, 1)}; "
             f"got k and v with {G}. On a device that has some of the heads, pick the groups that they attend to."

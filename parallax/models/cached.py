@@ -82,5 +82,5 @@ def _run(
     x = pieces.embed(model, tokens, None, first=first)
     places = positions(x, tokens.shape[1], first)
     layers = jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
-    x, cache = lax.scan(block, x, (arrays, layers, cache))
-    return pieces.unembed(model, x[:, -1:])[:, 0], cache
+    x, kept = lax.scan(block, x, (arrays, layers, cache))
+    return pieces.unembed(model, x[:, -1:])[:, 0], kept

@@ -55,8 +55,8 @@ class Family:
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
             join by `joins(axis)` (`tensor.joins` or `sequence.joins`); `remat` wraps the function `(weights, ...)` of one
             layer, `unroll` of which stand in the loop's body.
-        rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; where `stage` is not None, of one whose
-            blocks are [v, L / v, ...].
+        rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of
+            one whose blocks are [v, L / v, ...].
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
         cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
         attend: the attention function, given to `stages` unless `Compute` has another.

@@ -26,8 +26,8 @@ class Pieces(NamedTuple):
 
     Attributes:
         name: of the family, for errors.
-        embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of the
-            first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
+        embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of
+            the first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
         layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places.
         head: `(model, x, targets, *, weights, joins, across)` to the loss.
         unembed: `(model, x)` to the logits of a whole model.

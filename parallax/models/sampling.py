@@ -33,9 +33,9 @@ def sampled(
 ) -> Int[Array, " tokens"]:
     """The `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
-    With a family's model, `logits` is `functools.partial(family.logits, model)`, and `cached` is `family.cached(model)`. The model
-    may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one device draws. For many prompts of one length
-    use `jax.vmap`; placed over an axis of the mesh, each device writes its own.
+    With a family's model, `logits` is `functools.partial(family.logits, model)`, and `cached` is `family.cached(model)`. The
+    model may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one device draws. For many prompts of one
+    length use `jax.vmap`; placed over an axis of the mesh, each device writes its own.
 
     Each token sees at most the last `window` before it. While the text fits the window, keys and values are kept, and a token
     costs a pass of one token, 2 N flops and what attention needs. Behind it, and without `cached`, it costs one over the whole
@@ -78,8 +78,9 @@ def sampled(
         token = jax.random.categorical(key, scores).astype(jnp.int32)
         return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)
 
-    fit = 0 if cached is None else min(tokens, window - prompt.size + 1)  # so many see no more than the window before them
-    if fit:
+    begun = jnp.zeros(0, jnp.int32)
+    if cached is not None and tokens:
+        fit = min(tokens, window - prompt.size + 1)  # so many see no more than the window before them
         begun = _kept(cached, token_of, prompt, keys[:fit])
         prompt = jnp.concatenate([prompt, begun])[-window:]
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
@@ -91,10 +92,10 @@ def sampled(
         filled = jnp.minimum(filled + 1, window)
         return (seen.at[filled - 1].set(token), filled), token
 
-    if fit == tokens:
-        return begun if tokens else jnp.zeros(0, jnp.int32)
-    rest = lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), keys[fit:])[1]
-    return jnp.concatenate([begun, rest]) if fit else rest
+    if begun.size == tokens:
+        return begun
+    rest = lax.scan(draw, (start, jnp.asarray(prompt.size, jnp.int32)), keys[begun.size :])[1]
+    return jnp.concatenate([begun, rest])
 
 
 def _kept(

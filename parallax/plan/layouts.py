@@ -17,7 +17,7 @@ from parallax.models import gpt2
 from parallax.plan import arguments, temporaries
 from parallax.plan.compilers import Number
 from parallax.plan.hardware import Hardware
-from parallax.plan.planned import ADAMW, Plan, plan
+from parallax.plan.planned import ADAMW, Plan, known, plan
 from parallax.plan.quantities import quantity
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
@@ -53,6 +53,7 @@ def search(
         ValueError: no layout takes so many devices, or none of those fits, and the message says which comes nearest; or a
             number below 1, or a precision that is not known.
     """
+    known(config)
     Layout(precision=precision)  # refuses one that is not known
     if devices < 1 or batch < 1:
         raise ValueError(f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}.")

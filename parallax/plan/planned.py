@@ -15,7 +15,7 @@ Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operati
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
@@ -199,8 +199,19 @@ def plan(
     )
 
 
+def known(config: Any) -> None:
+    """Refuse with a `ValueError` the sizes of another model than a GPT-2: the formulas here are of its layers."""
+    if not isinstance(config, gpt2.Config):
+        kind = type(config)
+        raise ValueError(
+            f"plan knows the memory and the work of a GPT-2 alone, by its gpt2.Config; got a {kind.__qualname__} of "
+            f"{kind.__module__}. For another model, compile the step of decoder.prepare for its shapes and read compiled.memory."
+        )
+
+
 def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
-    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices."""
+    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
+    known(config)
     layout.check(**config.sizes, batch=batch, devices=devices)
 
 
@@ -208,6 +219,7 @@ def memory(
     config: gpt2.Config, layout: Layout, hardware: Hardware, batch: int, optimizer: optax.GradientTransformation = ADAMW
 ) -> Memory:
     """The bytes on each device; arguments are those of `plan`."""
+    known(config)
     return Memory(
         parameters=parameter_bytes(config, layout),
         optimizer=optimizer_bytes(config, layout, optimizer),
@@ -221,6 +233,7 @@ def model_flops(config: gpt2.Config, batch: int) -> Number:
 
     They are 6 for each weight that multiplies a token, and 12 L D T for attention.
     """
+    known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
     return batch * T * (6 * (12 * L * D * D + V * D) + 12 * L * D * T)
 

@@ -1,4 +1,4 @@
-"""Llama, and Qwen 2 and 3 as far as they are the same: the model, its rules, its loss, and its weights in Hugging Face's layout."""
+"""Llama, and Qwen 2 and 3 as far as they are the same: the model, its rules, its loss, its weights in Hugging Face's layout."""
 
 from parallax.models.family import Batch
 from parallax.models.llama.configuration import FORMATS

@@ -51,8 +51,8 @@ def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
     known = PLAIN if kind == "default" else (*PLAIN, *SCALED)
     if unknown := sorted(rope.keys() - {*known}):
         raise ValueError(
-            f"{short(unknown[0])} of the rotary positions is not known here for rope_type {kind!r}, and may change what the model "
-            "computes. Remove it from the file where transformers gives the same logits without."
+            f"{short(unknown[0])} of the rotary positions is not known here for rope_type {kind!r}, and may change what the "
+            "model computes. Remove it from the file where transformers gives the same logits without."
         )
     if kind == "default":
         return None
@@ -102,7 +102,7 @@ def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 
 
-WINDOWS = dict.fromkeys(("sliding_window", "max_window_layers"), Free())
+WINDOWS: dict[str, Free] = dict.fromkeys(("sliding_window", "max_window_layers"), Free())
 FIELDS = {
     "llama": Fields(
         model_type="llama",

@@ -10,6 +10,4 @@ from parallax.models.llama.forward import PIECES, logits
 from parallax.models.llama.model import Llama, rules
 
 stages = functools.partial(pieces.stages, PIECES)
-FAMILY = Family(
-    model=Llama, stages=stages, rules=rules, logits=logits, attend=grouped, cached=functools.partial(cached, PIECES)
-)
+FAMILY = Family(model=Llama, stages=stages, rules=rules, logits=logits, attend=grouped, cached=functools.partial(cached, PIECES))

@@ -43,8 +43,8 @@ def loss(
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
         joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
-        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads of
-            this device; G divides H.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
+            of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
         unroll: blocks written out one after another in the loop's body.
 
@@ -146,8 +146,8 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
         return layer
     if heads * devices != config.heads or groups != config.groups or (heads % each and each % heads):
         raise ValueError(
-            f"llama: with {config.heads} heads of queries and {config.groups} of keys and values on {devices} devices, each needs "
-            f"{config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this one has "
+            f"llama: with {config.heads} heads of queries and {config.groups} of keys and values on {devices} devices, each "
+            f"needs {config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this has "
             f"{heads} and {groups}. Split them as llama.rules(axis, size={devices}) says."
         )
     first, needed = joins.axis.index() * heads // each, max(heads // each, 1)
@@ -155,9 +155,7 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
     return Linear(pick(layer.weight, 1), () if isinstance(layer.bias, tuple) else pick(layer.bias, 0))
 
 
-def rotary(
-    config: Config, positions: Int[Array, " tokens"]
-) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
+def rotary(config: Config, positions: Int[Array, " tokens"]) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
     """Cosine and sine of the angle by which each pair of a head is turned at each position, in float32, or wider where allowed.
 
     Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is slow.

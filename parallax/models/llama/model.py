@@ -151,9 +151,7 @@ class Llama(eqx.Module):
                 key_norm=norm(),
             ),
             mlp_norm=Norm(ones((L, D))),
-            mlp=MLP(
-                gate=Linear(normal(L, D, F)), up=Linear(normal(L, D, F)), down=Linear(normal(L, F, D, scale=residual))
-            ),
+            mlp=MLP(gate=Linear(normal(L, D, F)), up=Linear(normal(L, D, F)), down=Linear(normal(L, F, D, scale=residual))),
         )
         self.norm = Norm(ones((D,)))
         self.head = () if config.tied else rows()
