@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallax import (
         collectives,
         compiled,
+        context,
         cross_entropy,
         data,
         draw,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "collectives",
     "compiled",
+    "context",
     "cross_entropy",
     "data",
     "draw",

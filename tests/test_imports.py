@@ -24,6 +24,7 @@ ORDER = (
         "remat",
         "tensor",
         "sequence",
+        "context",
         "experts",
         "zero",
         "optimizers",

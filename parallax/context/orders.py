@@ -1,0 +1,141 @@
+"""Where the tokens of a sequence live, and who attends to what when: a table for each order, checked when it is made.
+
+An order says which of a sequence's equal chunks each device holds. Causal attention needs the pairs of chunks in which the
+query's is not before the key's. `visits` lists them hop by hop, as many for each device: the table that runs is the table that
+counts the work.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Int, Shaped
+
+from parallax.collectives import Axis, AxisLike
+
+Order = Callable[[int], Sequence[Sequence[int]]]
+
+
+def zigzag(n: int) -> list[list[int]]:
+    """Device i holds chunks i and 2n - 1 - i of 2n: an early one and a late one, so that all have the same to do.
+
+    Source: the zigzag order of Zhu, ring-flash-attention (2024).
+    """
+    return [[i, 2 * n - 1 - i] for i in range(n)]
+
+
+def contiguous(n: int) -> list[list[int]]:
+    """Device i holds chunk i of n. Causal attention then computes twice what it needs."""
+    return [[i] for i in range(n)]
+
+
+def chunks_of(order: Order, n: int) -> np.ndarray:
+    """The table of `order` for n devices: [n, chunks of a device].
+
+    Raises:
+        ValueError: a chunk is missing or held twice, or the devices hold different numbers of chunks.
+    """
+    held = [list(map(int, chunks)) for chunks in order(n)]
+    counts = {len(chunks) for chunks in held}
+    if len(held) != n or len(counts) != 1 or sorted(itertools.chain(*held)) != list(range(sum(map(len, held)))):
+        raise ValueError(
+            f"An order needs each chunk once, and as many on each of {n} devices; got {held}. Take context.zigzag, or correct it."
+        )
+    return np.array(held, dtype=np.int32)
+
+
+class Visits(NamedTuple):
+    """What each device computes: blocks of scores, by chunks of its own queries and of the keys that a hop brought.
+
+    Attributes:
+        chunks: c, the chunks of a device.
+        own: [n, pairs, 3], the pairs (query's chunk, key's chunk, 1) of its own keys, without the c diagonal ones.
+        hops: [n - 1, n, pairs, 3], hop by hop, likewise; a pair whose third number is 0 is computed and left out.
+    """
+
+    chunks: int
+    own: np.ndarray
+    hops: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that each device computes, of (T / (c n))^2 scores."""
+        return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
+
+
+def visits(order: Order, n: int, *, causal: bool = True) -> Visits:
+    """The table of n devices: in hop h device i has the keys of device i - h.
+
+    In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous` order n of (T/n)^2, twice what
+    is needed. Raises `ValueError` as `chunks_of` does.
+    """
+    held = chunks_of(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
+    c = held.shape[1]
+    seen = lambda i, j: [(a, b, 1) for a in range(c) for b in range(c) if not causal or held[i, a] > held[j, b]]
+    own = [seen(i, i) if causal else [] for i in range(n)]
+    hops = [[seen(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
+    most = max((len(pairs) for hop in hops for pairs in hop), default=0)
+    padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
+    table = lambda rows, *shape: np.array(rows, dtype=np.int32).reshape(*shape, 3)
+    return Visits(c, table(own, n, c * (c - 1) // 2), table(padded, n - 1, n, most))
+
+
+def split(x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+    """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")` then gives each its own.
+
+    The tokens are dim `dim` of `x`. Targets are split as their inputs are: `split(windows[:, :-1], n)` beside
+    `split(windows[:, 1:], n)`.
+
+    Raises:
+        ValueError: the tokens do not divide into the chunks of `order`.
+    """
+    x, table = jnp.asarray(x), chunks_of(order, devices)
+    return jnp.take(x, places(x.shape[dim], table).reshape(-1), axis=dim)
+
+
+def joined(x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+    """The inverse of `split`: the tokens in the order of the sequence. Raises as it does."""
+    x, table = jnp.asarray(x), chunks_of(order, devices)
+    return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
+
+
+def positions(tokens: int, axis: AxisLike, *, order: Order = zigzag) -> Int[Array, " tokens"]:
+    """The places in its sequence of the `tokens` that this device holds, int32. Raises `ValueError` as `split` does."""
+    axis = Axis.of(axis)
+    n = axis.size()
+    return jnp.asarray(places(tokens * n, chunks_of(order, n)))[axis.index()]
+
+
+def own(x: Shaped[Array, "..."], axis: AxisLike, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+    """What of `x`, which has all tokens of its sequences, belongs to this device's tokens. Nothing moves.
+
+    Raises:
+        ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
+    """
+    axis = Axis.of(axis)
+    table = chunks_of(order, axis.size())
+    size = _chunk(x.shape[dim], table)
+    mine = jnp.asarray(table)[axis.index()]
+    parts = [lax.dynamic_slice_in_dim(x, mine[chunk] * size, size, dim) for chunk in range(table.shape[1])]
+    return jnp.concatenate(parts, axis=dim)
+
+
+def places(tokens: int, table: np.ndarray) -> np.ndarray:
+    """The places of each device's tokens: [n, tokens of a device]."""
+    size = _chunk(tokens, table)
+    return (table[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(table), -1)
+
+
+def _chunk(tokens: int, table: np.ndarray) -> int:
+    """The tokens of a chunk."""
+    n, c = table.shape
+    if tokens % (n * c):
+        above = -(-tokens // (n * c)) * n * c
+        raise ValueError(
+            f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. Take sequences of {above} "
+            "tokens, or another order."
+        )
+    return tokens // (n * c)

@@ -1,0 +1,362 @@
+"""Attention over split tokens equals one device's, in value and gradients; each device computes and sends what is foretold."""
+
+import functools
+import re
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from parallax import context, mesh
+from parallax.collectives import ring
+from parallax.compiled import certificate
+
+CHUNK, HEADS, WIDTH = 3, 4, 2  # tokens of a zigzag chunk; heads; their width
+SMALL = context.tiled(2)  # tiles that do not divide a chunk
+SPEC = P(None, "context")
+
+
+def dense(q, k, v, *, segments, causal=True):
+    """What it all means: T x T weights, on one device."""
+    (T, H), G = q.shape[1:3], k.shape[2]
+    k, v = (jnp.repeat(x, H // G, axis=2) for x in (k, v))
+    seen = segments[:, :, None] == segments[:, None, :]
+    seen = seen & jnp.tril(jnp.ones((T, T), bool))[None] if causal else seen
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1), v)
+
+
+def by_heads(axis, order):
+    return context.ulysses(functools.partial(context.blockwise, kernel=SMALL), axis, order=order)
+
+
+def by_gathering(axis, order):
+    return context.gathered(functools.partial(context.blockwise, kernel=SMALL), axis, order=order)
+
+
+def round_the_ring(axis, order, **options):
+    return functools.partial(context.attention, axis=axis, order=order, kernel=SMALL, **options)
+
+
+def shuffled(n):
+    """An order of nobody's: three chunks a device, by chance."""
+    return np.random.default_rng(n).permutation(3 * n).reshape(n, 3).tolist()
+
+
+WAYS = {  # (axis, order) to the attention function, the order, and whether it is causal
+    "zigzag": (round_the_ring, context.zigzag, True),
+    "contiguous": (round_the_ring, context.contiguous, True),
+    "shuffled": (round_the_ring, shuffled, True),
+    "not causal": (functools.partial(round_the_ring, causal=False), context.zigzag, False),
+    "ulysses": (by_heads, context.zigzag, True),
+    "ulysses, contiguous": (by_heads, context.contiguous, True),
+    "gathered": (by_gathering, context.zigzag, True),
+}
+
+
+def world(n):
+    return mesh.make(context=n, devices=jax.devices()[:n])
+
+
+def heads(way, n):
+    """Of queries, and of keys: other groups for each n."""
+    H = HEADS * n if "ulysses" in way else HEADS
+    return H, (1, 2, 4)[(n + list(WAYS).index(way)) % 3]
+
+
+def value_and_gradients(attend):
+    """(q, k, v, segments, ct) to the result and what `ct` becomes."""
+
+    def f(q, k, v, segments, ct):
+        out, transposed = jax.vjp(lambda *qkv: attend(*qkv, segments=segments), q, k, v)
+        return out, transposed(ct)
+
+    return f
+
+
+@functools.cache
+def split_and_whole(way, n):
+    """The way on n devices, in and out as one device has them, and that device."""
+    make, order, causal = WAYS[way]
+    inside = value_and_gradients(make(ring("context"), order))
+    over = mesh.spmd(inside, mesh=world(n), in_specs=SPEC, out_specs=SPEC)
+
+    def split(*arrays):
+        found = over(*[context.split(x, n, order=order) for x in arrays])
+        return jax.tree.map(lambda x: context.joined(x, n, order=order), found)
+
+    return jax.jit(split), jax.jit(value_and_gradients(functools.partial(dense, causal=causal)))
+
+
+def documents(T):
+    """Of which document each token is: cuts anywhere, none, at each chunk's border, at each token; or numbers in any order."""
+    borders = [[], list(range(0, T, CHUNK)), list(range(T))]
+    cuts = st.one_of(st.sampled_from(borders), st.lists(st.integers(0, T), max_size=6))  # twice at one place: an empty one
+    ids = cuts.map(lambda cuts: np.sum(np.arange(T) >= np.array(cuts)[:, None], axis=0))
+    return st.one_of(ids, hnp.arrays(np.int32, T, elements=st.integers(0, 2))).map(np.int32)
+
+
+@pytest.mark.sweep(14, "together")
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_equals_one_device(way, n, data):
+    T, (H, G) = 2 * CHUNK * n, heads(way, n)
+    draw = lambda heads: data.draw(hnp.arrays(np.float64, (2, T, heads, WIDTH), elements=st.floats(-4, 4)))
+    q, k, v, ct = draw(H), draw(G), draw(G), draw(H)
+    segments = np.stack([data.draw(documents(T)), data.draw(documents(T))])
+    ours, plain = (f(q, k, v, segments, ct) for f in split_and_whole(way, n))
+    # The terms of a sum are the measure: of values near 4, and for gradients products of three of them, over T tokens.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=reference.EXACT, atol=64 * reference.EXACT), ours, plain)
+
+
+@pytest.mark.sweep(14, "together")
+@pytest.mark.parametrize("name", ["checkpoint", "scan", "vmap"])
+def test_transformations(name):
+    """Inside `checkpoint`, `scan` and `vmap`, over two axes that form one ring."""
+    n, T = 4, 24
+    over = mesh.make(a=2, b=2, devices=jax.devices()[:n])
+    draw = np.random.default_rng(0).normal
+    q, k, v = (draw(size=(2, 2, T, 2, WIDTH)) for _ in range(3))
+    segments = np.zeros((2, T), np.int32)
+
+    def loss(attend, q, k, v):
+        attend = functools.partial(attend, segments=jnp.asarray(segments))
+        f = lambda q, k, v: jnp.sum(jnp.cos(attend(q, k, v)))
+        if name == "checkpoint":
+            return jax.checkpoint(f)(q[0], k[0], v[0])
+        if name == "vmap":
+            return jnp.sum(jax.vmap(f)(q, k, v))
+        body = lambda x, kv: (x + attend(x, *kv), None)
+        return jnp.sum(jnp.cos(jax.lax.scan(body, q[0], (k, v))[0]))
+
+    def inside(q, k, v):
+        mine = functools.partial(context.own, axis=("a", "b"), dim=2)
+
+        def attend(q, k, v, segments):
+            segments = context.own(segments, ("a", "b"))
+            return context.attention(q, k, v, ("a", "b"), segments=segments, kernel=SMALL)
+
+        return jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2))(*map(mine, (q, k, v)))
+
+    split = jax.jit(mesh.spmd(inside, mesh=over, in_specs=P(), out_specs=P(None, None, ("a", "b"))))
+    ours = jax.tree.map(lambda x: context.joined(x, n, dim=2), split(q, k, v))
+    plain = jax.jit(jax.grad(functools.partial(loss, dense), argnums=(0, 1, 2)))(*map(jnp.asarray, (q, k, v)))
+    reference.assert_close(ours, plain, reference.EXACT)
+
+
+def products(jaxpr):
+    """Multiplications in matrix products of a traced program, loops counted out; and the names of all its primitives."""
+    total, names = 0, set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        if eqn.primitive.name == "dot_general":
+            contracted = [eqn.invars[0].aval.shape[dim] for dim in eqn.params["dimension_numbers"][0][0]]
+            total += int(np.prod(eqn.outvars[0].aval.shape) * np.prod(contracted))
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                more, others = products(inner)
+                total, names = total + eqn.params.get("length", 1) * more, names | others
+    return total, names
+
+
+def needed(order, n):
+    """Blocks of scores that causal attention needs of each device, a diagonal one by half: by brute force."""
+    held = context.chunks_of(order, n)
+    return [sum((a > b) + (a == b) / 2 for a in mine for b in held.reshape(-1)) for mine in held]
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_the_table_counts_what_is_needed(n):
+    zigzag, contiguous = context.visits(context.zigzag, n), context.visits(context.contiguous, n)
+    assert zigzag.blocks == 2 * n + 1
+    assert needed(context.zigzag, n) == [2 * n] * n
+    assert 4 * contiguous.blocks == 4 * n
+    assert sum(4 * each for each in needed(context.contiguous, n)) == 2 * n * n
+    assert context.visits(context.zigzag, n, causal=False).blocks == n
+
+
+@functools.cache
+def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
+    """The program of a value and its gradients, [2, T_X, 4, 8] with 2 heads of keys and `tokens` a device."""
+
+    def body(q, k, v):
+        out, transposed = jax.vjp(functools.partial(context.attention, axis="context", order=order, kernel=kernel), q, k, v)
+        return transposed(out)
+
+    arrays = [jax.ShapeDtypeStruct((2, n * tokens, heads, 8), dtype) for heads in (4, 2, 2)]
+    return jax.jit(mesh.spmd(body, mesh=world(n), in_specs=SPEC, out_specs=SPEC)).trace(*arrays), arrays
+
+
+@pytest.mark.parametrize("order", [context.zigzag, context.contiguous], ids=lambda order: order.__name__)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_products_are_those_of_the_table(n, order):
+    """Forward two products a block, backward five; one program for all devices, and nothing in it is conditional."""
+    T, table = 16, context.visits(order, n)
+    found, names = products(lowered(n, order, jnp.float32)[0].jaxpr.jaxpr)
+    block = 2 * 4 * (T // table.chunks) ** 2 * 8  # B H t s K
+    assert found == 7 * table.blocks * block
+    if order == context.zigzag:
+        half = 7 * 2 * 4 * (n * T) ** 2 * 8 / 2  # what causal attention needs
+        assert found * n / half == pytest.approx((2 * n + 1) / (2 * n), rel=1e-12)
+    assert not names & {"cond", "switch"}
+
+
+@functools.cache
+def in_layers(n, documents):
+    """Attention of bfloat16 in two layers, [2, 16, 4, 8] and two heads of keys on each device: its value and gradients."""
+
+    def loss(q, keys, segments):
+        layer = lambda q, kvs: (context.attention(q, *kvs[:2], "context", segments=kvs[2]), None)
+        return jnp.sum(jax.lax.scan(layer, q, (*keys, segments))[0].astype(jnp.float32) ** 2)
+
+    T, each = 16 * n, P(None, None, "context")
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+    segments = shape(2, 2, T, dtype=jnp.int32) if documents else None
+    gradients = mesh.spmd(
+        lambda q, keys, segments: jax.grad(functools.partial(loss, segments=segments), argnums=(0, 1))(q, keys),
+        mesh=world(n),
+        in_specs=(SPEC, each, each),
+        out_specs=(SPEC, each),
+    )
+    return jax.jit(gradients).lower(shape(2, T, 4, 8), (shape(2, 2, T, 2, 8),) * 2, segments).compile()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("n", "documents"), [(2, True), (3, False), (4, True), (8, False)])
+def test_bytes_are_those_of_the_formula(n, documents):
+    """Forward (n - 1) times a device's keys and values, and its segments; backward again, and as often their gradients."""
+    compiled, layers, keys, marks = in_layers(n, documents), 2, 2 * (2 * 16 * 2 * 8), documents * 2 * 16
+    assert " conditional(" not in compiled.as_text()
+    (entry,) = certificate.read(compiled, world(n))
+    assert (entry.kind, entry.axes, entry.unbounded) == ("collective-permute", ("context",), False)
+    assert entry.count == layers * (n - 1) * (2 * (2 + documents) + 2)
+    sent = lambda narrow: layers * (n - 1) * (2 * (narrow * keys + 4 * marks) + 4 * keys)
+    assert entry.bytes in (sent(2), sent(4))  # XLA's CPU backend may widen bfloat16
+
+
+def test_memory_is_linear_in_tokens_and_shared_out():
+    """Temporary bytes of value and gradients: twice as many for twice the tokens, beside a tile's; on n devices 1 / n of them.
+
+    A ring of devices has beside that the keys and the gradients on their way.
+    """
+    kernel = context.tiled(64)
+    temporary = lambda n, T: lowered(n, context.zigzag, jnp.float32, T // n, kernel)[0].lower().compile().memory_analysis()
+    more = lambda n, T: temporary(n, 2 * T).temp_size_in_bytes - temporary(n, T).temp_size_in_bytes
+    assert more(1, 1024) == pytest.approx(2 * more(1, 512), rel=0.25)  # a square would be four times as many
+    assert more(4, 1024) < 1.5 * more(1, 1024) / 4
+
+
+@pytest.mark.slow
+def test_the_error_in_bfloat16_does_not_grow_with_devices():
+    T, draw = 256, np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(draw(size=(2, T, HEADS, 16))) for _ in range(3))
+    plain = dense(q, k, v, segments=jnp.zeros((2, T), jnp.int32))
+    errors = []
+    for n in (1, 2, 4, 8):
+        attend = mesh.spmd(functools.partial(context.attention, axis="context"), mesh=world(n), in_specs=SPEC, out_specs=SPEC)
+        out = jax.jit(attend)(*[context.split(x.astype(jnp.bfloat16), n) for x in (q, k, v)])
+        errors.append(float(jnp.linalg.norm(context.joined(out, n).astype(jnp.float64) - plain) / jnp.linalg.norm(plain)))
+    print("relative error in bfloat16 for n = 1, 2, 4, 8:", *(f"{error:.2e}" for error in errors))
+    assert max(errors) < 1.1 * errors[0] < 0.01
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("order", [context.zigzag, context.contiguous, shuffled], ids=lambda order: order.__name__)
+def test_split_gives_each_device_its_chunks_and_is_undone(n, order):
+    size = 2
+    T = size * context.chunks_of(order, n).size
+    x = np.arange(2 * T).reshape(2, T)
+    split = context.split(x, n, order=order)
+    np.testing.assert_array_equal(context.joined(split, n, order=order), x)
+    for chunks, mine in zip(order(n), np.split(np.asarray(split[0]), n), strict=True):
+        assert list(mine) == [place for chunk in chunks for place in range(chunk * size, (chunk + 1) * size)]
+
+
+def test_each_device_knows_its_tokens():
+    def body(x):
+        mine = context.own(x, "context", dim=1)
+        return mine, context.positions(mine.shape[1], "context")
+
+    x = np.arange(48).reshape(2, 24)
+    mine, places = jax.jit(mesh.spmd(body, mesh=world(4), in_specs=P(), out_specs=(SPEC, P("context"))))(x)
+    np.testing.assert_array_equal(mine, context.split(x, 4))
+    np.testing.assert_array_equal(places, context.split(np.arange(24), 4, dim=0))
+
+
+def attended(
+    n=2, q=(2, 8, 4, 2), k=(2, 8, 2, 2), *, segments=None, attend=context.attention, dtypes=(jnp.float32,) * 2, **options
+):
+    def body(q, k, segments):
+        options_ = options if segments is None else {**options, "segments": segments}
+        return attend(q, k, k, axis="context", **options_)
+
+    arrays = jax.ShapeDtypeStruct(q, dtypes[0]), jax.ShapeDtypeStruct(k, dtypes[1]), segments
+    return jax.eval_shape(mesh.spmd(body, mesh=world(n), in_specs=SPEC, out_specs=SPEC), *arrays)
+
+
+def through(make):
+    return lambda q, k, v, axis, **options: make(context.blockwise, axis)(q, k, v, **options)
+
+
+ERRORS = {
+    "the 3 heads of q must divide by the 2 heads of k and v.": {"q": (2, 8, 3, 2)},
+    "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, 2], bfloat16": {
+        "dtypes": (jnp.float32, jnp.bfloat16)
+    },
+    "a device with 2 of 8 heads of queries, an axis of 4 devices, needs 1 of the 2 of keys; k has 2. Pick the": {
+        "q": (2, 8, 2, 2),
+        "heads": (8, 2),
+    },
+    "a device with 3 of 12 heads of queries, an axis of 4 devices, cuts a group in two": {
+        **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
+    },
+    "needs heads=(of queries, of keys) of the whole model": {"heads": (6, 4)},
+    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Take sequences of 8": {
+        **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}
+    },
+    "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
+    "context.attention needs segments that are whole numbers of the shape [2, 4]": {
+        "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    },
+    "for each of this device's tokens; got float32[2, 4].": {"segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)},
+    "context.ulysses: the 4 heads must divide by the 3 devices of 'context'.": {
+        **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
+    },
+    "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 8": {
+        **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2), "attend": through(context.gathered)}
+    },
+    "An order needs each chunk once, and as many on each of 2 devices; got [[0], [0]].": {"order": lambda n: [[0]] * n},
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attended(**ERRORS[message])
+
+
+def test_keys_that_nobody_picked_are_refused():
+    """Heads of queries are split over an axis, and all keys are on each device of it."""
+    over = mesh.make(tensor=2, context=2, devices=jax.devices()[:4])
+    f = lambda q, k: context.attention(q, k, k, "context")
+    specs = P(None, "context", "tensor"), P(None, "context")
+    q, k = jax.ShapeDtypeStruct((2, 8, 4, 2), jnp.float32), jax.ShapeDtypeStruct((2, 8, 2, 2), jnp.float32)
+    with pytest.raises(ValueError, match=re.escape("q, of 2 heads, differs along ['tensor'], and k, of 2, is the same there")):
+        jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)
+
+
+def test_a_kernel_of_no_block_is_refused():
+    with pytest.raises(ValueError, match="needs a block of 1 token or more; got 0"):
+        context.tiled(0)
+    q = jnp.ones((1, 4, 2, 2))
+    with pytest.raises(ValueError, match="needs as many keys as queries; got 2 and 4"):
+        context.blockwise(q, q[:, :2], q[:, :2])
