@@ -1,9 +1,9 @@
-"""Draws the schedules and the collectives of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
+"""Draws the schedules, collectives and attention of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
 
 import sys
 from pathlib import Path
 
-from parallax import draw, schedule
+from parallax import context, draw, schedule
 from parallax.collectives import direct, halving, halving_by, machines, pairs, ring, torus, two_rings
 
 PICTURES = {
@@ -24,6 +24,8 @@ ROUTES = {
     "route_torus.svg": torus.table(2, 4),
 }
 
+ORDERS = {"context_zigzag.svg": context.zigzag, "context_contiguous.svg": context.contiguous}
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures"
     for name, table in PICTURES.items():
@@ -32,3 +34,5 @@ if __name__ == "__main__":
         print(f"{name}: {draw.summary(table, **costs)}")
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
+    for name, order in ORDERS.items():
+        print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")

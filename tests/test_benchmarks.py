@@ -62,6 +62,10 @@ RUNS = {
         ["--quick", "--steps=1"],
         ["GPT-2 with 0.0 M parameters", "weak", "strong", "ours: two processes train"],
     ),
+    "context": (
+        ["--quick", "--rounds=1"],
+        ["4 devices of one process", "jax.nn", "zigzag", "contiguous", "ulysses", "gathered", "1.125", "predicted MB moved"],
+    ),
     "loss": (
         ["--quick", "--rounds=2", "--blocks", "16", "64"],
         ["plain", "blocks of 16", "predicted MB", "gradients differ by"],

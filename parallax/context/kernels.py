@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
     only equal ones see each other, or None; and `positions=`, [T] and [S], which say in `causal`'s place what is not later, or
     None. `attention` gives no positions. Results are float32 or wider.
 
-    Args:
+    Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T / sqrt(K)) v, and the log-sum-exp.
             A query that sees nothing has an `lse` of minus infinity, and an `out` of zeros.
         backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, where `out` and `lse` are over all.

@@ -4,6 +4,7 @@ All but the pictures of schedules give text; with a path they write the picture 
 PDF). Pictures need matplotlib, which comes with the extra `examples`; text needs nothing.
 """
 
+from parallax.draw.attended import attention
 from parallax.draw.bars import bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
 from parallax.draw.over_time import memory, sampled
@@ -12,6 +13,7 @@ from parallax.draw.routes import route
 from parallax.draw.schedules import summary, text, timeline, trace
 
 __all__ = [
+    "attention",
     "bytes_by_kind",
     "memory",
     "mesh",

@@ -1,0 +1,125 @@
+"""Attention over split tokens against one device: time, memory, bytes and work, of value and gradients.
+
+    python benchmarks/context.py [--quick] [--devices 4] [--tokens 2048 4096]
+
+The devices are virtual and share the machine's cores, so times say how much work is done, and not how fast it would be on
+devices of their own. See benchmarks/README.md for the columns.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import measure
+from jax.sharding import PartitionSpec as P
+
+from parallax import context, mesh
+
+HEADS, GROUPS, WIDTH = 8, 2, 64
+PLAIN = 8192  # tokens; beyond them T x T scores of all heads take gigabytes
+
+
+def rivals(n: int, tiles: context.Kernel):
+    """Each way's function inside the mesh, the devices and the order that it needs, and the share of needed work it computes."""
+    on_one = functools.partial(context.blockwise, kernel=tiles)
+    blocks = lambda order: context.visits(order, n).blocks / context.chunks_of(order, n).shape[1] ** 2 / n * 2
+    ring = lambda order: functools.partial(context.attention, axis="context", order=order, kernel=tiles)
+    return {
+        "jax.nn": (functools.partial(jax.nn.dot_product_attention, is_causal=True), 1, None, 2.0),
+        "one device": (on_one, 1, None, 2.0),
+        "zigzag": (ring(context.zigzag), n, context.zigzag, blocks(context.zigzag)),
+        "contiguous": (ring(context.contiguous), n, context.contiguous, blocks(context.contiguous)),
+        "ulysses": (context.ulysses(on_one, "context"), n, context.zigzag, 2.0),
+        "gathered": (context.gathered(on_one, "context"), n, context.zigzag, 2.0),
+    }
+
+
+def foretold(name: str, n: int, tokens: int) -> float:
+    """Bytes that a device receives, in float32: forward and backward."""
+    each = tokens // n * WIDTH * 4
+    if name in ("zigzag", "contiguous"):
+        return (n - 1) * 6 * GROUPS * each  # keys and values twice, and their gradients
+    if name == "gathered":
+        return (n * 2 + 2) * GROUPS * each  # results: gathered whole, and one share of what is scattered
+    if name == "ulysses":
+        copies = next(c for c in range(1, HEADS // GROUPS + 1) if HEADS // GROUPS % c == 0 and c * GROUPS % n == 0)
+        return 2 * (2 * HEADS + 2 * GROUPS * copies) * each
+    return 0.0
+
+
+def program(attend, n: int, order, tokens: int):
+    """The compiled value and gradients of one sequence, its arrays, and its mesh."""
+    over = mesh.make(context=n, devices=jax.devices()[:n])
+
+    def body(q, k, v):
+        out, transposed = jax.vjp(attend, q, k, v)
+        return out, transposed(out)
+
+    spec = P(None, "context")
+    f = jax.jit(mesh.spmd(body, mesh=over, in_specs=spec, out_specs=spec))
+    normal = lambda i, heads: jax.random.normal(jax.random.key(i), (1, tokens, heads, WIDTH))
+    arrays = normal(0, HEADS), normal(1, GROUPS), normal(2, GROUPS)
+    placed = mesh.place(arrays if order is None else [context.split(x, n, order=order) for x in arrays], spec, over)
+    return f.lower(*placed).compile(), placed
+
+
+def main():
+    arguments = parse()
+    n = arguments.devices
+    measure.virtual_devices(n)
+    lines = []
+    for tokens in arguments.tokens:
+        ways = rivals(n, context.tiled(arguments.block))
+        if tokens > PLAIN:
+            del ways["jax.nn"]
+        made = {name: program(attend, over, order, tokens) for name, (attend, over, order, _) in ways.items()}
+        runs = {name: functools.partial(compiled, *arrays) for name, (compiled, arrays) in made.items()}
+        check({name: (run()[0], *ways[name][1:3]) for name, run in runs.items()})
+        times = measure.medians(measure.interleaved(runs, rounds=arguments.rounds))
+        for name, (compiled, _) in made.items():
+            sent = sum(each.bytes for each in measure.collectives(compiled).values())
+            lines.append(
+                {
+                    "T": f"{tokens:,}",
+                    "attention": name,
+                    "work (predicted)": f"{ways[name][3]:.3f}",
+                    "ms": measure.milliseconds(times[name]),
+                    "time to one device": f"{times[name] / times['one device']:.2f}",
+                    "temporary MB": f"{measure.temporary(compiled) / measure.MB:.1f}",
+                    "predicted MB moved": f"{foretold(name, n, tokens) / measure.MB:.2f}",
+                    "MB moved": f"{sent / measure.MB:.2f}",
+                }
+            )
+    print(
+        f"{n} devices of one process, 1 sequence, {HEADS} heads of {WIDTH}, {GROUPS} of keys, float32, tiles of "
+        f"{arguments.block}: value and gradients.\n"
+    )
+    print(measure.table(lines))
+
+
+def check(results):
+    """Raise where a way's result is another than one device's."""
+    expected, *_ = results["one device"]
+    for name, (out, n, order) in results.items():
+        whole = out if order is None else context.joined(out, n, order=order)
+        error = float(jnp.max(jnp.abs(jax.device_get(whole) - jax.device_get(expected))))
+        if not error < 1e-4:
+            raise AssertionError(f"{name}: the result differs by {error} from one device's.")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few tokens, to see that it runs")
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--block", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tokens, arguments.block = [256], 32
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
