@@ -1144,30 +1144,41 @@ CONTEXT = (
     Mutant(
         "visits", "held[i, a] > held[j, b]", "held[i, a] >= held[j, b]", "test_context.py::test_the_table_counts_what_is_needed"
     ),
-    Mutant("visits", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device"),
+    Mutant("visits", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"),
     Mutant("_chunk", "tokens % (n * c)", "tokens % n", "test_context.py::test_errors"),
-    Mutant("merged", "jnp.logaddexp(lse, more_lse)", "jnp.maximum(lse, more_lse)", "test_context.py::test_equals_one_device"),
-    Mutant("_forward", "jnp.where(there == 1, lse, -jnp.inf)", "lse", "test_context.py::test_equals_one_device"),
-    Mutant("_forward", "peak + jnp.log(there)", "peak", "test_context.py::test_equals_one_device"),
-    Mutant("_backward", "jnp.where(there == 1, lse, jnp.inf)", "lse", "test_context.py::test_equals_one_device"),
+    Mutant(
+        "merged",
+        "jnp.logaddexp(lse, more_lse)",
+        "jnp.maximum(lse, more_lse)",
+        "test_context.py::test_equals_one_device[zigzag-4]",
+    ),
+    Mutant("_forward", "jnp.where(there == 1, lse, -jnp.inf)", "lse", "test_context.py::test_equals_one_device[contiguous-4]"),
+    Mutant("_forward", "peak + jnp.log(there)", "peak", "test_context.py::test_equals_one_device[zigzag-4]"),
+    Mutant("_backward", "jnp.where(there == 1, lse, jnp.inf)", "lse", "test_context.py::test_equals_one_device[contiguous-4]"),
     Mutant(
         "_backward",
         "visit(dq, ring.send(sums), keys, ring.pairs(h))",
         "visit(dq, sums, keys, ring.pairs(h))",
-        "test_context.py::test_equals_one_device",
+        "test_context.py::test_equals_one_device[zigzag-5]",
     ),
     Mutant(
-        "_backward", "jax.tree.map(jnp.add, home, ring.send(sums))", "ring.send(sums)", "test_context.py::test_equals_one_device"
+        "_backward",
+        "jax.tree.map(jnp.add, home, ring.send(sums))",
+        "ring.send(sums)",
+        "test_context.py::test_equals_one_device[zigzag-4]",
     ),
     Mutant(
         "_scores",
         "theirs.positions[None, None, :] <=",
         "theirs.positions[None, None, :] <",
-        "test_context.py::test_equals_one_device",
+        "test_context.py::test_equals_one_device[zigzag-1]",
     ),
-    Mutant("_scores", "if theirs.there is not None:", "if False:", "test_context.py::test_equals_one_device"),
+    Mutant("_scores", "if theirs.there is not None:", "if False:", "test_context.py::test_equals_one_device[zigzag-4]"),
     Mutant(
-        "ulysses", "jnp.repeat(x, copies, axis=2)", "jnp.tile(x, (1, 1, copies, 1))", "test_context.py::test_equals_one_device"
+        "ulysses",
+        "jnp.repeat(x, copies, axis=2)",
+        "jnp.tile(x, (1, 1, copies, 1))",
+        "test_context.py::test_equals_one_device[ulysses-3]",
     ),
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
     Mutant("check_heads", "G != needed or ", "", "test_context.py::test_errors"),
