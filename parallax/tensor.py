@@ -34,6 +34,9 @@ class Joins(NamedTuple):
         own: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
         apart: from a weight that all devices of `axis` have whole to one that each of them uses in its own way.
         parts: the number of devices that the tokens are split over.
+        tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given: all, without a context axis.
+        attends: from the model's attention function to the one that attends over the context.
+        contexts: the number of devices that the layers' tokens are split over.
     """
 
     axis: Axis
@@ -45,6 +48,9 @@ class Joins(NamedTuple):
     own: Callable[..., Any]
     apart: Callable[..., Any]
     parts: int
+    tokens: Callable[..., Any] = lambda x, dim: x
+    attends: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda attend: attend
+    contexts: int = 1
 
 
 def joins(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:

@@ -10,6 +10,7 @@ called as `attend(q, k, v)`, with `segments=` where documents are packed into on
 
 from parallax.context.hops import attention
 from parallax.context.kernels import TILED, Kernel, merged, tiled
+from parallax.context.layers import joins
 from parallax.context.orders import Order, Visits, chunks_of, contiguous, joined, own, positions, split, visits, zigzag
 from parallax.context.others import blockwise, gathered, ulysses
 
@@ -24,6 +25,7 @@ __all__ = [
     "contiguous",
     "gathered",
     "joined",
+    "joins",
     "merged",
     "own",
     "positions",

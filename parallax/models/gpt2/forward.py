@@ -34,12 +34,15 @@ def loss(
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
+    With `context.joins`, the mean over this device's tokens.
+
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is the same under every
             layout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
+        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`; with the
+            tokens split over another axis before that, `context.joins`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
             `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
             dropout it gives way to `attention`.
@@ -85,8 +88,9 @@ def embed(
     Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
     pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
-    known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
-    x = across(joins.leave(tensor.lookup(model.wte, tokens, joins.everywhere, **known)))
+    there = seen(weights)
+    known = {"weights": None if there is None else joins.tokens(there, dim=1), "vocabulary": model.config.vocabulary}
+    x = across(joins.leave(tensor.lookup(model.wte, joins.tokens(tokens, dim=1), joins.everywhere, **known)))
     T = tokens.shape[1]
     positions = model.wpe[first : first + T] if isinstance(first, int) else lax.dynamic_slice_in_dim(model.wpe, first, T)
     x = x + joins.own(positions, dim=0)[None]
@@ -110,11 +114,16 @@ def block(
     y = joins.column(y, qkv.weight, qkv.bias)
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
+        if joins.contexts > 1:
+            raise ValueError(
+                f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; they are split over "
+                f"{joins.contexts}. Configure attention_dropout=0, and dropout for the residual stream."
+            )
         first_head = joins.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
         y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
     else:
-        y = attend(q, k, v)
+        y = joins.attends(attend)(q, k, v)
     y = joins.row(y, out.weight, out.bias)
     x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
 
@@ -138,7 +147,8 @@ def head(
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    vocabulary = model.config.vocabulary
+    vocabulary, targets = model.config.vocabulary, joins.tokens(targets, dim=1)
+    weights = None if weights is None else joins.tokens(weights, dim=1)
     return cross_entropy.mean(x, model.wte, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 

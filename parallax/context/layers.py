@@ -1,0 +1,48 @@
+"""A decoder's layers with its tokens split over an axis: the joins of tensor or sequence parallelism, over fewer tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from parallax import tensor
+from parallax.collectives import Axis, AxisLike
+from parallax.context.hops import attention
+from parallax.context.orders import Order, own, zigzag
+from parallax.tensor import Joins
+
+
+def joins(
+    axis: AxisLike,
+    *,
+    context: AxisLike,
+    shared: AxisLike = (),
+    inner: Callable[..., Joins] = tensor.joins,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    order: Order = zigzag,
+) -> Joins:
+    """`inner(axis, shared=shared)`, with the tokens of each sequence split over `context` before anything else is.
+
+    A model that takes it is given whole windows on each device of `context`, embeds its own tokens of them, attends over all,
+    and returns the mean loss of its own tokens; `grads.averaged(grad, ("data", "context"))` makes the mean over all of that.
+
+    Args:
+        axis: the axis that the layers are split over.
+        context: the axis that the tokens are split over.
+        shared: the axes that share the vocabulary, as in `tensor.joins`.
+        inner: `tensor.joins`, or `sequence.joins`, which splits a device's tokens further between the layers.
+        around: from a model's attention function to the one that attends over the context, such as
+            `lambda attend: context.ulysses(attend, "context")`; by default `attention`, round the ring.
+        order: where the tokens live.
+
+    What is joined raises `ValueError` for tokens that do not divide into the chunks of `order`.
+    """
+    made, over = inner(axis, shared=shared), Axis.of(context)
+    mine = partial(own, axis=over, order=order)
+    ring = partial(attention, axis=over, order=order)
+    return made._replace(
+        own=lambda x, dim: made.own(mine(x, dim=dim), dim),
+        parts=made.parts * over.size(),
+        tokens=lambda x, dim: mine(x, dim=dim),
+        attends=around or (lambda attend: ring),
+        contexts=over.size(),
+    )
