@@ -75,7 +75,7 @@ def main():
             del ways["jax.nn"]
         made = {name: program(attend, over, order, tokens) for name, (attend, over, order, _) in ways.items()}
         runs = {name: functools.partial(compiled, *arrays) for name, (compiled, arrays) in made.items()}
-        check({name: (run()[0], *ways[name][1:3]) for name, run in runs.items()})
+        check({name: (jax.block_until_ready(run())[0], *ways[name][1:3]) for name, run in runs.items()})
         times = measure.medians(measure.interleaved(runs, rounds=arguments.rounds))
         for name, (compiled, _) in made.items():
             sent = sum(each.bytes for each in measure.collectives(compiled).values())

@@ -196,8 +196,9 @@ def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
     return jax.jit(mesh.spmd(body, mesh=world(n), in_specs=SPEC, out_specs=SPEC)).trace(*arrays), arrays
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", [context.zigzag, context.contiguous], ids=lambda order: order.__name__)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_products_are_those_of_the_table(n, order):
     """Forward two products a block, backward five; one program for all devices, and nothing in it is conditional."""
     T, table = 16, context.visits(order, n)

@@ -44,7 +44,7 @@ def on_one_device(weighted):
     return model, *jax.jit(jax.value_and_grad(gpt2.loss))(model, batch)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_one_device(layout):
     axes, inner, around = LAYOUTS[layout]
