@@ -1185,7 +1185,7 @@ CONTEXT = (
     Mutant("block", "joins.attends(attend)(q, k, v)", "attend(q, k, v)", "test_context_models.py -k data"),
     Mutant("block", "if joins.contexts > 1:", "if False:", "test_context_models.py::test_refusals"),
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
-    Mutant("check_heads", "G != needed or ", "", "test_context.py::test_errors"),
+    Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
 )
 
 BY_HAND = (*COLLECTIVES, *LAYERS, *EXPERTS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *LLAMA, *CONTEXT, *COMPILED)
