@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
 from parallax.data import manifest
-from parallax.run import checkpoint, processes, stages
+from parallax.run import processes, stages, writer
+from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
 AT = {"open": 0, "os.mkdir": 0, "os.rename": 1}
@@ -40,7 +41,7 @@ class Faults:
 
 
 def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
-    checkpoint.PAUSE, stages.SOON = 0.1, 4.0
+    writer.PAUSE, stages.SOON = 0.1, 4.0
     processes.initialize(coordinator, 2, rank, cpu_devices=4, say=lambda line: None)
     axes, faults, said = mesh.make(data=4), Faults(), []
     seen: dict[str, Any] = {}
@@ -73,14 +74,14 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
         seen["steps"] = store.steps()
     seen["said"] = said
 
-    hashed, check_hashes = [], manifest.check_hashes
+    hashed, check_hashes = [], records.check_hashes
 
     def slow(folder, files):
         hashed.extend(files)
         time.sleep(seconds if rank == 1 else 0)
         check_hashes(folder, files)
 
-    manifest.check_hashes = slow
+    records.check_hashes = slow
     began = time.monotonic()
     again = Checkpoints(folder, settings={}, say=lambda line: None)
     restored = again.restore(state_of(0))

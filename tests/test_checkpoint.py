@@ -302,10 +302,10 @@ def resealed(path, **changes):
 
 def test_a_later_format_is_refused_in_a_sentence_and_stays(tmp_path):
     saved(tmp_path)
-    resealed(tmp_path / "00000002" / "manifest.json", format=3)
+    resealed(tmp_path / "00000002" / "manifest.json", format=4)
     with checkpoints(tmp_path, keep=1) as store:
         restored = store.restore(small_state())
-        assert "it is of format 3, and this program reads formats up to 2. Install a newer one." in restored.refused[2]
+        assert "it is of format 4, and this program reads formats up to 3. Install a newer one." in restored.refused[2]
         store.save(3, small_state(3))
     assert (tmp_path / "00000002" / "manifest.json").exists()
     resealed(tmp_path / "00000003" / "manifest.json", format="2")
@@ -313,7 +313,7 @@ def test_a_later_format_is_refused_in_a_sentence_and_stays(tmp_path):
         checkpoints(tmp_path).restore(small_state())
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_every_format_that_there_ever_was_is_read(tmp_path, number):
     """The fixtures were written by the program of their time (`tests/fixtures/make_checkpoint_fixture.py`)."""
     with zipfile.ZipFile(Path(__file__).parent / "fixtures" / f"checkpoint_format_{number}.zip") as stored:
@@ -387,7 +387,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
         match=r"(?s)step 2: .*00000002.*another run, which had depth=none \(here 2\), seed=0 \(here 1\)\..*step 1: ",
     ):
         checkpoints(tmp_path, SETTINGS | {"seed": 1, "depth": 2}).restore(small_state())
-    differing = checkpoint.differences({"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": "x"})
+    differing = records.differences({"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": "x"})
     assert differing == "b=2 (here 3), c=None (here none), d=none (here 'x')"
 
 
@@ -526,8 +526,9 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
             store.save(1, {"scale": float("inf")})
 
 
-def test_without_orbax_the_message_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+@pytest.mark.parametrize("name", ["orbax.checkpoint", "xxhash"])
+def test_without_its_libraries_the_message_says_what_to_install(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'pip install "parallax-jax\[checkpoint\]"'):
         checkpoints(tmp_path)
 

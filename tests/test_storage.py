@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.run import checkpoint, stages, stored
 from parallax.run import record as records
+from parallax.run import stages, stored, writer
 from parallax.run.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings(
@@ -56,7 +56,7 @@ def faults():
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, faults):
-    monkeypatch.setattr(checkpoint, "PAUSE", 0.001)
+    monkeypatch.setattr(writer, "PAUSE", 0.001)
     yield
     faults.folder = ""
 
@@ -110,8 +110,8 @@ def test_the_run_goes_on_meanwhile_and_stops_after_the_limit(tmp_path, monkeypat
     with Checkpoints(tmp_path, settings={}, say=lambda line: None) as store:
         store.save(1, state_of(1))
     full = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: (slept.append(seconds), go.wait(60)))
-    monkeypatch.setattr(checkpoint, "PAUSE", 1.0)
+    monkeypatch.setattr(writer.time, "sleep", lambda seconds: (slept.append(seconds), go.wait(60)))
+    monkeypatch.setattr(writer, "PAUSE", 1.0)
     monkeypatch.setattr(records, "begin", full)
     said = []
     store = Checkpoints(tmp_path, settings={}, tries=4, say=said.append)

@@ -23,7 +23,8 @@ from parallax.collectives import Axis, ring, tuning, xla
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
-from parallax.run import checkpoint, kept, lock, metrics, processes
+from parallax.run import kept, lock, metrics, processes
+from parallax.run import record as records
 from parallax.schedule import Schedule
 
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
@@ -154,7 +155,7 @@ def check_folder(plan: Plan) -> None:
                 "whose folder this is. Choose another --out."
             )
         # Where they are damaged, the checkpoints know whose they are.
-        if written and (differing := checkpoint.differences(written["numbers"], plan.numbers)):
+        if written and (differing := records.differences(written["numbers"], plan.numbers)):
             raise ValueError(f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it.")
     elif not stored and out.exists() and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}:
         raise ValueError(f"{out}: needed an empty folder or that of a run, found other files. Choose another --out.")

@@ -9,14 +9,18 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock
+CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
 THREADS = 4
 PARTIAL = ".*.partial"  # the names of files that were being written
+
+
+# What makes an empty hash with `update`, `hexdigest`, `digest_size` and `name`, as those of `hashlib` do.
+Digest = Callable[[], Any]
 
 
 class Damaged(ValueError):
@@ -67,7 +71,7 @@ def need(condition: object, place: object, what: str, value: object) -> None:
         raise Damaged(f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not written by this program.")
 
 
-def files(path: Path, value: Any) -> dict[str, list]:
+def files(path: Path, value: Any, *, digest: Digest = hashlib.sha256) -> dict[str, list]:
     """The `files` of a manifest at `path`, as `hashes` gave them: there is one or more, each inside the manifest's folder.
 
     Raises `Damaged` for anything else.
@@ -78,15 +82,15 @@ def files(path: Path, value: Any) -> dict[str, list]:
         inside = parts and "/".join(parts) == name and not name.startswith("/") and ".." not in parts and name.isprintable()
         need(inside, f"{path}: files", "names of files inside the folder", name)
         place = f"{path}: files: {name}"
-        need(isinstance(entry, list) and len(entry) == 2, place, "a size and a sha256", entry)
+        need(isinstance(entry, list) and len(entry) == 2, place, f"a size and a {digest().name}", entry)
         need(type(entry[0]) is int and entry[0] >= 0, place, "a size in bytes", entry[0])
-        need(is_sha256(entry[1]), place, "a sha256", entry[1])
+        need(is_hash(entry[1], digest), place, f"a {digest().name}", entry[1])
     return value
 
 
-def is_sha256(value: Any) -> bool:
+def is_hash(value: Any, digest: Digest = hashlib.sha256) -> bool:
     """Whether a JSON value is one in hexadecimal digits."""
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * digest().digest_size}}}", value) is not None
 
 
 def number_of_format(record: Mapping[str, Any], path: Path, newest: int) -> int:
@@ -101,11 +105,11 @@ def number_of_format(record: Mapping[str, Any], path: Path, newest: int) -> int:
     return number
 
 
-def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """The `[size in bytes, sha256]` of each named file in `folder`, after it has reached the disk (2 GB/s a core)."""
+def hashes(folder: Path, names: Iterable[str], *, digest: Digest = hashlib.sha256) -> dict[str, list]:
+    """The `[size in bytes, hash]` of each named file in `folder`, after it has reached the disk (by sha256 2 GB/s a core)."""
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name, sync=True), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name, digest, sync=True), names), strict=True))
 
 
 def check(folder: Path, files: Mapping[str, list]) -> None:
@@ -114,18 +118,17 @@ def check(folder: Path, files: Mapping[str, list]) -> None:
     check_hashes(folder, files)
 
 
-def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
+def check_hashes(folder: Path, files: Mapping[str, list], *, digest: Digest = hashlib.sha256) -> None:
     """Refuse with `Damaged` any file in `folder` with other bytes than `hashes` found."""
 
     def wrong(name):
-        return _size_and_hash(folder / name)[1] != files[name][1]
+        return _size_and_hash(folder / name, digest)[1] != files[name][1]
 
     with ThreadPoolExecutor(THREADS) as pool:
         for name, is_wrong in zip(files, pool.map(wrong, files), strict=True):
             if is_wrong:
-                raise Damaged(
-                    f"{folder / name}: needed sha256 {files[name][1][:12]}..., the file has other bytes. It is damaged."
-                )
+                needed = f"{digest().name} {files[name][1][:12]}..."
+                raise Damaged(f"{folder / name}: needed {needed}, the file has other bytes. It is damaged.")
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
@@ -150,15 +153,15 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
             raise Damaged(f"{path}: needed a file that the manifest lists, found one that it does not know.")
 
 
-def _size_and_hash(path: Path, *, sync: bool = False) -> list:
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+def _size_and_hash(path: Path, digest: Digest, *, sync: bool = False) -> list:
+    found, size, buffer = digest(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return [size, digest.hexdigest()]
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+            size += count
+    return [size, found.hexdigest()]
 
 
 def _seal(line: str) -> str:

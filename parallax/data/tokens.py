@@ -242,7 +242,7 @@ def _record(path: Path, vocabulary: int, size: int) -> dict[str, Any]:
         )
     if number > 1:
         check_dtype(record, place, vocabulary)
-        manifest.need(manifest.is_sha256(record.get("sha256")), f"{place}: sha256", "a sha256", record.get("sha256"))
+        manifest.need(manifest.is_hash(record.get("sha256")), f"{place}: sha256", "a sha256", record.get("sha256"))
     return record
 
 

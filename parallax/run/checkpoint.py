@@ -6,18 +6,15 @@ one is restored, and nothing good is ever replaced by something worse. A state t
 
     folder/00000100/arrays/...       Orbax's files
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the arrays; written first
-    folder/00000100/manifest.json    the same, with the size and sha256 of every file; written last
+    folder/00000100/manifest.json    the same, with the size and hash of every file; written last
     folder/newest.json               the newest step ever finished, so that no run begins again unseen
 
 The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back in the shardings asked for.
 """
 
-import contextlib
 import itertools
 import json
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +29,12 @@ from parallax.run import kept, lock, stored
 from parallax.run import record as records
 from parallax.run.kept import NEWEST
 from parallax.run.record import ARRAYS, MANIFEST, Record
-from parallax.run.stages import LONG, Elsewhere, Stages
+from parallax.run.stages import LONG
+from parallax.run.writer import Writer, orbax
 from parallax.typed import PyTree
 
 NONE = -1  # no checkpoint, where a step is told to other processes
 TOLD = 1000  # bytes of what one process tells the others
-PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
 _made = itertools.count()  # `Checkpoints`, in the same order on all processes
 
 
@@ -127,15 +124,12 @@ class Checkpoints:
         self.to_disk, self.from_disk, self.finite = to_disk, from_disk, finite
         self.refused: dict[int, ValueError] = {}
         self._saved = eqx.filter_jit(to_disk or (lambda state: state))
-        self.tries = tries
-        self._say_here, self._say = say, say if jax.process_index() == 0 else lambda line: None
-        self._name, self._saves = f"parallax checkpoints {next(_made)}", itertools.count()
-        self._meetings = itertools.count()
-        self._meet = _orbax().multihost.get_barrier_sync_fn()
-        self._stages = Stages(self._name, self._meet)
-        self._arrays = self._checkpointer()
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._say = say if jax.process_index() == 0 else lambda line: None
+        self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
+        self._meet = orbax().multihost.get_barrier_sync_fn()
+        records.hashing()
+        make_room = lambda step: kept.make_room(self.folder, step, self.settings, self.refused)
+        self._writer = Writer(self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say)
         self._lock: lock.Lock | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -182,124 +176,30 @@ class Checkpoints:
         arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
         if lost := self._lost(arrays):
             raise ValueError(
-                f"The state of step {step} is not finite, and was not saved: {_listed(lost)}. {self._newest_words()}"
+                f"The state of step {step} is not finite, and was not saved: {_listed(lost)}. {kept.newest_in_words(self.folder)}"
             )
         # The note as it is now: the writer's thread comes to it later.
         noted = json.loads(json.dumps(dict(note or {})))
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
-        plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-        copies = stored.held(plain) if self.tries > 1 else lambda: plain
-        name, error = f"{self._name}, save {next(self._saves)}", None
-        self._stages = Stages(name, self._meet)
-        try:
-            self._begin(step, record, plain)
-        except kept.Later:
-            raise
-        except Exception as failure:
-            if not self._stages.failed(failure):
-                raise self._failed(step, failure) from failure
-            error = failure
-        arguments = name, step, record, copies, error
-        self._writer = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {step}", daemon=True)
-        self._writer.start()
+        self._writer.write(record, {name: stored.plain(leaf) for name, leaf in arrays.items()})
 
     def saving(self) -> bool:
         """Whether a save goes on in the background."""
-        return self._writer is not None and self._writer.is_alive()
+        return self._writer.busy()
 
     def check(self) -> None:
         """Raise what went wrong in the background; costs nothing, so call it every step."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._writer.check()
 
     def wait(self) -> None:
         """Return when the last save is finished, with its manifest. Raises what went wrong in it, as `check` does."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        self.check()
+        self._writer.wait()
 
-    def _begin(self, step: int, record: Record, arrays: dict[str, Any]) -> None:
-        """Make the folder, and hand the arrays to Orbax, which copies them before it returns."""
-
-        def make():
-            kept.make_room(self.folder, step, self.settings, self.refused)
-            records.begin(self._path(step), record)
-
-        self._stages.first(make)
-        self._arrays.save(self._path(step) / ARRAYS, args=_orbax().args.PyTreeSave(arrays))
-
-    def _begin_again(self, step: int, record: Record, arrays: dict[str, Any]) -> None:
-        """`_begin`, without what the last time left: it may be what fills the disk, and Orbax does not go on after a failure."""
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                kept.remove(self._path(step))
-        self._arrays = self._checkpointer()
-        self._begin(step, record, arrays)
-
-    def _finish(
-        self, name: str, step: int, record: Record, copies: Callable[[], dict[str, Any]], begun: Exception | None
-    ) -> None:
-        """The writer's thread: Orbax's files are committed, hashed, and sealed by the manifest; then old ones go.
-
-        Where the storage fails, what is not done yet is done again after a pause. `begun` says how `_begin` failed, if it did.
-        """
-        written = False
-        for number in itertools.count(1):
-            try:
-                if number == 1 and begun is not None:
-                    raise begun
-                if number > 1:
-                    self._stages = Stages(f"{name}, try {number}", self._meet)
-                    if not written:
-                        self._begin_again(step, record, copies())
-                if not written:
-                    self._arrays.wait_until_finished()
-                    written = True
-                self._stages.first(lambda: self._seal(step, record))
-                return
-            except BaseException as failure:
-                error, pause = self._failed(step, failure), PAUSE * 2 ** (number - 1)
-                if not self._stages.failed(failure) or number == self.tries:
-                    self._error = error
-                    return
-                if not isinstance(failure, Elsewhere):
-                    self._say_here(f"{error} The next of {self.tries} tries is in {pause:g} s; the run goes on meanwhile.")
-            time.sleep(pause)
-
-    def _seal(self, step: int, record: Record) -> None:
-        records.seal(self._path(step), record)
-        manifest.write(self.folder / NEWEST, {"step": step})
+    def _sealed(self, step: int) -> None:
         self.refused.pop(step, None)
         kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
-
-    def _checkpointer(self) -> Any:
-        checkpoint = _orbax()
-        # Weights hardly compress, and trying takes more processor time than all the rest of a save.
-        handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
-        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the background.
-        processes = set(range(jax.process_count()))
-        together = checkpoint.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=self._name)
-
-        def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
-            self._stages.end()
-
-        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5 minutes.
-        ends = checkpoint.options.AsyncOptions(barrier_sync_fn=meet, create_directories_asynchronously=False)
-        return checkpoint.AsyncCheckpointer(handler, async_options=ends, multiprocessing_options=together)
-
-    def _failed(self, step: int, error: BaseException) -> OSError:
-        words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
-        failure = OSError(f"{words} {self._newest_words()}")
-        failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
-        return failure
-
-    def _newest_words(self) -> str:
-        good = self.steps()
-        return f"The newest finished one is {self._path(good[-1])}." if good else "There is no finished one yet."
 
     def _lost(self, arrays: dict[str, Any]) -> list[str]:
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
@@ -313,7 +213,7 @@ class Checkpoints:
     def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
         """The newest good checkpoint of this run, or `None` where the folder never held a finished one.
 
-        All files are checked against the manifest before an array is read (2 GB/s a core), a share of them by each process. That
+        All files are checked against the manifest before an array is read (20 GB/s a core), a share of them by each process. That
         may take as long as it takes: no device waits meanwhile.
 
         Args:
@@ -329,7 +229,7 @@ class Checkpoints:
         self.refused = {}
         if before is not None and any(step < before for step in self.steps()):
             asked = f"a checkpoint from before step {before} was asked for"
-            later = (step for step in self._seen()[0] if step >= before)
+            later = (step for step in kept.seen(self.folder)[0] if step >= before)
             self.refused |= {step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later}
         while True:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
@@ -361,7 +261,7 @@ class Checkpoints:
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
-            manifest.check_hashes(self._path(step), {name: files[name] for name in share})
+            records.check_hashes(self._path(step), {name: files[name] for name in share})
         except manifest.Damaged as error:
             found = f"damaged: {error}"
         except OSError as error:
@@ -379,11 +279,14 @@ class Checkpoints:
 
     def _newest_good(self) -> int:
         """The newest step whose checkpoint is one, as far as names and sizes tell, and was not refused. Others are refused."""
-        steps, reasons = self._seen()
+        steps, damage = kept.seen(self.folder)
+        reasons = f"\n  {damage}" if damage else ""
+        if damage:
+            self._say(damage)
         for step in reversed(steps):
             if step not in self.refused:
                 try:
-                    self._verify(step)
+                    records.verify(self._path(step), step, self.settings)
                 except RecursionError:
                     nested = f"{self._path(step) / MANIFEST}: needed a manifest, got one nested too deep to compare."
                     self._refuse(step, manifest.Damaged(nested))
@@ -401,41 +304,14 @@ class Checkpoints:
             "Give back what is missing, or choose another folder to begin again."
         )
 
-    def _seen(self) -> tuple[list[int], str]:
-        """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, a line."""
-        steps = {step for path in self.folder.iterdir() if path.is_dir() and (step := kept.step_of(path)) is not None}
-        if (self.folder / NEWEST).exists():
-            try:
-                steps.add(records.newest(self.folder / NEWEST))
-            except manifest.Damaged as error:
-                self._say(str(error))
-                return sorted(steps), f"\n  {error}"
-        return sorted(steps), ""
-
-    def _verify(self, step: int) -> None:
-        folder = self._path(step)
-        if not folder.exists():
-            raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
-        if not (folder / MANIFEST).exists():
-            raise manifest.Damaged(
-                f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest."
-            )
-        record, files = records.read(folder)
-        if record.step != step:
-            raise manifest.Damaged(f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record.step}.")
-        differing = differences(record.settings, self.settings)
-        if differing:
-            raise ValueError(f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder.")
-        records.check_form(folder, record, files)
-
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
         like = stored.shapes(like)
         wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(self._path(step), record, {name: stored.described(leaf) for name, leaf in arrays.items()}, numbers)
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-        shardings = _orbax().checkpoint_utils.construct_restore_args(template)
-        found = self._arrays.restore(self._path(step) / ARRAYS, args=_orbax().args.PyTreeRestore(template, shardings))
+        shardings = orbax().checkpoint_utils.construct_restore_args(template)
+        found = self._writer.arrays.restore(self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings))
         self._come()
         if lost := self._lost(found):
             raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {_listed(lost)}.")
@@ -448,25 +324,9 @@ class Checkpoints:
         return kept.path_of(self.folder, step)
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they agree."""
-    absent = object()
-    words = lambda value: "none" if value is absent else repr(value)
-    pairs = ((name, theirs.get(name, absent), ours.get(name, absent)) for name in sorted({*theirs, *ours}))
-    return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
-
-
 def _unreadable(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: it cannot be read; {error.strerror}."
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
-    return orbax.checkpoint

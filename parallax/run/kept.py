@@ -35,6 +35,23 @@ def finished(folder: Path) -> list[int]:
     return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
 
 
+def seen(folder: Path) -> tuple[list[int], str]:
+    """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, in words."""
+    steps, wrong = {step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None}, ""
+    if (folder / NEWEST).exists():
+        try:
+            steps.add(records.newest(folder / NEWEST))
+        except manifest.Damaged as error:
+            wrong = str(error)
+    return sorted(steps), wrong
+
+
+def newest_in_words(folder: Path) -> str:
+    """A sentence that names the newest finished checkpoint."""
+    good = finished(folder)
+    return f"The newest finished one is {path_of(folder, good[-1])}." if good else "There is no finished one yet."
+
+
 def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]) -> None:
     """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
 

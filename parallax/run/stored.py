@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import mesh
+from parallax import mesh, precision
 from parallax.run.record import Record
 from parallax.typed import PyTree
 
@@ -117,7 +117,14 @@ def not_finite(arrays: dict[str, Any]) -> list[str]:
 
 @jax.jit
 def _all_finite(arrays):
-    return {name: jnp.all(jnp.isfinite(leaf)) for name, leaf in arrays.items()}
+    """Nothing finite times 0 is nan, and all else is: on CPUs this sum takes two thirds of the time of `all(isfinite)`."""
+
+    def finite(leaf):
+        parts = [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
+        wide = [part.astype(precision.wide(part.dtype)) for part in parts]
+        return jnp.isfinite(sum(jnp.sum(part * 0) for part in wide))
+
+    return {name: finite(leaf) for name, leaf in arrays.items()}
 
 
 def described(leaf: Any) -> list:

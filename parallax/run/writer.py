@@ -1,0 +1,184 @@
+"""Checkpoints are written beside the steps: Orbax's files are committed and hashed, the manifest seals them, old ones go.
+
+A save whose storage fails for a while is tried again with growing pauses. All processes go through the same stages, and come to
+one answer.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.data import manifest
+from parallax.run import kept, stored
+from parallax.run import record as records
+from parallax.run.kept import NEWEST
+from parallax.run.record import ARRAYS, Record
+from parallax.run.stages import Elsewhere, Stages
+
+PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
+
+
+class Writer:
+    """Writes one checkpoint at a time into `folder`. Every process makes the same calls.
+
+    Args:
+        folder: of the checkpoints.
+        name: unlike that of any other writer of the job, and the same on all processes.
+        make_room: is given a step, and makes way for its checkpoint. On the first process.
+        sealed: is given a step whose checkpoint is finished. On the first process, in the writer's thread.
+        tries: how often a save is tried.
+        say: prints a line of an error that this process met.
+
+    Attributes:
+        arrays: Orbax's checkpointer, which reads too.
+
+    Raises:
+        ImportError: Orbax is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        make_room: Callable[[int], object],
+        sealed: Callable[[int], object],
+        tries: int,
+        say: Callable[[str], Any],
+    ):
+        self._folder, self._name, self._tries, self._say = folder, name, tries, say
+        self._make_room, self._sealed = make_room, sealed
+        self._meet, self._saves = orbax().multihost.get_barrier_sync_fn(), itertools.count()
+        self._stages = Stages(name, self._meet)
+        self.arrays = self._checkpointer()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def write(self, record: Record, arrays: dict[str, Any]) -> None:
+        """Begin to write a checkpoint; the arrays may be donated as soon as this returns. The one before must be finished.
+
+        Raises:
+            kept.Later: as `make_room` does.
+            OSError: the storage failed, and not for a while only.
+        """
+        copies = stored.held(arrays) if self._tries > 1 else lambda: arrays
+        name, error = f"{self._name}, save {next(self._saves)}", None
+        self._stages = Stages(name, self._meet)
+        try:
+            self._begin(record, arrays)
+        except kept.Later:
+            raise
+        except Exception as failure:
+            if not self._stages.failed(failure):
+                raise self._failed(record.step, failure) from failure
+            error = failure
+        arguments = name, record, copies, error
+        self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {record.step}", daemon=True)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Return when the checkpoint is finished. Raises what went wrong, as `check` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _begin(self, record: Record, arrays: dict[str, Any]) -> None:
+        """Make the folder, and hand the arrays to Orbax, which copies them before it returns."""
+
+        def make():
+            self._make_room(record.step)
+            records.begin(self._path(record.step), record)
+
+        self._stages.first(make)
+        self.arrays.save(self._path(record.step) / ARRAYS, args=orbax().args.PyTreeSave(arrays))
+
+    def _begin_again(self, record: Record, arrays: dict[str, Any]) -> None:
+        """`_begin`, without what the last time left: it may be what fills the disk, and Orbax does not go on after a failure."""
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                kept.remove(self._path(record.step))
+        self.arrays = self._checkpointer()
+        self._begin(record, arrays)
+
+    def _finish(self, name: str, record: Record, copies: Callable[[], dict[str, Any]], begun: Exception | None) -> None:
+        """The writer's thread. Where the storage fails, what is not done yet is done again after a pause.
+
+        `begun` says how `_begin` failed, if it did.
+        """
+        written = False
+        for number in itertools.count(1):
+            try:
+                if number == 1 and begun is not None:
+                    raise begun
+                if number > 1:
+                    self._stages = Stages(f"{name}, try {number}", self._meet)
+                    if not written:
+                        self._begin_again(record, copies())
+                if not written:
+                    self.arrays.wait_until_finished()
+                    written = True
+                self._stages.first(lambda: self._seal(record))
+                return
+            except BaseException as failure:
+                error, pause = self._failed(record.step, failure), PAUSE * 2 ** (number - 1)
+                if not self._stages.failed(failure) or number == self._tries:
+                    self._error = error
+                    return
+                if not isinstance(failure, Elsewhere):
+                    self._say(f"{error} The next of {self._tries} tries is in {pause:g} s; the run goes on meanwhile.")
+            time.sleep(pause)
+
+    def _seal(self, record: Record) -> None:
+        records.seal(self._path(record.step), record)
+        manifest.write(self._folder / NEWEST, {"step": record.step})
+        self._sealed(record.step)
+
+    def _checkpointer(self) -> Any:
+        checkpoint = orbax()
+        # Weights hardly compress, and trying takes more processor time than all the rest of a save.
+        handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
+        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the background.
+        processes = set(range(jax.process_count()))
+        together = checkpoint.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=self._name)
+
+        def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
+            self._stages.end()
+
+        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5 minutes.
+        ends = checkpoint.options.AsyncOptions(barrier_sync_fn=meet, create_directories_asynchronously=False)
+        return checkpoint.AsyncCheckpointer(handler, async_options=ends, multiprocessing_options=together)
+
+    def _failed(self, step: int, error: BaseException) -> OSError:
+        words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
+        failure = OSError(f"{words} {kept.newest_in_words(self._folder)}")
+        failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
+        return failure
+
+    def _path(self, step: int) -> Path:
+        return kept.path_of(self._folder, step)
+
+
+def orbax() -> Any:
+    """`orbax.checkpoint`, with a sentence where it is not installed."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
+    return orbax.checkpoint
