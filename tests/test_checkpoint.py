@@ -29,7 +29,7 @@ from parallax import mesh
 from parallax.data import manifest
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.run import checkpoint, kept
+from parallax.run import checkpoint, kept, stored
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
@@ -113,6 +113,35 @@ def test_shapes_are_enough_to_restore_to(tmp_path):
 
 def test_a_new_folder_holds_nothing(tmp_path):
     assert checkpoints(tmp_path / "new").restore(small_state()) is None
+
+
+def test_leaves_of_size_zero_come_back(tmp_path):
+    """As a queue with nothing in it yet; Orbax alone refuses them."""
+    axes = mesh.make(data=4, tensor=2)
+    placed = mesh.place(np.zeros((8, 0), np.float32), P("data"), axes)
+    state = {"none": placed, "host": np.zeros((0, 3), np.int32), "keys": jax.random.split(jax.random.key(0), 0)}
+    state |= mesh.place({"weight": jnp.arange(3.0), "half": jnp.zeros(0, jnp.bfloat16)}, {"weight": P(), "half": P()}, axes)
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+        store.wait()
+        restored = store.restore(state).state
+        with pytest.raises(ValueError, match=r"none: needed float32\[0, 8\], the checkpoint has float32\[8, 0\]"):
+            store.restore(state | {"none": placed.T})
+    assert_equal(restored, state)
+    assert restored["none"].sharding == placed.sharding
+
+
+def test_numbers_of_every_dtype_are_looked_at():
+    """The largest ones too, many of which overflow what they are summed in."""
+    kinds = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"]
+    arrays = {kind: jnp.full((8, 1000), jnp.finfo(kind).max, kind) for kind in kinds}
+    arrays |= {kind: arrays[kind] * 1j for kind in kinds if kind.startswith("complex")}
+    whole = {"whole": jnp.full(3, 2**31 - 1, jnp.int32), "none": jnp.zeros((0, 2), jnp.float32)}
+    assert stored.not_finite(arrays | whole) == []
+    for lost in ("nan", "inf", "-inf"):
+        at = {kind: array.at[5, 7].set(jnp.asarray(float(lost)).astype(kind)) for kind, array in arrays.items()}
+        at |= {f"{kind}, imaginary": at[kind].at[5, 7].set(jnp.asarray(complex(1, float(lost)), kind)) for kind in kinds[4:6]}
+        assert stored.not_finite(at | whole) == sorted(at)
 
 
 def test_a_note_is_as_it_was_when_the_save_began(tmp_path):
@@ -237,6 +266,7 @@ def test_what_this_run_did_not_make_stays(tmp_path):
 def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_by(tmp_path):
     saved(tmp_path, [2, 4, 6], keep=5)
     with checkpoints(tmp_path, keep=5) as store:
+        assert store.restore(small_state(), before=4).step == 2
         assert store.restore(small_state(), before=5).step == 4
         store.save(5, small_state(5))
         store.wait()

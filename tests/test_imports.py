@@ -13,6 +13,7 @@ ORDER = (
     *(
         "typed",
         "given",
+        "disk",
         "mesh",
         "collectives",
         "jaxprs",

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from parallax import disk
+
 CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
 THREADS = 4
 PARTIAL = ".*.partial"  # the names of files that were being written
@@ -39,7 +41,7 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    disk.sync(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -166,11 +168,3 @@ def _size_and_hash(path: Path, digest: Digest, *, sync: bool = False) -> list:
 
 def _seal(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -161,8 +161,8 @@ class Checkpoints:
         Waits for the save before it. What went wrong in the background is raised by the next `save`, `check` or `wait`.
 
         Args:
-            state: arrays, random keys and plain numbers are stored; the rest (functions, flags of a module) is not, and comes
-                from the state that `restore` is given.
+            state: arrays (one of them has a size above zero), random keys and plain numbers are stored; the rest (functions,
+                flags of a module) is not, and comes from the state that `restore` is given.
             note: JSON values to come back with the state, such as the counts of the loop.
             evaluated: a loss that was measured of this state, on held-out data. The newest checkpoint with one that is finite
                 stays until there is a newer one.
@@ -183,7 +183,9 @@ class Checkpoints:
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
-        self._writer.write(record, {name: stored.plain(leaf) for name, leaf in arrays.items()})
+        plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
+        none = stored.empty(plain)
+        self._writer.write(record, {name: leaf for name, leaf in plain.items() if name not in none})
 
     def saving(self) -> bool:
         """Whether a save goes on in the background."""
@@ -310,8 +312,12 @@ class Checkpoints:
         arrays, numbers = stored.stored(wanted)
         stored.check_same(self._path(step), record, {name: stored.described(leaf) for name, leaf in arrays.items()}, numbers)
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
+        none = stored.empty(template)
+        template = {name: leaf for name, leaf in template.items() if name not in none}
         shardings = orbax().checkpoint_utils.construct_restore_args(template)
-        found = self._writer.arrays.restore(self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings))
+        found = none | self._writer.arrays.restore(
+            self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
+        )
         self._come()
         if lost := self._lost(found):
             raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {_listed(lost)}.")

@@ -142,6 +142,13 @@ def plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
+def empty(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the arrays."""
+    made = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    none = {name: leaf for name, leaf in arrays.items() if leaf.size == 0}
+    return {name: made(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for name, leaf in none.items()}
+
+
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """A function that gives the arrays again, also after they were donated.
 

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from parallax import disk
+
 STAGE = ".saving"
 
 
@@ -36,7 +38,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         old.mkdir()
         yield new
         for file in (*new.iterdir(), new):
-            _sync(file)
+            disk.sync(file)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -56,22 +58,14 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
         for name in (last, *sorted({*made, *gone} - {last})):
             if os.path.lexists(folder / name):
                 move(folder / name, old / name)
-                _sync(folder)  # `last` has left the disk before anything else does
+                disk.sync(folder)  # `last` has left the disk before anything else does
         for name in made:
             move(new / name, folder / name)
-        _sync(folder)
+        disk.sync(folder)
         move(new / last, folder / last)
-        _sync(folder)
+        disk.sync(folder)
     except BaseException:
         for source, target in reversed(moved):
             os.replace(target, source)
         shutil.rmtree(new.parent, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
