@@ -137,7 +137,7 @@ def test_the_run_goes_on_meanwhile_and_stops_after_the_limit(tmp_path, monkeypat
 def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
     said = []
     with Checkpoints(tmp_path, settings={}, say=said.append) as store:
-        monkeypatch.setattr(stored, "plain", lambda leaf: object())
+        monkeypatch.setattr(records, "begin", lambda *_: (_ for _ in ()).throw(TypeError("no such thing")))
         with pytest.raises(OSError, match=r"step 1 in .* was not saved"):
             store.save(1, state_of(1))
         monkeypatch.undo()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import mesh, precision
+from parallax import mesh
 from parallax.run.record import Record
 from parallax.typed import PyTree
 
@@ -121,8 +121,7 @@ def _all_finite(arrays):
 
     def finite(leaf):
         parts = [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
-        wide = [part.astype(precision.wide(part.dtype)) for part in parts]
-        return jnp.isfinite(sum(jnp.sum(part * 0) for part in wide))
+        return jnp.isfinite(sum(jnp.sum(part * 0) for part in parts))
 
     return {name: finite(leaf) for name, leaf in arrays.items()}
 
