@@ -20,7 +20,7 @@ from reference import EXACT, FLOAT64, assert_close, one_device
 from parallax import grads, mesh, pipeline, rules, step, tensor, zero
 from parallax.collectives import ring, xla
 from parallax.compiled import certificate
-from parallax.schedule import gpipe, one_f_one_b
+from parallax.schedule import gpipe, one_f_one_b, zero_bubble
 
 WIDTH, HIDDEN, WORDS = 8, 8, 16
 KEEP = [pipeline.residuals, pipeline.inputs]
@@ -168,7 +168,7 @@ def pipelined(case, params):
     if case.zero == 3:
         of_layer = zero.parts(shared, "data", loops=2).layer
         gather = zero.gathered(lambda w: w, of_layer, data)
-    table = case.make(stages, case.microbatches) if v == 1 else one_f_one_b(stages, case.microbatches, v)
+    table = case.make(stages, case.microbatches) if v == 1 else case.make(stages, case.microbatches, v)
     options = {"keep": case.keep, "aux": total, "trainable": TRAINABLE}
     options["exchange"] = pipeline.split_over(axis) if case.exchange else pipeline.WHOLE
     if case.zero == 2:
@@ -216,7 +216,7 @@ def cases(draw, biggest=8):
         microbatches=draw(st.integers(1, 5)),
         data=data,
         tensor=tensor,
-        make=draw(st.sampled_from([one_f_one_b, gpipe])),
+        make=draw(st.sampled_from([one_f_one_b, zero_bubble] + [gpipe] * (chunks == 1))),
         keep=draw(st.sampled_from(KEEP)),
         exchange=draw(st.booleans()),
         zero=draw(st.sampled_from([0, 1, 2, 3])) if data > 1 else 0,

@@ -26,7 +26,7 @@ from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.grads import Grad, axes_of, beside, mean_of_parts, missing, reduced, varies
-from parallax.pipeline import checks, kept, lanes
+from parallax.pipeline import carry, checks, kept, lanes
 from parallax.pipeline.exchange import WHOLE, Exchange
 from parallax.pipeline.executor import run
 from parallax.pipeline.model import Functions, Model
@@ -96,19 +96,18 @@ def value_and_grad(
             alone has, `((loss, aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has other stages than the axis, or a weight lane; the batch does not divide by M, or is empty;
+        ValueError: the schedule has other stages than the axis; the batch does not divide by M, or is empty;
             an array of `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
             takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
             stage, the blocks.
     """
-    _check_lanes(schedule)
     axis = Axis.of(axis)
     functions = Functions(enter, stage, head, where, trainable)
 
     def grad(params, batch):
         model = Model(functions, schedule, axis, params, batch)
-        end = _run(model, lanes.both_ways, _choices(model, keep, exchange, scatter))
-        sums = lanes.gradients(end)
+        end = _run(model, *_both_ways(model, _choices(model, keep, exchange, scatter)))
+        sums = carry.gradients(end)
         # What was the same on all stages is reduced; what is split over them is done.
         over = jax.tree.map(lambda w: missing(w, axis), beside(sums, params))
         losses, sums = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(end), sums))
@@ -193,27 +192,27 @@ def own_chunks(stages: PyTree, axis: AxisLike, *, chunks: int = 1) -> PyTree:
     return jax.tree.map(own, stages)
 
 
-def _check_lanes(schedule: Schedule) -> None:
-    if schedule.weight is not None:
-        raise ValueError(
-            "pipeline.value_and_grad runs schedules of a forward and a backward lane, and this one has a weight lane. "
-            "Take schedule.one_f_one_b or schedule.gpipe; schedule.zero_bubble is there to compare and to draw."
-        )
-
-
-def _choices(model: Model, keep: kept.Keep, exchange: Exchange, scatter: Callable[[PyTree], PyTree]) -> lanes.Choices:
+def _choices(model: Model, keep: kept.Keep, exchange: Exchange, scatter: Callable[[PyTree], PyTree]) -> carry.Choices:
     halves = keep(model.stage)
-    return lanes.Choices(halves, lanes.kept_by(model, halves), exchange, scatter)
+    return carry.Choices(halves, lanes.kept_by(model, halves), exchange, scatter)
 
 
-def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: lanes.Choices) -> lanes.Carry:
+def _both_ways(model: Model, choices: carry.Choices) -> tuple[Callable[..., lanes.Lanes], carry.Choices]:
+    """The lanes of loss and gradients, with a weight lane if the schedule has one."""
+    if model.schedule.weight is None:
+        return lanes.both_ways, choices
+    in_two, handed = lanes.two_of(model, choices.halves)
+    return lanes.in_three, choices._replace(in_two=in_two, handed=handed)
+
+
+def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: carry.Choices) -> carry.Carry:
     """The carry after all ticks."""
     table = rows(model.schedule)
-    own = lambda carry=None: make_lanes(model, model.params if carry is None else model.params_after(carry), choices)
-    return run(own, table, stretches(model.schedule), lanes.start(model, choices, table))
+    own = lambda after=None: make_lanes(model, model.params if after is None else model.params_after(after), choices)
+    return run(own, table, stretches(model.schedule), carry.start(model, choices, table))
 
 
-def _losses(end: lanes.Carry) -> tuple[Float[Array, ""], ...]:
+def _losses(end: carry.Carry) -> tuple[Float[Array, ""], ...]:
     """The sums of the head's loss and of the stages' own."""
     return (end.loss,) if end.terms is None else (end.loss, end.terms)
 
@@ -226,12 +225,12 @@ def _over(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
     return tuple(axes_of(axis) if varies(loss, axis) else () for loss in losses)
 
 
-def _stacked_aux(model: Model, end: lanes.Carry, after: PyTree) -> Aux:
+def _stacked_aux(model: Model, end: carry.Carry, after: PyTree) -> Aux:
     """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M, vP, ...]."""
     axis, P = model.axis, model.schedule.stages
 
     def of_head(values):
-        return values if model.shared_out(values) else axis.all_reduce(lanes.masked(model.last, ordered(values, after)))
+        return values if model.shared_out(values) else axis.all_reduce(carry.masked(model.last, ordered(values, after)))
 
     def of_stages(values):
         M, v, *shape = values.shape

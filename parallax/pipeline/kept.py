@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from parallax.pipeline.apart import apart
+from parallax.pipeline.program import program
 from parallax.typed import PyTree
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -75,6 +77,45 @@ def nothing(f: Stage) -> Halves:
         raise AssertionError("a stage that keeps nothing has no backward tick")
 
     return Halves(lambda trained, x, given: (f(trained, x, given), []), refuse)
+
+
+class InTwo(NamedTuple):
+    """A backward half in two: the input's cotangent, I, and the gradients of the weights, W.
+
+    Attributes:
+        inputs: `(trained, given, kept, ct) -> (x's cotangent, passed)`.
+        weights: `(trained, given, kept, passed) -> trained's gradients`.
+    """
+
+    inputs: Callable[[PyTree, PyTree, list[Array], PyTree], tuple[PyTree, list[Array]]]
+    weights: Callable[[PyTree, PyTree, list[Array], list[Array]], PyTree]
+
+
+def in_two(halves: Halves, trained: PyTree, given: PyTree, kept: list[Array], ct: PyTree) -> InTwo:
+    """The backward half, traced on these and taken apart; of `kept` each part reads what it needs."""
+    arrays = lambda trained, given: eqx.filter((trained, given), eqx.is_array)
+    static = eqx.filter((trained, given), eqx.is_array, inverse=True)
+
+    def transposed(ct, arrays, kept):
+        trained, given = eqx.combine(arrays, static)
+        gradients, x = halves.backward(trained, given, kept)(ct)
+        return x, gradients
+
+    traced, (x, gradients) = jax.make_jaxpr(transposed, return_shape=True)(ct, arrays(trained, given), kept)
+    whole, count = program(traced), len(jax.tree.leaves(x))
+    first, rest = range(count), range(count, count + len(jax.tree.leaves(gradients)))
+    parts = apart(whole, first, rest, made=set(whole.inputs[: len(jax.tree.leaves(ct))]))
+    named = lambda part, leaves: {n: leaf for n, leaf in zip(whole.inputs, leaves, strict=True) if n in parts.reads[part]}
+
+    def inputs(trained, given, kept, ct):
+        found, passed = parts.run_first(named(0, jax.tree.leaves((ct, arrays(trained, given), kept))), first)
+        return jax.tree.unflatten(jax.tree.structure(x), found), passed
+
+    def weights(trained, given, kept, passed):
+        found = parts.run_second(named(1, jax.tree.leaves((ct, arrays(trained, given), kept))), passed, rest)
+        return jax.tree.unflatten(jax.tree.structure(gradients), found)
+
+    return InTwo(inputs, weights)
 
 
 def raw(kept: Array) -> Array:

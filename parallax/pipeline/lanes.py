@@ -1,68 +1,28 @@
 """The lanes of a tick: functions `(carry, row) -> carry` that every stage runs, and whose effect is masked where it has no job.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward.
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward, or in two parts I, the input's cotangent, and W, the
+gradients of the weights.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
-from parallax import precision
 from parallax.collectives import send_next
 from parallax.collectives.cpu import ordered
-from parallax.pipeline.exchange import Exchange
-from parallax.pipeline.kept import Halves, raw, typed
+from parallax.pipeline.carry import Carry, Choices, added, chosen, masked, waiting, written
+from parallax.pipeline.kept import Halves, InTwo, in_two
 from parallax.pipeline.model import Model, Parameters
 from parallax.pipeline.rows import Row
 from parallax.typed import PyTree
 
-
-class Carry(NamedTuple):
-    """What one tick hands to the next, and one lane to those after it.
-
-    Attributes:
-        x: from the stage before, as it was sent.
-        y: what F made in this tick; None between ticks.
-        ct: from the stage after, as it was sent: of the floating-point leaves of x.
-        slots: what waits for B, [slots, ...] each.
-        pending: cotangents that the head made and the last stage has not used yet, [places, ...] each.
-        loss: the sum of the head's.
-        terms: the sum of the stages' own; None where they have none.
-        of_head: the head's auxiliary values, [M, ...] each.
-        of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: sums of the gradients of what is not split over the stages.
-        blocks: and of what is, [v, ...] each.
-    """
-
-    x: PyTree
-    y: PyTree
-    ct: PyTree
-    slots: list[Shaped[Array, "slots ..."]]
-    pending: PyTree
-    loss: Float[Array, ""]
-    terms: Float[Array, ""] | None
-    of_head: PyTree
-    of_stages: PyTree
-    ends: PyTree
-    blocks: PyTree
-
-
 Lane: TypeAlias = Callable[[Carry, Row], Carry]
 Lanes: TypeAlias = list[tuple[str, Lane]]  # by what the schedule calls the ticks in which each runs, in order
-
-
-class Choices(NamedTuple):
-    """How the lanes keep, send and add: arguments of `pipeline.value_and_grad`; `kinds` are the types of what is kept."""
-
-    halves: Halves
-    kinds: list[Any]
-    exchange: Exchange
-    scatter: Callable[[PyTree], PyTree]
 
 
 def forward_only(model: Model, params: Parameters, choices: Choices) -> Lanes:
@@ -80,6 +40,17 @@ def both_ways(model: Model, params: Parameters, choices: Choices) -> Lanes:
     ]
 
 
+def in_three(model: Model, params: Parameters, choices: Choices) -> Lanes:
+    """The lanes of loss and gradients, the gradients of the stages' weights in one of their own."""
+    return [
+        ("forward", forward(model, params, choices)),
+        ("head", head(model, params, choices)),
+        ("backward", backward_input(model, params, choices)),
+        ("weight", backward_weight(model, params, choices)),
+        ("forward", send(model, choices)),
+    ]
+
+
 def forward(model: Model, params: Parameters, choices: Choices) -> Lane:
     """F: a chunk of layers, of what enters or of what came, and into a slot what B needs of it."""
 
@@ -89,10 +60,9 @@ def forward(model: Model, params: Parameters, choices: Choices) -> Lane:
         x = chosen(model.first & (chunk == 0), entering, choices.exchange.whole(carry.x, model.x))
         trained, given = model.at_hand(params, microbatch, chunk)
         ((moving, loss), (still, aux)), kept = choices.halves.forward(trained, x, given)
-        slot = row.written[model.index]
         return carry._replace(
             y=eqx.combine(moving, still),
-            slots=[lax.dynamic_update_index_in_dim(s, raw(r), slot, 0) for s, r in zip(carry.slots, kept, strict=True)],
+            slots=written(carry.slots, kept, row.written[model.index]),
             terms=None if loss is None else carry.terms + masked(valid, loss).astype(carry.terms.dtype),
             of_stages=jax.tree.map(lambda all, one: _put(all, one, valid, microbatch, chunk), carry.of_stages, aux),
         )
@@ -137,21 +107,53 @@ def backward(model: Model, params: Parameters, choices: Choices) -> Lane:
         microbatch, chunk, valid = model.job(row.backward)
         ct = _cotangent(model, choices, carry, row, chunk, valid)
         trained, given = model.at_hand(params, microbatch, chunk)
-        slot = row.read[model.index]
-        kept = [
-            typed(lax.dynamic_index_in_dim(s, slot, keepdims=False), kind)
-            for s, kind in zip(carry.slots, choices.kinds, strict=True)
-        ]
+        kept = waiting(carry.slots, choices.kinds, row.read[model.index])
         gradients, ct = choices.halves.backward(trained, given, kept)((ct, _seed(model, valid)))
         carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
-        weights = _scattered(gradients.blocks, choices.scatter)
-        blocks = jax.tree.map(lambda total, d: total.at[chunk].add(masked(valid, d).astype(total.dtype)), carry.blocks, weights)
-        leaves = model.first & (chunk == 0) & valid
-        moving = lambda ends: eqx.filter(model.enter(params._replace(ends=ends), row.leaving), eqx.is_inexact_array)
-        _, enter_transposed = jax.vjp(moving, params.ends)
-        (ends,) = enter_transposed(masked(leaves, ct))
+        carry = carry._replace(blocks=_with_weights(carry, choices, gradients.blocks, chunk, valid))
+        ends = _of_enter(model, params, row, masked(model.first & (chunk == 0) & valid, ct))
         ends = jax.tree.map(lambda d, more: d if more is None else d + masked(valid, more), ends, gradients.ends)
-        return carry._replace(blocks=blocks, ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
+        return carry._replace(ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
+
+    return lane
+
+
+def backward_input(model: Model, params: Parameters, choices: Choices) -> Lane:
+    """I: the input's cotangent, sent first as in B, and into a slot what W needs beside what F kept."""
+    assert choices.in_two is not None
+    inputs = choices.in_two.inputs
+
+    def lane(carry, row):
+        microbatch, chunk, valid = model.job(row.backward)
+        ct = _cotangent(model, choices, carry, row, chunk, valid)
+        trained, given = model.at_hand(params, microbatch, chunk)
+        kept = waiting(carry.slots, choices.kinds, row.read[model.index])
+        ct, handed = inputs(trained, given, kept, (ct, _seed(model, valid)))
+        carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
+        carry = carry._replace(handed=written(carry.handed, handed, row.handed[model.index]))
+        ends = _of_enter(model, params, row, masked(model.first & (chunk == 0) & valid, ct))
+        return carry._replace(ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
+
+    return lane
+
+
+def backward_weight(model: Model, params: Parameters, choices: Choices) -> Lane:
+    """W: the gradients of what the stage is differentiated in, of which no other stage needs any."""
+    assert choices.in_two is not None
+    weights = choices.in_two.weights
+
+    def lane(carry, row):
+        microbatch, chunk, valid = model.job(row.weight)
+        trained, given = model.at_hand(params, microbatch, chunk)
+        kept = waiting(carry.slots, choices.kinds, row.weighed[model.index])
+        handed = waiting(carry.handed, choices.handed, row.taken_up[model.index])
+        gradients = weights(trained, given, kept, handed)
+        of_ends = choices.scatter(gradients.ends)
+        add = lambda total, d: total if d is None else total + masked(valid, d).astype(total.dtype)
+        return carry._replace(
+            blocks=_with_weights(carry, choices, gradients.blocks, chunk, valid),
+            ends=jax.tree.map(add, carry.ends, of_ends),
+        )
 
     return lane
 
@@ -167,33 +169,6 @@ def send(model: Model, choices: Choices) -> Lane:
     return lane
 
 
-def start(model: Model, choices: Choices, table: Row) -> Carry:
-    """The carry before the first tick, of zeros: of what the first ticks compute on as well, so that it stays finite."""
-    M, v = model.schedule.microbatches, model.schedule.chunks
-    moving = eqx.filter(model.x, eqx.is_inexact_array)
-    part = choices.exchange.part
-    loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
-    scattered = lambda tree: jax.tree.map(_wide_zeros, jax.eval_shape(choices.scatter, tree))
-    return Carry(
-        x=part(model.x),
-        y=None,
-        ct=part(moving),
-        slots=[_stacked(jax.eval_shape(raw, kept), int(table.written.max()) + 1) for kept in choices.kinds],
-        pending=jax.tree.map(lambda leaf: _stacked(leaf, int(table.put.max()) + 1), moving),
-        loss=_wide_zeros(loss),
-        terms=None if model.terms.loss is None else _wide_zeros(model.terms.loss),
-        of_head=jax.tree.map(lambda value: _stacked(value, M), of_head),
-        of_stages=jax.tree.map(lambda value: _stacked(value, M, v), model.terms.aux),
-        ends=scattered(model.params.ends),
-        blocks=scattered(model.params.blocks),
-    )
-
-
-def gradients(end: Carry) -> PyTree:
-    """The sums of all gradients."""
-    return eqx.combine(end.ends, end.blocks)
-
-
 def kept_by(model: Model, halves: Halves) -> list[Any]:
     """The types of what a stage keeps of a microbatch."""
     zero = model.index * 0
@@ -205,14 +180,19 @@ def kept_by(model: Model, halves: Halves) -> list[Any]:
     return jax.eval_shape(kept)
 
 
-def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
-    """The tree `a` where the condition holds, else `b`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+def two_of(model: Model, halves: Halves) -> tuple[InTwo, tuple[Any, ...]]:
+    """The backward half in two, and the types of what the first part hands on."""
+    zero, found = model.index * 0, []
 
+    def handed():
+        trained, given = model.at_hand(model.params, zero, zero)
+        ((moving, loss), _), kept = halves.forward(trained, model.x, given)
+        ct = jax.tree.map(jnp.zeros_like, (moving, loss))
+        found[:] = [in_two(halves, trained, given, kept, ct)]
+        return found[0].inputs(trained, given, kept, ct)[1]
 
-def added(sums: PyTree, terms: PyTree, counts: Bool[Array, ""]) -> PyTree:
-    """`sums` plus `terms` where they count; what does not count may be anything, even not a number."""
-    return jax.tree.map(lambda total, d: total + masked(counts, d).astype(total.dtype), sums, terms)
+    kinds = tuple(jax.eval_shape(handed))
+    return found[0], kinds
 
 
 def _cotangent(model: Model, choices: Choices, carry: Carry, row: Row, chunk, valid) -> PyTree:
@@ -228,11 +208,6 @@ def _seed(model: Model, valid: Bool[Array, ""]) -> Float[Array, ""] | None:
         return None
     zero = jnp.zeros_like(model.terms.loss)
     return jnp.where(valid, zero + 1, zero)
-
-
-def masked(counts: Bool[Array, ""], tree: PyTree) -> PyTree:
-    """The tree where it counts, else zeros."""
-    return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
 
 
 def _with_loss(carry: Carry, loss, aux: PyTree, row: Row) -> Carry:
@@ -253,9 +228,13 @@ def _sent(tree: PyTree, model: Model, *, distance: int) -> PyTree:
     return jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), tree)
 
 
-def _stacked(like: Any, *counts: int) -> Array:
-    return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
+def _of_enter(model: Model, params: Parameters, row: Row, ct: PyTree) -> PyTree:
+    """The gradients of what enter reads."""
+    moving = lambda ends: eqx.filter(model.enter(params._replace(ends=ends), row.leaving), eqx.is_inexact_array)
+    return jax.vjp(moving, params.ends)[1](ct)[0]
 
 
-def _wide_zeros(like: Any) -> Array:
-    return jnp.zeros_like(like, dtype=precision.wide(like.dtype))
+def _with_weights(carry: Carry, choices: Choices, gradients: PyTree, chunk: Array, valid: Bool[Array, ""]) -> PyTree:
+    """The sums of the blocks' gradients, with those of one chunk."""
+    weights = _scattered(gradients, choices.scatter)
+    return jax.tree.map(lambda total, d: total.at[chunk].add(masked(valid, d).astype(total.dtype)), carry.blocks, weights)

@@ -1,6 +1,6 @@
 """A schedule as its executor reads it: one row a tick, and loops over the stretches in which the same lanes run.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. NumPy only.
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward (I and W, its two parts). NumPy only.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,18 @@ Stretch = tuple[frozenset[str], int]  # the lanes that run, and for how many tic
 
 
 class Row(NamedTuple):
-    """What happens in a tick: the first four are `[ticks, stages]`, the others, one for all stages, `[ticks]`. Of a
+    """What happens in a tick: the first eight are `[ticks, stages]`, the others, one for all stages, `[ticks]`. Of a
     microbatch there is 0 where there is none.
 
     Attributes:
         forward: jobs, -1 = none.
         backward: likewise.
+        weight: likewise; without a weight lane there is none.
         written: the slot that F writes: a free one where it has no job.
         read: the slot that B reads: 0 where it has no job.
+        weighed: likewise, the slot of F's that W reads.
+        handed: the slot that I writes for W: a free one where it has no job.
+        taken_up: the slot of I's that W reads: 0 where it has no job.
         entering: the microbatch at the first stage's first chunk.
         finished: the microbatch whose forward the last stage ends.
         put: the place where the head puts its cotangent.
@@ -32,8 +36,12 @@ class Row(NamedTuple):
 
     forward: Numbers
     backward: Numbers
+    weight: Numbers
     written: Numbers
     read: Numbers
+    weighed: Numbers
+    handed: Numbers
+    taken_up: Numbers
     entering: Numbers
     finished: Numbers
     put: Numbers
@@ -44,6 +52,7 @@ class Row(NamedTuple):
 def rows(schedule: Schedule) -> Row:
     """The schedule's tables, and what follows from them: the ends of the pipeline and the slots."""
     v, forward, backward = schedule.chunks, schedule.forward, schedule.backward
+    none = np.full_like(backward, -1)
     ends = lambda jobs, chunk: np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1)
     entering, finished = ends(forward[:, 0], 0), ends(forward[:, -1], v - 1)
     begun, leaving = ends(backward[:, -1], v - 1), ends(backward[:, 0], 0)
@@ -53,8 +62,12 @@ def rows(schedule: Schedule) -> Row:
     return Row(
         forward=forward,
         backward=backward,
+        weight=none if schedule.weight is None else schedule.weight,
         written=schedule.written,
         read=np.maximum(schedule.slots["backward"], 0),
+        weighed=np.maximum(schedule.slots.get("weight", none), 0),
+        handed=np.maximum(schedule.handed_on.get("backward", none), 0),
+        taken_up=np.maximum(schedule.handed_on.get("weight", none), 0),
         entering=job(entering),
         finished=job(finished),
         put=job(finished) % places,

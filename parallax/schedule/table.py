@@ -10,13 +10,14 @@ there are no receive queues. Everything else (`phases`, `makespan`, `in_flight`,
 """
 
 import dataclasses
-import heapq
 import itertools
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
+
+from parallax.schedule.places import coloured
 
 Cost = float | int  # of one microbatch through a whole stage, in any unit of time
 LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
@@ -231,29 +232,25 @@ class Schedule:
     @cached_property
     def _places(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
         """`slots`, and where the forward lane has no job, the lowest slot that is free then."""
-        places = {lane: np.full_like(table, -1) for lane, table in self.lanes.items()}
-        last = list(self.lanes)[-1]
-        for s in range(self.stages):
-            held: dict[int, int] = {}
-            free = list(range(self.microbatches * self.chunks + 1))
-            columns = {lane: (table[:, s].tolist(), []) for lane, table in self.lanes.items()}
-            for jobs in zip(*(jobs for jobs, _ in columns.values()), strict=True):
-                for (lane, (_, found)), job in zip(columns.items(), jobs, strict=True):
-                    if lane == "forward" and job >= 0:
-                        held[job] = heapq.heappop(free)
-                    found.append(held[job] if job >= 0 else free[0])
-                    if lane == last and job >= 0:
-                        heapq.heappush(free, held.pop(job))
-            for lane, (_, found) in columns.items():
-                places[lane][:, s] = found
-        for table in places.values():
-            table.setflags(write=False)
-        return places
+        return coloured(self.lanes)
+
+    @cached_property
+    def handed_on(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """With a weight lane, the slots for what I hands on to W: written in `backward`, read in `weight`; else none.
+
+        Where `backward` has no job it is the lowest free slot, and -1 where `weight` has none.
+        """
+        return {} if self.weight is None else coloured({"backward": self.backward, "weight": self.weight})
 
     @property
     def slot_count(self) -> int:
         """The slots that the neediest stage needs, each for one chunk of one microbatch: 2P - 1 for 1F1B, whatever M is."""
         return int(self.slots["forward"].max()) + 1
+
+    @property
+    def handed_count(self) -> int:
+        """The slots of `handed_on`, each for one chunk of one microbatch: P for the zero-bubble schedule, whatever M is."""
+        return int(self.handed_on["backward"].max()) + 1 if self.handed_on else 0
 
     def _busy_ticks(self) -> Int[np.ndarray, " lanes"]:
         return np.array([(table >= 0).any(axis=1).sum() for table in self.lanes.values()])

@@ -1,0 +1,137 @@
+"""What ticks hand on to one another, and the slots in which arrays wait for a later tick.
+
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward, or in two parts I and W.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Shaped
+
+from parallax import precision
+from parallax.pipeline.exchange import Exchange
+from parallax.pipeline.kept import Halves, InTwo, raw, typed
+from parallax.pipeline.model import Model
+from parallax.pipeline.rows import Row
+from parallax.typed import PyTree
+
+
+class Carry(NamedTuple):
+    """What one tick hands to the next, and one lane to those after it.
+
+    Attributes:
+        x: from the stage before, as it was sent.
+        y: what F made in this tick; None between ticks.
+        ct: from the stage after, as it was sent: of the floating-point leaves of x.
+        slots: what F keeps for B, [slots, ...] each.
+        handed: what I hands on to W, [slots, ...] each.
+        pending: cotangents that the head made and the last stage has not used yet, [places, ...] each.
+        loss: the sum of the head's.
+        terms: the sum of the stages' own; None where they have none.
+        of_head: the head's auxiliary values, [M, ...] each.
+        of_stages: the stage's auxiliary values, [M, v, ...] each.
+        ends: sums of the gradients of what is not split over the stages.
+        blocks: and of what is, [v, ...] each.
+    """
+
+    x: PyTree
+    y: PyTree
+    ct: PyTree
+    slots: list[Shaped[Array, "slots ..."]]
+    handed: list[Shaped[Array, "slots ..."]]
+    pending: PyTree
+    loss: Float[Array, ""]
+    terms: Float[Array, ""] | None
+    of_head: PyTree
+    of_stages: PyTree
+    ends: PyTree
+    blocks: PyTree
+
+
+class Choices(NamedTuple):
+    """How the lanes keep, send and add.
+
+    Attributes:
+        halves: of a stage, by what it keeps.
+        kinds: the types of what is kept.
+        exchange: an argument of `pipeline.value_and_grad`.
+        scatter: likewise.
+        in_two: with a weight lane, the backward half in two.
+        handed: the types of what its first part hands on to the second.
+    """
+
+    halves: Halves
+    kinds: list[Any]
+    exchange: Exchange
+    scatter: Callable[[PyTree], PyTree]
+    in_two: InTwo | None = None
+    handed: tuple[Any, ...] = ()
+
+
+def start(model: Model, choices: Choices, table: Row) -> Carry:
+    """The carry before the first tick, of zeros: of what the first ticks compute on as well, so that it stays finite."""
+    M, v = model.schedule.microbatches, model.schedule.chunks
+    moving = eqx.filter(model.x, eqx.is_inexact_array)
+    part = choices.exchange.part
+    loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
+    scattered = lambda tree: jax.tree.map(_wide_zeros, jax.eval_shape(choices.scatter, tree))
+    return Carry(
+        x=part(model.x),
+        y=None,
+        ct=part(moving),
+        slots=_slots(choices.kinds, int(table.written.max()) + 1),
+        handed=_slots(choices.handed, int(table.handed.max()) + 1),
+        pending=jax.tree.map(lambda leaf: _stacked(leaf, int(table.put.max()) + 1), moving),
+        loss=_wide_zeros(loss),
+        terms=None if model.terms.loss is None else _wide_zeros(model.terms.loss),
+        of_head=jax.tree.map(lambda value: _stacked(value, M), of_head),
+        of_stages=jax.tree.map(lambda value: _stacked(value, M, v), model.terms.aux),
+        ends=scattered(model.params.ends),
+        blocks=scattered(model.params.blocks),
+    )
+
+
+def gradients(end: Carry) -> PyTree:
+    """The sums of all gradients."""
+    return eqx.combine(end.ends, end.blocks)
+
+
+def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
+    """The tree `a` where the condition holds, else `b`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+def added(sums: PyTree, terms: PyTree, counts: Bool[Array, ""]) -> PyTree:
+    """`sums` plus `terms` where they count; what does not count may be anything, even not a number."""
+    return jax.tree.map(lambda total, d: total + masked(counts, d).astype(total.dtype), sums, terms)
+
+
+def masked(counts: Bool[Array, ""], tree: PyTree) -> PyTree:
+    """The tree where it counts, else zeros."""
+    return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
+
+
+def _slots(kinds: Sequence[Any], count: int) -> list[Array]:
+    return [_stacked(jax.eval_shape(raw, kind), count) for kind in kinds]
+
+
+def written(slots: list[Array], arrays: Sequence[Array], slot: Array) -> list[Array]:
+    """The slots after these arrays, one of each kind, have gone into one of them."""
+    return [lax.dynamic_update_index_in_dim(all, raw(one), slot, 0) for all, one in zip(slots, arrays, strict=True)]
+
+
+def waiting(slots: list[Array], kinds: Sequence[Any], slot: Array) -> list[Array]:
+    """What lies in a slot, of these types."""
+    return [typed(lax.dynamic_index_in_dim(s, slot, keepdims=False), kind) for s, kind in zip(slots, kinds, strict=True)]
+
+
+def _stacked(like: Any, *counts: int) -> Array:
+    return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
+
+
+def _wide_zeros(like: Any) -> Array:
+    return jnp.zeros_like(like, dtype=precision.wide(like.dtype))

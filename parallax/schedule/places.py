@@ -1,0 +1,34 @@
+"""Where what a job makes waits until it is used: slots, each for one chunk of one microbatch. NumPy only."""
+
+import heapq
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Int32
+
+
+def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+    """The slot of each job, by lane: the first lane writes it, and it is free again after the last lane's tick.
+
+    Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order of
+    their start, each with the lowest free slot. Where the first lane has no job, it is the lowest slot that is free then; where
+    another has none, -1.
+    """
+    first, *_, last = lanes
+    places = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
+    for s in range(lanes[first].shape[1]):
+        held: dict[int, int] = {}
+        free = list(range(int((lanes[first][:, s] >= 0).sum()) + 1))
+        columns = {lane: (table[:, s].tolist(), []) for lane, table in lanes.items()}
+        for jobs in zip(*(jobs for jobs, _ in columns.values()), strict=True):
+            for (lane, (_, found)), job in zip(columns.items(), jobs, strict=True):
+                if lane == first and job >= 0:
+                    held[job] = heapq.heappop(free)
+                found.append(held[job] if job >= 0 else free[0] if lane == first else -1)
+                if lane == last and job >= 0:
+                    heapq.heappush(free, held.pop(job))
+        for lane, (_, found) in columns.items():
+            places[lane][:, s] = found
+    for table in places.values():
+        table.setflags(write=False)
+    return places

@@ -1,0 +1,208 @@
+"""A backward pass in two lanes is the one that it was, with no product more, in the ticks and the memory of its table."""
+
+import functools
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from reference import FLOAT64, assert_close
+
+from parallax import mesh, pipeline, tensor
+from parallax.compiled import hlo
+from parallax.jaxprs import inner, opened
+from parallax.models import gpt2
+from parallax.pipeline.kept import in_two
+from parallax.schedule import one_f_one_b, zero_bubble
+
+D, H, T, L = 4, 6, 3, 2
+
+
+def weights(seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), (L, *shape), FLOAT64) / 3
+    return {"up": normal(D, H), "bias": normal(H), "down": normal(H, D), "qkv": normal(3, D, D), "scale": normal(D)}
+
+
+def layer(w, x, key):
+    """Attention, dropout, a feed-forward, weights that are in no product, and the same weight in two places."""
+    normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * w["scale"][None]
+    q, k, v = (normed @ w["qkv"][i] for i in range(3))
+    x = x + jax.nn.softmax(q @ k.T) @ v * jax.random.bernoulli(key, 0.7, x.shape).astype(x.dtype)
+    return x + jnp.tanh(x @ w["up"] + w["bias"][None]) @ w["down"] + jnp.sin(x @ w["qkv"][0])
+
+
+def scanned(layer):
+    def stage(trained, x, given):
+        each = trained, jax.random.split(given["key"], L)
+        x, sizes = lax.scan(lambda x, each: (layer(each[0], x, each[1]), jnp.sum(x**2)), x, each)
+        return (x, jnp.sum(sizes)), jnp.mean(x)
+
+    return stage
+
+
+def shared(trained, x, given):
+    """One layer's weights in each trip, whose gradients are added up in the loop."""
+    one = jax.tree.map(lambda w: w[0], trained)
+    out = lax.fori_loop(0, 3, lambda i, x: layer(one, x, given["key"]), x)
+    return (out, jnp.zeros((), FLOAT64)), None
+
+
+def unrolled(trained, x, given):
+    for i in range(L):
+        x = jax.checkpoint(layer)(jax.tree.map(lambda w: w[i], trained), x, given["key"])  # noqa: B023
+    return (x, jnp.sum(trained["bias"] ** 2)), None
+
+
+def nested(trained, x, given):
+    """A loop in a loop, and a conditional, which stays whole."""
+    once = lambda x, w: (layer(w, x, given["key"]), None)
+    inside = lambda x, _: (lax.scan(once, x, trained)[0], None)
+    x = lax.scan(inside, x, None, length=2)[0]
+    w = trained["qkv"][0, 0]
+    return (lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: x + w[:1]), jnp.sum(x)), None
+
+
+STAGES = {
+    "scanned": scanned(layer),
+    "remat": scanned(jax.checkpoint(layer)),
+    "products": scanned(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)),
+    "shared": shared,
+    "unrolled": unrolled,
+    "nested": nested,
+    "no weights": lambda trained, x, given: ((jnp.sin(x), jnp.zeros((), FLOAT64)), None),
+}
+
+
+@functools.cache
+def both(name, keep):
+    """The transpose, and the two parts of it: with the products that each runs."""
+    halves = keep(STAGES[name])
+    x, given_ = jnp.ones((T, D), FLOAT64), {"key": jax.random.key(0)}
+    _, kept = halves.forward(weights(0), x, given_)
+    parts = in_two(halves, weights(0), given_, kept, (x, jnp.ones((), FLOAT64)))
+
+    def forward(trained, x, given):
+        return halves.forward(trained, x, given)[1]
+
+    def whole(trained, given, kept, ct):
+        gradients, x = halves.backward(trained, given, kept)(ct)
+        return x, gradients
+
+    return jax.jit(forward), jax.jit(whole), jax.jit(parts.inputs), jax.jit(parts.weights)
+
+
+def products(f, *arguments):
+    """The operations in products: 2 for each term of each sum."""
+
+    def of(jaxpr, times):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                left = eqn.invars[0].aval.shape
+                total += 2 * times * eqn.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += sum(of(body, times * trips) for body in inner(eqn))
+        return total
+
+    return of(opened(jax.make_jaxpr(f)(*arguments)), 1)
+
+
+@pytest.mark.sweep(7)
+@pytest.mark.parametrize("keep", [pipeline.residuals, pipeline.inputs])
+@pytest.mark.parametrize("name", STAGES)
+@settings(max_examples=3)
+@given(seed=st.integers(0, 1000))
+def test_two_parts_are_the_whole(name, keep, seed):
+    """Every gradient, and not one product more; those of weights that only weights need are in the second part."""
+    forward, whole, inputs, weigh = both(name, keep)
+    trained, given_ = weights(seed), {"key": jax.random.key(seed)}
+    x, ct = jax.random.normal(jax.random.key(seed + 1), (2, T, D), FLOAT64)
+    kept, ct = forward(trained, x, given_), (ct, jnp.full((), 0.7, FLOAT64))
+    found_x, passed = inputs(trained, given_, kept, ct)
+    found = weigh(trained, given_, kept, passed)
+    assert_close((found_x, found), whole(trained, given_, kept, ct), 1e-13)  # the same operations; XLA may order sums anew
+    first, second = products(inputs, trained, given_, kept, ct), products(weigh, trained, given_, kept, passed)
+    assert second == OF_WEIGHTS.get(name, 2 * L * T * D * (2 * H + 4 * D))
+    if keep is pipeline.residuals:
+        assert first + second == products(whole, trained, given_, kept, ct)
+    else:  # the last layer's output, which the transpose computes again for nobody
+        assert first + second <= products(whole, trained, given_, kept, ct)
+
+
+ONE = 2 * T * D * (2 * H + 4 * D)  # the products of a layer's weights
+OF_WEIGHTS = {"shared": 3 * ONE, "nested": 2 * L * ONE, "no weights": 0}
+
+
+def test_what_waits_is_no_larger_than_the_cotangents_of_products():
+    """Of a layer: those of q, k, v, the products up and down and the second q; what is no product is summed before."""
+    _, _, inputs, _ = both("scanned", pipeline.residuals)
+    forward, *_ = both("scanned", pipeline.residuals)
+    trained, given_, x = weights(0), {"key": jax.random.key(0)}, jnp.ones((T, D), FLOAT64)
+    kept = forward(trained, x, given_)
+    _, passed = jax.eval_shape(inputs, trained, given_, kept, (x, jnp.ones((), FLOAT64)))
+    assert sum(leaf.size for leaf in passed) == L * (T * (3 * D + H + D + D) + H + D)
+
+
+CONFIG = gpt2.Config(layers=4, heads=2, width=32, context=16, vocabulary=8)
+ROWS, STAGES_, M = 2, 2, 6
+
+
+@functools.cache
+def program(make, microbatches=M, rows=ROWS):
+    """A compiled pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
+    block = functools.partial(gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention)
+
+    def stage(params, x, part, position):
+        return gpt2.run_blocks(params, x, None, block)
+
+    head = lambda params, x, part: jnp.mean(x**2)
+    blocks = gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks
+    arrays, static = eqx.partition(blocks, eqx.is_array)
+    arrays = jax.tree.map(lambda w: w[None], arrays)
+    own = lambda params, x, part, position: stage(eqx.combine(params, static), x, part, position)
+    table = make(STAGES_, microbatches)
+    grad = pipeline.value_and_grad(lambda params, part: part, own, head, table, "stage", where=lambda params: params)
+    world, specs = mesh.make(stage=STAGES_, devices=jax.devices()[:STAGES_]), P(None, "stage")
+    run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
+    batch = jax.ShapeDtypeStruct((rows * microbatches, CONFIG.context, CONFIG.width), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        return run.lower(arrays, batch).compile()
+
+
+def operations(compiled):
+    """The operations in a compiled program's products, loops counted out."""
+    module = hlo.module(compiled)
+    shape = lambda text: [int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size]
+
+    def of(name):
+        inside, total = module[name], 0
+        results = {instruction.name: instruction.result for instruction in inside}
+        for each in inside:
+            if each.opcode == "dot":
+                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)[1].split(",")
+                left = shape(results[each.operands[0]])
+                total += 2 * math.prod(shape(each.result)) * math.prod(left[int(i)] for i in contracted)
+            total += sum(times * of(called) for called, times in each.called)
+        return total
+
+    return of(module.entry)
+
+
+@pytest.mark.slow
+def test_operations_are_those_of_the_table():
+    """(M + P - 1)(F + I) + M W of 1F1B's (M + P - 1)(F + B), counted in both compiled programs: not one more."""
+    tokens, width, layers = ROWS * CONFIG.context, CONFIG.width, CONFIG.layers // STAGES_
+    weight = layers * 2 * tokens * 12 * width**2
+    scores = layers * 2 * 2 * tokens * CONFIG.context * width
+    F, B = weight + scores, 2 * (weight + scores)
+    ticks = M + STAGES_ - 1
+    assert operations(program(one_f_one_b)) == ticks * (F + B)
+    assert operations(program(zero_bubble)) == ticks * (F + B - weight) + M * weight
