@@ -27,6 +27,7 @@ LAYOUTS = [
     Layout(data=4, stage=2, microbatches=2, chunks=2, zero=2, remat="stage"),
     Layout(data=2, stage=4, microbatches=2, zero=1, schedule="gpipe"),
     Layout(stage=4, tensor=2, microbatches=4, split_sends=True),
+    Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, sequence=True, remat="attention", schedule="zero_bubble"),
     Layout(data=2, tensor=2, stage=2, microbatches=2, sequence=True, remat="gathers"),
 ]
 

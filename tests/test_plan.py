@@ -75,12 +75,14 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "ZeRO-3 by tokens": (16, Layout(data=2, tensor=4, zero=3, sequence=True)),
     "chunks of one layer": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage")),
     "one microbatch": (8, Layout(stage=2, tensor=2)),
+    "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble")),
+    "zero bubble in chunks": (16, Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
     "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
     "sends split in chunks": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True)),
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, name):
@@ -234,6 +236,8 @@ def test_closed_forms_are_those_of_the_tables(name, P, M, v):
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
     assert order.ticks(P, M, v) == (count("forward"), count("backward"), count("head"), stretches[-1][1])
     assert order.slots(P, M, v) == rows.rows(table).written.max() + 1
+    assert order.weights(P, M, v) == count("backward" if table.weight is None else "weight")
+    assert order.handed(P, M, v) == table.handed_count
 
 
 def test_the_collectives_may_be_others():
@@ -257,6 +261,12 @@ def test_operations_are_those_of_the_papers():
     idle = planned.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
     assert idle - head == pytest.approx((papers - head) * 11 / 8, rel=1e-12)
     assert plan.plan(c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch).bubble == pytest.approx(3 / 11)
+    apart = Layout(stage=4, microbatches=8, schedule="zero_bubble")  # of the products of weights 8 / 11 less, a third of them
+    products = 72 * batch * c.layers * s * h * h
+    assert planned.device_flops(c, apart, batch) * 4 == pytest.approx(idle + head - head - products / 3 * 3 / 8, rel=1e-12)
+    assert plan.plan(c, apart, hardware.A100, batch=batch).bubble == pytest.approx(6 / 30)
+    with pytest.raises(ValueError, match="computes or gathers again in the ticks of the input's gradient"):
+        planned.check(c, dataclasses.replace(apart, remat="block"), batch)
 
 
 def test_what_is_computed_again_is_read_and_written_again():

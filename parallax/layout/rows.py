@@ -237,6 +237,8 @@ class Order(NamedTuple):
         table: makes the schedule.
         ticks: those in which anything runs forward, backward and in the head, and how many alike end the schedule; closed forms.
         slots: places for a chunk's residuals on each device, one of them to write to where there is no job; closed form.
+        weights: the ticks in which gradients of the stages' weights are made; closed form.
+        handed: places for what the input's gradient hands on to that of the weights; closed form.
         interleaves: whether a stage may have several chunks.
         needs: what it needs to act on.
     """
@@ -244,6 +246,8 @@ class Order(NamedTuple):
     table: Callable[[int, int, int], Schedule]
     ticks: Callable[[int, int, int], tuple[int, int, int, int]]
     slots: Callable[[int, int, int], int]
+    weights: Callable[[int, int, int], int]
+    handed: Callable[[int, int, int], int] = lambda P, M, v: 0
     interleaves: bool = True
     needs: tuple[Need, ...] = ()
 

@@ -168,3 +168,13 @@ def ticks_of_gpipe(P: int, M: int, v: int) -> tuple[int, int, int, int]:
 def slots_of_gpipe(P: int, M: int, v: int) -> int:
     """All microbatches wait."""
     return M + 1
+
+
+def ticks_of_zero_bubble(P: int, M: int, v: int) -> tuple[int, int, int, int]:
+    """Those of 1F1B; in the last ones alike both gradients run, or, after few microbatches, all gradients of weights."""
+    return M * v + P - 1, M * v + P - 1, M, min(M * v, v * P - 1)
+
+
+def handed_of_zero_bubble(P: int, M: int, v: int) -> int:
+    """The last stage's weights lag P - 1 ticks behind; fewer where there are few microbatches."""
+    return min(M * v + 1, P)

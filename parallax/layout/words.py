@@ -6,7 +6,7 @@
 Legend: P stages, M microbatches, v chunks a stage.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO's stages; Korthikanti et al. (arXiv 2205.05198) for `sequence` and
-`attention`; Narayanan et al. (arXiv 2104.04473) for `one_f_one_b`.
+`attention`; Narayanan et al. (arXiv 2104.04473) for `one_f_one_b`; Qi et al. (arXiv 2401.10241) for `zero_bubble`.
 """
 
 import functools
@@ -134,14 +134,26 @@ REMAT = {
 
 # schedule
 
+SEVERAL = (Need("stage", "orders the jobs of several stages", instead="one_f_one_b"),)
 ORDERS = {
-    "one_f_one_b": Order(schedule.one_f_one_b, ways.ticks_of_one_f_one_b, ways.slots_of_one_f_one_b),
+    "one_f_one_b": Order(
+        schedule.one_f_one_b, ways.ticks_of_one_f_one_b, ways.slots_of_one_f_one_b, lambda P, M, v: M * v + P - 1
+    ),
     "gpipe": Order(
         ways.gpipe,
         ways.ticks_of_gpipe,
         ways.slots_of_gpipe,
+        lambda P, M, v: M + P - 1,
         interleaves=False,
-        needs=(Need("stage", "orders the jobs of several stages", instead="one_f_one_b"),),
+        needs=SEVERAL,
+    ),
+    "zero_bubble": Order(
+        schedule.zero_bubble,
+        ways.ticks_of_zero_bubble,
+        ways.slots_of_one_f_one_b,
+        lambda P, M, v: M * v,
+        ways.handed_of_zero_bubble,
+        needs=SEVERAL,
     ),
 }
 

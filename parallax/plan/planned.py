@@ -213,6 +213,14 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
     known(config)
     layout.check(**config.sizes, batch=batch, devices=devices)
+    does = words.read(layout)
+    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
+    if waits and (does.again.passes or does.again.gathers_alone or does.kept.gathers):
+        raise ValueError(
+            f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which its schedule is there to "
+            "shorten, and what then waits for the weights' gradients is not counted. Take remat=none without ZeRO-3, or another "
+            "schedule."
+        )
 
 
 def memory(
@@ -250,7 +258,8 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     does = words.read(layout).again
     again = does.weights * weights + does.scores * scores
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
-    return size.layers * (size.forward * forward + size.backward * (2 * forward + again)) + size.heads * head
+    backward = size.backward * (2 * forward - weights + again) + size.weights * weights
+    return size.layers * (size.forward * forward + backward) + size.heads * head
 
 
 def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[tuple[str, ...], Number]:
@@ -283,6 +292,9 @@ def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware)
     if does.again.in_stages:
         return passes
     slots = 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
+    if does.order.handed(layout.stage, layout.microbatches, layout.chunks):
+        handed = temporaries.handed(config, layout, batch, hardware.short)
+        slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
     return passes + does.stages.of(alone=0, piped=slots)  # into the slots, and out of them
 
 
@@ -292,7 +304,7 @@ def _updated(config: gpt2.Config, layout: Layout) -> int:
 
 def _bubble(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     size = traffic.sizes(config, layout, batch)
-    return 1 - 2 * layout.microbatches * layout.chunks / (size.forward + size.backward)
+    return 1 - 3 * layout.microbatches * layout.chunks / (size.forward + size.backward + size.weights)
 
 
 # As text

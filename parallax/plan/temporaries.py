@@ -31,7 +31,7 @@ class Temporary(NamedTuple):
     """Bytes that a step needs on a device beside its state and its batch.
 
     Attributes:
-        kept: what the layers keep for their backward pass, of all microbatches in flight.
+        kept: what the layers keep for their backward pass, of all microbatches in flight; with a weight lane, what waits for it.
         block: what one layer needs while its backward pass runs, and a stage's residuals on their way.
         gradients: of one microbatch, and their sums.
         gathered: parameters that live as shares, made whole (ZeRO-3); and those in 16 bits.
@@ -120,6 +120,16 @@ def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Nu
     )
 
 
+def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes of a layer that its input's gradient hands on to a lane of the weights' gradients, where nothing is computed again.
+
+    The cotangents of its four products, 3 + 4 of width D over the tensor devices and two whole ones, and the gradients of norms
+    and biases, which are made on the way.
+    """
+    size, D = sizes(config, layout, batch, short), config.width
+    return size.narrow * (7 * size.split + 2 * size.whole + 7 * D / layout.tensor + 6 * D)
+
+
 def taken_apart(kept: Number, size: Sizes, does: Functions, compiler: Compiler) -> tuple[Number, Number]:
     """Bytes that are taken out of a loop's stacks before the backward pass of what is in its body: the last layer's; the others'.
 
@@ -162,6 +172,8 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     held = does.kept.of(everything=c.kept, products=1.0, inputs=1.0)
     one = size.narrow * size.stream if again.in_stages else held * layers * layer(config, layout, batch, short)
     in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
+    waiting = does.stages.of(alone=0, piped=does.order.handed(layout.stage, does.microbatches, chunks))
+    waiting = waiting * layers * handed(config, layout, batch, short)
     split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
     first, others = taken_apart(layer(config, layout, batch, short), size, does, c) if loop else (0.0, 0.0)
@@ -187,4 +199,4 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     update = does.stages.of(alone=update, piped=0.0)
     logits = min(BLOCK_TOKENS, layout.sequences(batch) * config.context) * config.rows / (layout.stage * layout.tensor)
     loss = 2 * FLOAT * logits + E
-    return Temporary(in_flight * one, block, gradients, gathered, loss, update)
+    return Temporary(in_flight * one + waiting, block, gradients, gathered, loss, update)

@@ -76,6 +76,7 @@ class Sizes(NamedTuple):
         embeds: calls of the embedding.
         hops: activations sent to the next stage, and cotangents to the one before.
         last: ticks in a row, alike, that end the step.
+        weights: calls of a stage for the gradients of its weights: `backward`, or fewer where they have a lane of their own.
     """
 
     sequences: int
@@ -87,16 +88,18 @@ class Sizes(NamedTuple):
     embeds: int
     hops: int
     last: int
+    weights: int
 
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     """How often what runs. Idle stages run too, on garbage: each lane counts in all ticks in which it runs anywhere."""
     b, P, M, v = layout.sequences(batch), layout.stage, layout.microbatches, layout.chunks
-    forward, backward, heads, last = words.read(layout).order.ticks(P, M, v)
+    order = words.read(layout).order
+    forward, backward, heads, last = order.ticks(P, M, v)
     # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
     hops = forward + backward - (last == 1)
     layers = config.layers // (P * v)
-    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last)
+    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v))
 
 
 def terms(
@@ -253,7 +256,7 @@ class _Step:
         """
         size = self.size
         made = {"wte": size.backward + size.heads, "wpe": size.backward + 1, "norm.weight": size.heads + 1}
-        in_lanes = size.backward if leaf.block else made.get(leaf.path, size.heads)
+        in_lanes = size.weights if leaf.block else made.get(leaf.path, size.heads)
         return self.does.stages.of(alone=size.backward, piped=in_lanes)
 
     def over_all(self) -> Iterator[Term]:
