@@ -1,4 +1,4 @@
-"""Pipelines in turn: 1F1B stored and with remat, interleaved, GPipe, the tutorials' pipeline, and one device.
+"""Pipelines in turn: 1F1B stored and with remat, interleaved, zero bubble, GPipe, the tutorials' pipeline, and one device.
 
     python benchmarks/pipeline.py [--quick]
 
@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh, pipeline, tensor
 from parallax.collectives import ring, send_next
+from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.schedule import Schedule, gpipe, one_f_one_b
+from parallax.plan import temporaries
+from parallax.schedule import Schedule, gpipe, one_f_one_b, zero_bubble
 
 
 class Ideal(NamedTuple):
@@ -80,6 +82,7 @@ def main():
             "1F1B": ours(task, mesh_, M, one_f_one_b(task.stages, M)),
             "1F1B, remat": ours(task, mesh_, M, one_f_one_b(task.stages, M), remat=True),
             "interleaved, 2 chunks": ours(task, mesh_, M, one_f_one_b(task.stages, M, chunks=2)),
+            "zero bubble": ours(task, mesh_, M, zero_bubble(task.stages, M)),
             "GPipe": ours(task, mesh_, M, gpipe(task.stages, M)),
             "tutorials' (naive twin)": naive(task, mesh_, M),
             "one device": one_device(task, M),
@@ -105,8 +108,9 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
         where=lambda blocks: blocks,
         keep=pipeline.inputs if remat else pipeline.residuals,
     )
-    time = schedule.makespan(1, 3 if remat else 2)
+    time = schedule.makespan(1, 3 if remat else 2) if schedule.weight is None else schedule.makespan(1, 1, 1)
     held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))
+    held += schedule.handed_count * handed_bytes(task, v * task.stages)
     return spread(task, mesh_, M, grad, P(None, "stage"), chunked, Ideal(schedule.ticks, time, held))
 
 
@@ -161,6 +165,13 @@ def residual_bytes(task: Task, parts: int) -> int:
 
     part = jax.tree.map(lambda w: jax.ShapeDtypeStruct((w.shape[0] // parts, *w.shape[1:]), w.dtype), task.blocks)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(kept, part, task.batch(1)[0]))
+
+
+def handed_bytes(task: Task, parts: int) -> int:
+    """What the input's gradient of one part of the layers hands on to that of the weights, of one microbatch."""
+    layout = Layout(microbatches=2)
+    layer = temporaries.handed(task.config, layout, layout.global_batch(task.sequences), short=4)
+    return int(task.config.layers // parts * layer)
 
 
 def input_bytes(task: Task) -> int:

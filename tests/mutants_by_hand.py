@@ -209,11 +209,14 @@ LAYERS = (
     ),
 )
 
+IN_TWO = "test_weight_lane.py::"
+LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
+
 PIPELINE = (
     Mutant(
         "backward",
-        "slot = row.read[model.index]",
-        "slot = row.written[model.index]",
+        "choices.kinds, row.read[model.index]",
+        "choices.kinds, row.written[model.index]",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
@@ -235,9 +238,9 @@ PIPELINE = (
         "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
-        "Schedule._places",
-        "held[job] if job >= 0 else free[0]",
-        "held[job] if job >= 0 else 0",
+        "coloured",
+        "free[0] if lane == first else -1",
+        "0 if lane == first else -1",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
@@ -261,6 +264,17 @@ PIPELINE = (
     ),
     Mutant("Schedule.in_flight", " - (last >= 0)  #", "  #", "test_schedule.py::test_in_flight_is_the_formula"),
     Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
+    Mutant("backward_weight", "row.weighed[model.index]", "row.read[model.index]", LEAKS),
+    Mutant("backward_weight", "row.taken_up[model.index]", "row.handed[model.index]", LEAKS),
+    Mutant("_is_cheap", " and all(name in CHEAP for name in primitives(step))", "", IN_TWO + "test_two_parts_are_the_whole"),
+    Mutant(
+        "apart",
+        "size(of.kinds, step.makes) <= size(of.kinds, reads & made)",
+        "False",
+        IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",
+    ),
+    Mutant("Step.only", "if name in names", "", IN_TWO + "test_two_parts_are_the_whole[unrolled-residuals]"),
+    Mutant("reach", "if more == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
     Mutant("zero_bubble", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
 )
@@ -631,6 +645,7 @@ TOLD = (
         '"stage": layout.tensor, "data": layout.tensor',
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
+    Mutant("handed_of_zero_bubble", "min(M * v + 1, P)", "P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
     Mutant(
         "ticks_of_one_f_one_b",
         "M * v + P - 1, M * v + P - 1, M, v * P - 1",

@@ -70,7 +70,10 @@ def test_the_schedule_is_a_table():
             {"remat": "blocks"},
             "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'blocks'. Take remat='block'.",
         ),
-        ({"schedule": "1f1b"}, "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '1f1b'. Take schedule='one_f_one_b'."),
+        (
+            {"schedule": "1f1b"},
+            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '1f1b'. Take schedule='one_f_one_b'.",
+        ),
         ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 or data=2."),
         (
             {"sequence": True},
@@ -115,8 +118,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"schedule": "{x}"},
-            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '{x}'. Take schedule='one_f_one_b', the nearest "
-            "that works.",
+            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '{x}'. Take schedule='one_f_one_b', the "
+            "nearest that works.",
         ),
         ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
         (

@@ -18,7 +18,16 @@ WORDS = set(KNOWN)
 READER = ROOT / "parallax" / "layout" / "words.py"
 FILES = [path for folder in ("parallax", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 FLAGS = {"settings", "arguments", "task", "compute", "self"}
-SPELT = {"gathers", "attention", "products", "one_f_one_b", "gpipe", "zero_bubble", "bfloat16", "float16"}  # words that mean nothing else
+SPELT = {
+    "gathers",
+    "attention",
+    "products",
+    "one_f_one_b",
+    "gpipe",
+    "zero_bubble",
+    "bfloat16",
+    "float16",
+}  # words that mean nothing else
 VOCABULARIES = [{value for value in known if isinstance(value, str)} for known in KNOWN.values()]
 
 

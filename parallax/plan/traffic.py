@@ -99,7 +99,9 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
     hops = forward + backward - (last == 1)
     layers = config.layers // (P * v)
-    return Sizes(b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v))
+    return Sizes(
+        b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v)
+    )
 
 
 def terms(
