@@ -273,7 +273,6 @@ PIPELINE = (
         "False",
         IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",
     ),
-    Mutant("Step.only", "if name in names", "", IN_TWO + "test_two_parts_are_the_whole[unrolled-residuals]"),
     Mutant("reach", "if more == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
     Mutant("zero_bubble", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
