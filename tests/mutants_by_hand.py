@@ -1092,6 +1092,7 @@ EXPERTS = (
         "axis.index(), 1",
         "0 * axis.index(), 1",
         "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k stage",
+        long=True,
     ),
     Mutant(
         "_check_varies",

@@ -107,7 +107,7 @@ def routers(draw, count):
     return eqx.tree_at(lambda w: (w.router, w.bias), w, (jnp.asarray(router), jnp.asarray(bias))), kind, expert
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_layer_is_all_experts_on_all_tokens(name):
     case = LAYERS[name]
@@ -151,7 +151,7 @@ def tight(name):
     return on(mesh.make(data=4, devices=jax.devices()[:4]), layer, (specs, P("data")), (P("data"), P()))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", TIGHT)
 @settings(max_examples=8)
 @given(drawn=routers(8), seed=st.integers(0, 1000))
@@ -278,8 +278,10 @@ def regrouped(model, chunks):
     return model | {"blocks": blocks}
 
 
-@pytest.mark.sweep(12)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "stage" in case.sizes else name for name, case in CASES.items()]
+)
 def test_five_steps_of_a_decoder_are_those_of_one_device(name):
     check(CASES[name])
 
@@ -299,6 +301,7 @@ def check(case):
         assert np.any(plain.model["blocks"]["mixture"].bias)
 
 
+@pytest.mark.sweep(2, "together")
 def test_a_gradient_that_was_summed_twice_is_refused():
     """An expert's gradient is the sum over the tokens of all devices already."""
     case, plain = CASES["data, accumulated by 2"], Plain(1)
@@ -441,6 +444,7 @@ def test_refusals():
         experts.blocks(size=0)
 
 
+@pytest.mark.sweep(2, "together")
 def test_experts_of_any_kind():
     """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
     count, k = 4, 2
