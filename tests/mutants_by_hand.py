@@ -1035,8 +1035,8 @@ EXPERTS = (
     ),
     Mutant(
         "_table",
-        "jnp.where(counts, read, rows + within)",
-        "read",
+        "jnp.where(counts, read, rows + within), jnp.where(counts, pair, pairs + within)",
+        "read, pair",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),
     Mutant(
