@@ -431,6 +431,12 @@ def test_refusals():
         dispatch=experts.ragged(1.0),
     )
     refused(
+        "experts.ragged needs an axis to move rows along, and the experts are not split over one. Take gathered, or name",
+        axis=(),
+        specs=mixtures.layer_specs(None),
+        dispatch=experts.ragged(1.0),
+    )
+    refused(
         "experts: an expert must return rows like those that it takes, float64[128, 8]; it returned float64[128, 6]. Let its",
         compute=experts.blocks(lambda w, rows: rows @ w.up),
     )
@@ -449,7 +455,7 @@ def test_experts_of_any_kind():
     """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
     count, k = 4, 2
     make = lambda key: {"mlp": eqx.nn.MLP(D, D, 5, 1, jnp.tanh, dtype=mixtures.FLOAT64, key=key), "turn": jnp.arange(D)[::-1]}
-    stacked = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), count))
+    stacked = eqx.filter_jit(eqx.filter_vmap(make))(jax.random.split(jax.random.key(0), count))
     w = experts.Mixture(mixtures.normal(1, D, count), stacked)
     x = mixtures.normal(2, 8, TOKENS, D)
     one = lambda expert, rows: jax.vmap(expert["mlp"])(rows)[:, expert["turn"]]
@@ -472,7 +478,7 @@ def test_experts_of_any_kind():
     grad = lambda trained, rest, x: grads.averaged(lambda t, b: jax.value_and_grad(loss)(t, *b), "data")(trained, (rest, x))
     world = mesh.make(data=4, devices=jax.devices()[:4])
     split = on(world, grad, (specs(trained), specs(rest), P("data")), (P(), specs(trained)))
-    found, expected = split(trained, rest, x), jax.value_and_grad(whole)(trained, rest, x)
+    found, expected = split(trained, rest, x), eqx.filter_jit(jax.value_and_grad(whole))(trained, rest, x)
     assert_close(found, expected, EXACT)
 
 

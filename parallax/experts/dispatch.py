@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from parallax.collectives import Axis
 from parallax.collectives.axis import xla
+from parallax.collectives.types import axes
 
 Local = Callable[[Array, Array, Array, Array], Array]  # `Compute` of this device's experts: of (x, source, ids, weights)
 
@@ -158,7 +159,7 @@ class ragged:
         move: who moves the rows; takes what `lax.ragged_all_to_all` takes.
 
     Raises:
-        ValueError: the capacity is 0 or below; or the axis has a mover that is not `jax.lax`.
+        ValueError: the capacity is 0 or below; or there is no axis, or one with a mover that is not `jax.lax`.
     """
 
     capacity: float
@@ -178,6 +179,11 @@ class ragged:
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """As `Dispatch`."""
+        if not axes(axis.names):
+            raise ValueError(
+                "experts.ragged needs an axis to move rows along, and the experts are not split over one. Take gathered, or name "
+                "the axis."
+            )
         if axis.mover != xla:
             raise ValueError(
                 f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the axis, {axis.names!r}, or take "
