@@ -1022,12 +1022,6 @@ EXPERTS = (
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),
     Mutant(
-        "blocks",
-        "run(*varying(arguments, tuple({name for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)})))",
-        "run(*arguments[:-1], jnp.ones_like(weights))",
-        "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
-    ),
-    Mutant(
         "_table",
         'side="right"',
         'side="left"',
