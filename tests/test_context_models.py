@@ -1,8 +1,9 @@
-"""GPT-2 with its tokens split over a context axis, beside data, stage and tensor, equals one device."""
+"""GPT-2 and Llama with their tokens split over a context axis, beside data, stage and tensor, equal one device."""
 
 import functools
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import context, cross_entropy, grads, mesh, pipeline, rules, schedule, sequence, tensor
 from parallax.collectives import ring
-from parallax.models import gpt2
+from parallax.models import gpt2, llama
 
 CONFIG = gpt2.Config(layers=2, heads=4, width=16, context=16, vocabulary=61, vocabulary_multiple=8, dropout=0.1)
+MODELS = {
+    "gpt2": (gpt2, gpt2.GPT2, CONFIG),
+    "llama": (  # one head of keys, which every device of the tensor axis has
+        llama,
+        llama.Llama,
+        llama.Config(layers=2, heads=4, groups=1, width=16, hidden=24, context=16, vocabulary=61, vocabulary_multiple=8),
+    ),
+}
 LAYOUTS = {  # the axes of the mesh; how layers join; who attends
     "data, tensor": ({"data": 2, "context": 2, "tensor": 2}, tensor.joins, None),
     "sequence": ({"context": 4, "tensor": 2}, sequence.joins, None),
@@ -35,32 +44,40 @@ def batch_of(weighted):
     return gpt2.Batch(windows, jax.random.split(jax.random.key(1), 4), weights)
 
 
+def chunked(model):
+    return eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda w: w[None], model.blocks))
+
+
 @functools.cache
-def on_one_device(weighted):
-    model = gpt2.GPT2(CONFIG, key=jax.random.key(0), dtype=reference.FLOAT64)
+def on_one_device(of, weighted):
+    family, make, config = MODELS[of]
+    model = make(config, key=jax.random.key(0), dtype=reference.FLOAT64)
     batch = batch_of(weighted)
     if weighted:
         batch = batch._replace(weights=batch.weights / jnp.mean(batch.weights))
-    return model, *jax.jit(jax.value_and_grad(gpt2.loss))(model, batch)
+    return model, *jax.jit(jax.value_and_grad(family.loss))(model, batch)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
+@pytest.mark.parametrize("of", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_equal_one_device(layout):
+def test_gradients_equal_one_device(layout, of):
+    family, _, config = MODELS[of]
     axes, inner, around = LAYOUTS[layout]
     weighted = "data" in axes
-    model, expected_loss, expected = on_one_device(weighted)
+    model, expected_loss, expected = on_one_device(of, weighted)
     over = mesh.make(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     t = ring("tensor") if "tensor" in axes else ()
     joins = functools.partial(context.joins, context=ring("context"), inner=inner, around=around)
+    rules_of = functools.partial(family.FAMILY.rules, size=axes.get("tensor", 1))
     split = ("data", "context") if "data" in axes else "context"
     if "stage" in axes:
-        model, rule = gpt2.chunked(model, 1), gpt2.rules("tensor", stage="stage")
-        stages = gpt2.stages(CONFIG, ring("stage"), t, joins=joins)
+        model, rule = chunked(model), rules_of("tensor", stage="stage")
+        stages = family.stages(config, ring("stage"), t, joins=joins, attend=family.FAMILY.attend)
         grad = pipeline.value_and_grad(*stages, schedule.one_f_one_b(stages=2, microbatches=2), ring("stage"))
     else:
-        rule = gpt2.rules("tensor" if "tensor" in axes else ())
-        grad = grads.accumulated(jax.value_and_grad(functools.partial(gpt2.loss, axis=t, joins=joins)), microbatches=2)
+        rule = rules_of("tensor" if "tensor" in axes else ())
+        grad = grads.accumulated(jax.value_and_grad(functools.partial(family.loss, axis=t, joins=joins)), microbatches=2)
     grad = grads.summed(grad, ring("tensor")) if inner is sequence.joins else grad
     grad = grads.averaged(grad, ring(split))
 
@@ -72,7 +89,7 @@ def test_gradients_equal_one_device(layout):
     rows = P("data" if "data" in axes else None)
     run = jax.jit(mesh.spmd(inside, mesh=over, in_specs=(specs, rows), out_specs=(P(), specs)))
     loss, found = run(mesh.place(model, specs, over), batch_of(weighted))
-    found = gpt2.unchunked(found) if "stage" in axes else found
+    found = eqx.tree_at(lambda m: m.blocks, found, jax.tree.map(lambda w: w[0], found.blocks)) if "stage" in axes else found
     np.testing.assert_allclose(float(loss), float(expected_loss), rtol=reference.EXACT)
     reference.assert_close(jax.device_get(found), jax.device_get(expected), reference.EXACT)
 

@@ -57,7 +57,8 @@ def loss(
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
     made = joins(axis)
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
-    apply = pieces.layer(model.config, positions=positions(x, windows.shape[1] - 1), joins=made, attend=attend)
+    own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
+    apply = pieces.layer(model.config, positions=own, joins=made, attend=attend)
     x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
     return pieces.head(model, x, windows[:, 1:], weights=weights, joins=made)
 
@@ -105,7 +106,9 @@ def stages(
 
     def stage(model, x, part, position):
         windows, keys, _ = Batch(*part)
-        apply = pieces.layer(config, positions=positions(x, windows.shape[1] - 1), joins=joins(axis), attend=attend)
+        made = joins(axis)
+        own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
+        apply = pieces.layer(config, positions=own, joins=made, attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll)
 

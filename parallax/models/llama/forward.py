@@ -38,11 +38,13 @@ def loss(
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
+    With `context.joins`, the mean over this device's tokens.
+
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`.
+        joins: how the devices of `axis` come together, as in `gpt2.loss`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
             of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
@@ -80,8 +82,9 @@ def embed(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
-    known = {"weights": seen(weights), "vocabulary": model.config.vocabulary}
-    return across(joins.leave(tensor.lookup(model.table, tokens, joins.everywhere, **known)))
+    there = seen(weights)
+    known = {"weights": None if there is None else joins.tokens(there, dim=1), "vocabulary": model.config.vocabulary}
+    return across(joins.leave(tensor.lookup(model.table, joins.tokens(tokens, dim=1), joins.everywhere, **known)))
 
 
 def block(
@@ -98,12 +101,12 @@ def block(
     """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
 
     Where each device has all heads of keys and values, it computes those that its queries attend to; backward, one all-reduce of
-    their weights' size sums what the devices found. `turns` are those of all tokens, by `rotary`.
+    their weights' size sums what the devices found. `turns` are those of the tokens that it attends with, by `rotary`.
     """
     attention, mlp = weights.attention, weights.mlp
 
     y = joins.enter(weights.attention_norm(x, config.epsilon))
-    y = attend(*queries_keys_values(attention, y, turns, config, joins))
+    y = joins.attends(attend)(*queries_keys_values(attention, y, turns, config, joins))
     x = x + joins.row(y, attention.out.weight, None)
 
     y = joins.enter(weights.mlp_norm(x, config.epsilon))
@@ -197,7 +200,8 @@ def head(
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    vocabulary = model.config.vocabulary
+    vocabulary, targets = model.config.vocabulary, joins.tokens(targets, dim=1)
+    weights = None if weights is None else joins.tokens(weights, dim=1)
     return cross_entropy.mean(x, model.unembedding, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 
