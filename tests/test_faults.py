@@ -19,7 +19,6 @@ from faults import LAUNCHER, Running, kill
 SECONDS = 30  # for a job to end after a fault, on a machine that other tests keep busy
 MORE = 5  # seconds more than the watchdog's, in which all processes are gone, whatever stopped
 WATCHDOG = 20  # seconds for a step, on such a machine
-LONG = 400  # steps, more than sixty killed sessions get through
 LIMIT = 25  # seconds in which all processes of a job must have come
 ALL = [LAUNCHER, "variables"] if LAUNCHER == "mpirun" else [LAUNCHER]
 
@@ -46,9 +45,15 @@ def undisturbed(tmp_path_factory, cache):
 
 
 @pytest.fixture(scope="module")
-def undisturbed_long(tmp_path_factory, cache):
+def long(pytestconfig):
+    """Kills, and steps, more than so many killed sessions get through."""
+    return (60, 400) if pytestconfig.option.sweep_all else (3, 60)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(tmp_path_factory, cache, long):
     folder = tmp_path_factory.mktemp("long")
-    with Running(folder, "--layout", "small", "--steps", LONG, processes=1, cache=cache, launcher="one process") as job:
+    with Running(folder, "--layout", "small", "--steps", long[1], processes=1, cache=cache, launcher="one process") as job:
         assert job.wait() == 0, job.printed()
     return read(folder), losses(folder)
 
@@ -127,17 +132,16 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, pytestconfig):
+def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, long, pytestconfig):
     """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All end, nobody stays behind, and
     a step is lost for good only back to the last finished checkpoint.
 
     The job comes back with 1, 2 or 4 processes, which share the same devices, started by mpirun or by none. The moments are drawn
     by --sweep-seed: 3 kills, or 60 with --sweep-all.
     """
-    option = pytestconfig.option
-    generator, every, took, lost, saving, reached = random.Random(option.sweep_seed), 3, [], [], 0, 0
-    kills, begun, start_up = 60 if option.sweep_all else 3, [], 5.0
-    command = ["--layout", "small", "--steps", LONG, "--every", every, "--start-up", LIMIT]
+    generator, every, took, lost, saving, reached = random.Random(pytestconfig.option.sweep_seed), 3, [], [], 0, 0
+    (kills, steps), begun, start_up = long, [], 5.0
+    command = ["--layout", "small", "--steps", steps, "--every", every, "--start-up", LIMIT]
     for number in range(kills):
         processes = generator.choice([1, 2, 2, 4])
         launcher = "one process" if processes == 1 else generator.choice(ALL)
