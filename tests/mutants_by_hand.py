@@ -1199,7 +1199,7 @@ CONTEXT = (
         "test_context.py::test_equals_one_device[ulysses-3]",
     ),
     Mutant("joins", "made.own(mine(x, dim=dim), dim)", "mine(made.own(x, dim), dim=dim)", "test_context_models.py -k sequence"),
-    Mutant("embed", "joins.tokens(there, dim=1)", "there", "test_context_models.py -k data"),
+    Mutant("looked_up", "joins.tokens(there, dim=1)", "there", "test_context_models.py -k data"),
     Mutant("block", "joins.attends(attend)(q, k, v)", "attend(q, k, v)", "test_context_models.py -k data"),
     Mutant("block", "if joins.contexts > 1:", "if False:", "test_context_models.py::test_refusals"),
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from parallax import given, pipeline, tensor
+from parallax import cross_entropy, given, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
-from parallax.models.family import Batch, run_blocks
+from parallax.models.family import Batch, run_blocks, seen
 from parallax.remat import none
 
 
@@ -123,6 +123,34 @@ def stages(
 def positions(x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0) -> Int[Array, " tokens"]:
     """The places `first`, `first` + 1, ... of so many tokens, which vary where `x` does: what a pipeline keeps must."""
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
+
+
+def looked_up(
+    table: Float[Array, "rows width"],
+    tokens: Int[Array, "batch tokens"],
+    weights: Float[Array, "batch tokens"] | None,
+    joins: tensor.Joins,
+    vocabulary: int,
+) -> Float[Array, "batch tokens_shard width"]:
+    """The rows of the shared `table` for this device's part of the tokens; `weights` are of the tokens after them."""
+    there = seen(weights)
+    there = None if there is None else joins.tokens(there, dim=1)
+    found = tensor.lookup(table, joins.tokens(tokens, dim=1), joins.everywhere, weights=there, vocabulary=vocabulary)
+    return joins.leave(found)
+
+
+def mean_loss(
+    x: Float[Array, "batch tokens_shard width"],
+    table: Float[Array, "rows width"],
+    targets: Int[Array, "batch tokens"],
+    weights: Float[Array, "batch tokens"] | None,
+    joins: tensor.Joins,
+    vocabulary: int,
+) -> Float[Array, ""]:
+    """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
+    targets = joins.tokens(targets, dim=1)
+    weights = None if weights is None else joins.tokens(weights, dim=1)
+    return cross_entropy.mean(x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
 
 
 def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:

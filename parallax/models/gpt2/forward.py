@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, tensor
+from parallax import tensor
 from parallax.collectives import AxisLike
 from parallax.models import pieces
-from parallax.models.family import Batch, seen
+from parallax.models.family import Batch
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
 
@@ -88,9 +88,7 @@ def embed(
     Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
     pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
-    there = seen(weights)
-    known = {"weights": None if there is None else joins.tokens(there, dim=1), "vocabulary": model.config.vocabulary}
-    x = across(joins.leave(tensor.lookup(model.wte, joins.tokens(tokens, dim=1), joins.everywhere, **known)))
+    x = across(pieces.looked_up(model.wte, tokens, weights, joins, model.config.vocabulary))
     T = tokens.shape[1]
     positions = model.wpe[first : first + T] if isinstance(first, int) else lax.dynamic_slice_in_dim(model.wpe, first, T)
     x = x + joins.own(positions, dim=0)[None]
@@ -147,9 +145,7 @@ def head(
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    vocabulary, targets = model.config.vocabulary, joins.tokens(targets, dim=1)
-    weights = None if weights is None else joins.tokens(weights, dim=1)
-    return cross_entropy.mean(x, model.wte, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
+    return pieces.mean_loss(x, model.wte, targets, weights, joins, model.config.vocabulary)
 
 
 def _layer(

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, tensor
+from parallax import tensor
 from parallax.collectives import AxisLike
 from parallax.models import pieces
 from parallax.models.attention import grouped
-from parallax.models.family import Batch, seen
+from parallax.models.family import Batch
 from parallax.models.llama.model import Attention, Block, Linear, Llama, Norm
 from parallax.models.llama.sizes import Config
 from parallax.precision import wide
@@ -82,9 +82,7 @@ def embed(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
-    there = seen(weights)
-    known = {"weights": None if there is None else joins.tokens(there, dim=1), "vocabulary": model.config.vocabulary}
-    return across(joins.leave(tensor.lookup(model.table, joins.tokens(tokens, dim=1), joins.everywhere, **known)))
+    return across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
 
 
 def block(
@@ -200,9 +198,7 @@ def head(
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
     x = joins.enter(across(model.norm(x, model.config.epsilon)))
-    vocabulary, targets = model.config.vocabulary, joins.tokens(targets, dim=1)
-    weights = None if weights is None else joins.tokens(weights, dim=1)
-    return cross_entropy.mean(x, model.unembedding, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
+    return pieces.mean_loss(x, model.unembedding, targets, weights, joins, model.config.vocabulary)
 
 
 def _layer(
