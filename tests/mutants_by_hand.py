@@ -214,6 +214,12 @@ LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
 PIPELINE = (
     Mutant(
+        "_slots",
+        "zeros if alike(zeros) else _stacked(zeros, count)",
+        "_stacked(zeros, count)",
+        "test_pipeline_trees.py -k computed_in_a_checkpoint",
+    ),
+    Mutant(
         "backward",
         "choices.kinds, row.read[model.index]",
         "choices.kinds, row.written[model.index]",

@@ -260,6 +260,29 @@ def program(exchange, rows=4):
     return run(params, batch), certificate.read(run.lower(params, batch).compile(), world)
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble])
+def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
+    """What the transpose needs of it is the same on all stages and for all microbatches; it is typed so, and has no slots."""
+
+    def stage(model, x, part, position):
+        turns = jnp.cos(jnp.arange(WIDTH, dtype=FLOAT64))[None]
+
+        @jax.checkpoint
+        def one(x, w):
+            return jnp.tanh(x @ w) * x * turns, None
+
+        return jax.lax.scan(one, x, model["blocks"])[0]
+
+    enter, head = lambda model, x: x @ model["in"], lambda model, x, part: jnp.mean((x - part) ** 2)
+    normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape, FLOAT64)
+    model, x = {"in": normal(0, WIDTH, WIDTH), "blocks": normal(1, 1, 4, WIDTH, WIDTH)}, normal(2, 8, WIDTH)
+    grad = pipeline.value_and_grad(enter, stage, head, schedule(2, 4), ring("stage"), where=lambda model: model["blocks"])
+    over, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"in": P(), "blocks": P(None, "stage")}
+    loss, found = jax.jit(mesh.spmd(grad, mesh=over, in_specs=(specs, P()), out_specs=(P(), specs)))(model, x)
+    whole = lambda model: head(model, stage(model | {"blocks": model["blocks"][0]}, enter(model, x), x, 0), x)
+    assert_close((loss, found), jax.value_and_grad(whole)(model), EXACT)
+
+
 def test_a_split_exchange_sends_its_part():
     """Half of the stage's bytes from each of two tensor devices, where a dim divides; the values are the same bit for bit."""
     (whole, sent), (part, less) = program(pipeline.WHOLE), program(pipeline.split_over("tensor"))

@@ -13,6 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
 from parallax import precision
+from parallax.collectives import Axis
+from parallax.collectives.types import axes, varying_axes
 from parallax.pipeline.exchange import Exchange
 from parallax.pipeline.kept import Halves, InTwo, raw, typed
 from parallax.pipeline.model import Model
@@ -27,8 +29,8 @@ class Carry(NamedTuple):
         x: from the stage before, as it was sent.
         y: what F made in this tick; None between ticks.
         ct: from the stage after, as it was sent: of the floating-point leaves of x.
-        slots: what F keeps for B, [slots, ...] each.
-        handed: what I hands on to W, [slots, ...] each.
+        slots: what F keeps for B, [slots, ...] each, or, of what is the same on all stages and for all microbatches, [...].
+        handed: what I hands on to W, likewise.
         pending: cotangents that the head made and the last stage has not used yet, [places, ...] each.
         loss: the sum of the head's.
         terms: the sum of the stages' own; None where they have none.
@@ -83,8 +85,8 @@ def start(model: Model, choices: Choices, table: Row) -> Carry:
         x=part(model.x),
         y=None,
         ct=part(moving),
-        slots=_slots(choices.kinds, int(table.written.max()) + 1),
-        handed=_slots(choices.handed, int(table.handed.max()) + 1),
+        slots=_slots(choices.kinds, int(table.written.max()) + 1, model.axis),
+        handed=_slots(choices.handed, int(table.handed.max()) + 1, model.axis),
         pending=jax.tree.map(lambda leaf: _stacked(leaf, int(table.put.max()) + 1), moving),
         loss=_wide_zeros(loss),
         terms=None if model.terms.loss is None else _wide_zeros(model.terms.loss),
@@ -115,18 +117,27 @@ def masked(counts: Bool[Array, ""], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
 
 
-def _slots(kinds: Sequence[Any], count: int) -> list[Array]:
-    return [_stacked(jax.eval_shape(raw, kind), count) for kind in kinds]
+def _slots(kinds: Sequence[Any], count: int, axis: Axis) -> list[Array]:
+    """Zeros for so many slots of each kind; of what is the same on all stages, such as a constant, one for all microbatches."""
+    empty = lambda kind: jnp.zeros_like(jax.eval_shape(raw, kind))
+    alike = lambda zeros: set(axes(axis.names)) - set(varying_axes(zeros))
+    return [zeros if alike(zeros) else _stacked(zeros, count) for zeros in map(empty, kinds)]
 
 
 def written(slots: list[Array], arrays: Sequence[Array], slot: Array) -> list[Array]:
     """The slots after these arrays, one of each kind, have gone into one of them."""
-    return [lax.dynamic_update_index_in_dim(all, raw(one), slot, 0) for all, one in zip(slots, arrays, strict=True)]
+    put = lambda all, one: one if all.ndim == one.ndim else lax.dynamic_update_index_in_dim(all, one, slot, 0)
+    return [put(all, raw(one)) for all, one in zip(slots, arrays, strict=True)]
 
 
 def waiting(slots: list[Array], kinds: Sequence[Any], slot: Array) -> list[Array]:
     """What lies in a slot, of these types."""
-    return [typed(lax.dynamic_index_in_dim(s, slot, keepdims=False), kind) for s, kind in zip(slots, kinds, strict=True)]
+
+    def taken(all, kind):
+        alike = all.ndim == jax.eval_shape(raw, kind).ndim
+        return typed(all if alike else lax.dynamic_index_in_dim(all, slot, keepdims=False), kind)
+
+    return [taken(all, kind) for all, kind in zip(slots, kinds, strict=True)]
 
 
 def _stacked(like: Any, *counts: int) -> Array:

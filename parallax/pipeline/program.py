@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
+from parallax.collectives.types import varying_axes
 from parallax.jaxprs import called, inner, is_literal, opened, scan_parts
 
 INLINE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
@@ -119,7 +120,11 @@ def numbers(atoms: Sequence[Any]) -> list[int]:
 def run(step: Step, values: Values) -> None:
     """Add the step's results to `values`."""
     if step.jaxpr is None:
-        results = lax.optimization_barrier([value(atom, values) for atom in step.reads])
+        results = [value(atom, values) for atom in step.reads]
+        for kind in dict.fromkeys(map(varying_axes, results)):  # a barrier makes its results vary alike
+            alike = [i for i, each in enumerate(results) if varying_axes(each) == kind]
+            for i, held in zip(alike, lax.optimization_barrier([results[i] for i in alike]), strict=True):
+                results[i] = held
     else:
         operands = {each: atom for each, atom in zip(step.eqn.invars, step.reads, strict=True) if not is_literal(each)}
         results = jaxpr_as_fun(ClosedJaxpr(step.jaxpr, ()))(*(value(operands[each], values) for each in step.jaxpr.invars))
