@@ -201,7 +201,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 or --width 132."),
         (
             "--schedule pipedram",
-            "--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got pipedram. "
+            "--schedule must be gpipe, one_f_one_b, zero_bubble, interleaved or a file that ends in .csv; got pipedram. "
             "Take --schedule gpipe.",
         ),
         ("--zero 1 --data 1 --devices 1", "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0."),

@@ -147,7 +147,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
             )
     elif name not in SCHEDULES:
         yield (
-            f"--schedule must be gpipe, one_f_one_b, interleaved or a file that ends in .csv; got {name}.",
+            f"--schedule must be gpipe, one_f_one_b, zero_bubble, interleaved or a file that ends in .csv; got {name}.",
             [{"schedule": nearest.most_like(name, list(SCHEDULES))}],
         )
     H, D = found["heads"], found["width"]
