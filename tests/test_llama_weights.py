@@ -36,14 +36,19 @@ def evaluate(model, windows):
     return llama.logits(model, windows[:, :-1]), *jax.value_and_grad(llama.loss)(model, (windows, None))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float64, 1e-11), pytest.param(jnp.float32, 1e-5, marks=pytest.mark.slow)])
+# The weights were drawn with a deviation of 0.7, so that texts vary. At such weights rounding grows: a gradient in float32 is off
+# by 2e-5 of its norm, and by 1e-5 in others. With a deviation of 0.2 all are within 1e-5 (test_llama_parity.py).
+BOUNDS = [(jnp.float64, 1e-11, 1e-11), pytest.param(jnp.float32, 1e-5, 5e-5, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("dtype", "bound", "of_gradients"), BOUNDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_model_computes_what_transformers_did(kind, dtype, bound):
+def test_whole_model_computes_what_transformers_did(kind, dtype, bound, of_gradients):
     right, windows = expected(kind), jnp.asarray(expected(kind)["windows"], jnp.int32)
     logits, loss, gradients = evaluate(fixture(kind, dtype=dtype), windows)
     assert_close(logits, np.load(FIXTURE / kind / "logits.npy"), bound)
     assert_close(loss, np.array(right["loss"]), bound)
-    assert_close(gradients, fixture(kind, "gradients.safetensors"), bound)
+    assert_close(gradients, fixture(kind, "gradients.safetensors"), of_gradients)
 
 
 @pytest.mark.sweep(3)
