@@ -5,6 +5,7 @@ changes is drawn anew, and a file that moves draws the same.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -207,5 +208,8 @@ def _imported(tree: ast.AST, names: set[str]) -> set[str]:
             found |= {base, f"{base}/__init__", *inside, *(f"{name}/__init__" for name in inside)}
         elif isinstance(node, ast.Import):
             found |= {alias.name.replace(".", "/") for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "from parallax" in node.value:
+            with contextlib.suppress(SyntaxError):  # a program that a test runs in a process of its own
+                found |= _imported(ast.parse(node.value), names)
     # The package itself imports everything: only what is asked of a module by name counts.
     return (found & names) - {"parallax/__init__"}
