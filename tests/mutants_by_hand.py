@@ -223,7 +223,7 @@ PIPELINE = (
         "backward",
         "choices.kinds, row.read[model.index]",
         "choices.kinds, row.written[model.index]",
-        "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
+        "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
         "forward",
