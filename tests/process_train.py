@@ -69,6 +69,7 @@ def arguments():
     parser.add_argument("--leave-at", type=int)
     parser.add_argument("--leave-by", choices=LEAVE)
     parser.add_argument("--start-up", type=float, help="seconds within which all processes must have come")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds before the processes meet, as of slow imports")
     parser.add_argument("--nan-at", type=int, nargs="*", default=[])
     for name in ("coordinator", "process", "processes"):  # instead of a launcher
         parser.add_argument(f"--{name}", type=str if name == "coordinator" else int)
@@ -177,6 +178,7 @@ def main() -> None:
     options = arguments()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
+    time.sleep(options.late)
     job = processes.initialize(
         options.coordinator,
         options.processes,

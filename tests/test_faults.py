@@ -174,7 +174,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturb
         assert job.wait() == 0, job.printed()
     slowest = ", ".join(f"{seconds:.1f} s ({how}, {who}, {when})" for seconds, how, who, when in sorted(took)[-3:])
     print(f"{kills} kills, {len(begun)} as it started, {saving} during a save; last to end: {slowest}; lost {sorted(lost)} steps")
-    assert max(took)[0] < LIMIT + SECONDS
+    assert max(took)[0] < LIMIT + MORE
     assert_same_bits(tmp_path, undisturbed_long)
 
 
@@ -249,16 +249,18 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, cache
 @pytest.mark.faults
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("delay", [0.5, 8.0])
-def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay):
-    """Without mpirun, which would end them: before the processes have met, and when they compile."""
-    options = ["--layout", "small", "--start-up", LIMIT, "--pause", 0.2, "--steps", 1000]
+@pytest.mark.parametrize(("delay", "late"), [(0.5, 0), (0.5, 8), (8.0, 0)])
+def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay, late):
+    """Without mpirun, which would end them: before the processes have met, with slow imports too, and when they compile."""
+    options = ["--layout", "small", "--start-up", LIMIT, "--late", late, "--pause", 0.2, "--steps", 1000]
     with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher="variables") as job:
         time.sleep(delay)
         kill(job.rank(rank), signal.SIGKILL)
         killed = time.monotonic()
         assert job.wait(LIMIT + SECONDS) != 0
-        print(f"rank {rank} killed {delay} s after the start: the others gone {time.monotonic() - killed:.2f} s later")
+        took = time.monotonic() - killed
+        print(f"rank {rank} killed {delay} s after the start, imports {late} s longer: the others gone {took:.2f} s later")
+        assert took < LIMIT + MORE
         printed = job.printed()
     named = (
         rf"rank {rank} (at 127\.0\.0\.1:\d+ )?did not come" if "did not come" in printed else rf"rank {rank} on \S+ .* is gone"

@@ -103,7 +103,8 @@ def test_one_process_of_a_launcher_is_not_connected():
 class NoPeers:
     """All have come, and rank 0 has chosen a port."""
 
-    def __init__(self, job, limit):
+    def __init__(self, job, limit, spent=0.0):
+        assert 0 <= spent <= limit / 2
         self.address = f"{'127.0.0.1' if job.on_one_machine else 'node007'}:1234"
 
     def coordinator(self):

@@ -158,6 +158,23 @@ def missing_is_named(start, missing):
             assert re.search(rf"{missing}\. The job ends\.", members.said(rank))
 
 
+def test_the_time_for_all_to_come_begins_with_the_process():
+    """Slow imports belong to it: processes whose imports take longer would otherwise outlive a rank that was killed."""
+    program = """
+import time
+from parallax.run import launch, peers
+assert peers.age() >= 0
+time.sleep(2)
+assert 2 <= peers.age() < 20, peers.age()
+here = peers.Peers(launch.Job("test", 1, 2, "127.0.0.1:PORT", secret="a token"), 60.0, 59.0)
+here.coordinator()
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", program.replace("PORT", str(free_port()))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)  # 60 would be left
+    assert "did not come" in done.stderr, done.stderr
+
+
 def test_a_socket_that_reached_itself_is_not_rank_0():
     """Where nobody listens yet at a port of the system's own range, Linux may give it to the socket that asks for it."""
     program = """

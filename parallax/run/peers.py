@@ -87,9 +87,10 @@ class Peers:
     Args:
         job: of several processes, with a coordinator.
         limit: seconds within which all must have come.
+        spent: how many of these seconds have gone before this call.
     """
 
-    def __init__(self, job: launch.Job, limit: float):
+    def __init__(self, job: launch.Job, limit: float, spent: float = 0.0):
         self.job, self.limit = job, limit
         self.others: list[Peer] = []  # on rank 0 all others; elsewhere rank 0
         self.gone = ""  # who is, in words
@@ -99,7 +100,8 @@ class Peers:
         self._said: set[Hashable] = set()
         self._here, self._met = threading.Event(), threading.Event()
         self._sending = threading.Lock()
-        self._began = self._sent = time.monotonic()
+        self._sent = time.monotonic()
+        self._began = self._sent - spent
         run = functools.partial(self._lead, handshake.listen(job)) if job.rank == 0 else self._follow
         threading.Thread(target=run, name="peers", daemon=True).start()
 
@@ -311,6 +313,14 @@ def about(job: launch.Job) -> dict[str, Any]:
         "machine": _machine(),
         "began": _began(os.getpid()),
     }
+
+
+def age() -> float:
+    """Seconds since this process began, its imports included; 0 where the system does not say."""
+    began = _began(os.getpid())
+    if not began:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK"))
 
 
 def kill(about: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 
 from parallax.run import lock, signals
 from parallax.run.launch import REFUSED, TOKEN, TPU, Job, end, found, interrupted, told
-from parallax.run.peers import GRACE, Peers
+from parallax.run.peers import GRACE, Peers, age
 
 Result = TypeVar("Result")
 ONE_MACHINE, CLUSTER = 60.0, 900.0  # seconds within which all processes come
@@ -59,7 +59,8 @@ def initialize(
     Args:
         cpu_devices: virtual CPU devices of the whole job; each process makes its share. Other platforms take no notice.
         initialization_timeout: seconds within which all processes must have come; by default 60 on one machine, 900 on several.
-            After them each one that has ends, and names those that have not.
+            After them each one that has ends, and names those that have not. The seconds count from the start of the process,
+            since slow imports keep the others waiting too; where this call comes late, half of them remain.
         heartbeat_timeout: seconds after which a process that is silent (its machine is gone, or frozen) ends the job.
         shutdown_timeout: seconds that processes wait for each other at the end.
 
@@ -83,7 +84,7 @@ def initialize(
     }
     if job.processes > 1:
         devices = _own_gpus(job, environment)
-        peers = Peers(job, limit)
+        peers = Peers(job, limit, min(age(), limit / 2))
         job = dataclasses.replace(job, peers=peers)
         began = time.monotonic()
         address = peers.coordinator()
