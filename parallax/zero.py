@@ -112,7 +112,7 @@ def sharded(
     Its `update` takes each device's share of the gradients (from `scattered`), updates that share of the parameters, and gathers
     the updates: (n - 1)/n of the parameters' bytes. Local gradients of full shape it first averages and scatters itself,
     and of gradients averaged already it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
-    arrays are global, the whole, to be placed by `rules.optimizerspecs_by_path(optimizer, params, specs)`.
+    arrays are global, the whole, to be placed by `rules.optimizer_specs(optimizer, params, specs)`.
 
     Arguments are those of `scattered`. An optimizer that looks at more than one element at a time would see the shares alone,
     and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
@@ -124,7 +124,7 @@ def sharded(
 
     axis, optimizer = Axis.of(axis), elementwise.with_extra(optimizer)
 
-    def ownsplits_of(params):
+    def own_splits(params):
         found = specs_by_path(params, axis, specs)
         return lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
 
@@ -133,12 +133,12 @@ def sharded(
 
     def init(params):
         weights = eqx.filter(params, rules.is_inexact)
-        return optimizer.init(shares(weights, ownsplits_of(params)) if inside(axis) else weights)
+        return optimizer.init(shares(weights, own_splits(params)) if inside(axis) else weights)
 
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
-        splits, weights = ownsplits_of(params), beside(updates, params)
+        splits, weights = own_splits(params), beside(updates, params)
         if elementwise.COMPARES.get():
             return elementwise.right((weights, state))
 

@@ -51,6 +51,14 @@ def mapped(f, out_specs=OUT):
     return mesh.spmd(f, mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]), in_specs=(SPECS, P()), out_specs=out_specs)
 
 
+@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
+def test_parameters_without_blocks_need_where(arrow):
+    with pytest.raises(ValueError, match="a dict, have no attribute `blocks`.* where="):
+        mapped(arrow(enter, stage, head, TABLE, "stage"))(params(), batch())
+    with pytest.raises(ValueError, match="a dict, have no attribute `blocks`"):
+        pipeline.unsplit(enter, stage, head)(params(), batch())
+
+
 def closing(of):
     """A grad arrow whose stage reads, by closure, what `of` makes of its parameters."""
 

@@ -54,7 +54,7 @@ def value_and_grad(
     schedule: Schedule,
     axis: AxisLike,
     *,
-    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
     trainable: PyTree = rules.is_inexact,
     keep: kept.Keep = kept.residuals,
     exchange: Exchange = WHOLE,
@@ -84,7 +84,8 @@ def value_and_grad(
             the same on all was shared out (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
         axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
-        where: picks from `params` what is split over the stages. Each of its arrays has a first dim of v chunks.
+        where: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first dim of
+            v chunks.
         trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
         keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
         exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.
@@ -97,7 +98,8 @@ def value_and_grad(
 
     Raises:
         ValueError: the schedule has other stages than the axis; the batch does not divide by M, or is empty;
-            an array of `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
+            `params` has no `blocks`, and no `where` is given; an array of
+            `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
             takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
             stage, the blocks.
     """
@@ -124,7 +126,7 @@ def value(
     schedule: Schedule,
     axis: AxisLike,
     *,
-    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
     exchange: Exchange = WHOLE,
     aux: Callable[[Any], Any] = mean_of_parts,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
@@ -151,7 +153,7 @@ def unsplit(
     stage: Callable[..., Any],
     head: Callable[..., Any],
     *,
-    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
 ) -> Callable[[PyTree, PyTree], Any]:
     """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unsplit.
 

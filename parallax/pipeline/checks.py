@@ -34,6 +34,17 @@ class Output(eqx.Module):
     aux: PyTree = None
 
 
+def blocks_of(params: PyTree) -> PyTree:
+    """`params.blocks`, what the stages split by default. Refuses with a `ValueError` parameters that have none."""
+    try:
+        return params.blocks
+    except AttributeError:
+        raise ValueError(
+            f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the layers that are split over the "
+            "stages. Name them so, or pass where=..., the function that picks them, such as where=lambda params: params['layers']."
+        ) from None
+
+
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not cut into its chunks."""
     devices = axis.size()
