@@ -1,9 +1,11 @@
-"""Draws the schedules, collectives and attention of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
+"""Draws the pictures of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
 
 import sys
 from pathlib import Path
 
-from parallax import context, draw, schedule
+import jax
+
+from parallax import context, draw, mesh, schedule
 from parallax.collectives import direct, halving, halving_by, machines, pairs, ring, torus, two_rings
 
 PICTURES = {
@@ -34,5 +36,7 @@ if __name__ == "__main__":
         print(f"{name}: {draw.summary(table, **costs)}")
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(f"mesh.svg: {draw.mesh(mesh.make(data=2, stage=2, tensor=2), folder / 'mesh.svg').splitlines()[0]}")
     for name, order in ORDERS.items():
         print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")

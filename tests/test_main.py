@@ -112,9 +112,9 @@ def refused(words):
 @pytest.mark.parametrize(
     "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.slow), "estimates"]
 )
-def test_the_readme_shows_what_it_prints(command, capsys):
-    """Under the README's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""
-    shown = (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_page_on_planning_shows_what_it_prints(command, capsys):
+    """Under the page's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""
+    shown = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.rstrip()
     if jax.__version__ == "0.10.2":

@@ -53,7 +53,7 @@ def mapped(f, out_specs=OUT):
 
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_parameters_without_blocks_need_where(arrow):
-    with pytest.raises(ValueError, match="a dict, have no attribute `blocks`.* where="):
+    with pytest.raises(ValueError, match=r"a dict, have no attribute `blocks`.* where="):
         mapped(arrow(enter, stage, head, TABLE, "stage"))(params(), batch())
     with pytest.raises(ValueError, match="a dict, have no attribute `blocks`"):
         pipeline.unsplit(enter, stage, head)(params(), batch())

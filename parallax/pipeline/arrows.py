@@ -84,8 +84,8 @@ def value_and_grad(
             the same on all was shared out (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
         axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
-        where: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first dim of
-            v chunks.
+        where: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
+            dim of v chunks.
         trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
         keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
         exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.

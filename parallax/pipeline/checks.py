@@ -40,8 +40,8 @@ def blocks_of(params: PyTree) -> PyTree:
         return params.blocks
     except AttributeError:
         raise ValueError(
-            f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the layers that are split over the "
-            "stages. Name them so, or pass where=..., the function that picks them, such as where=lambda params: params['layers']."
+            f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the layers that are split over "
+            "the stages. Name them so, or pass the function that picks them, such as where=lambda params: params['layers']."
         ) from None
 
 
