@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,6 +178,13 @@ def test_the_pictures_are_pictures(finished, name, height, width):
     assert pixels.shape[0] > height
     assert pixels.shape[1] > width
     assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.95  # drawn on, and not all over
+
+
+def test_the_report_has_all_sections_and_pictures(finished):
+    text = (finished[0] / "out/gpt2" / "report.html").read_text()
+    headings = re.findall(r"<h2>(.*)</h2>", text)
+    assert headings == ["The run", "Losses", "Sample", "Mesh", "Timetable", "Traffic", "Certificate", "Memory", "Times"]
+    assert text.count("<img ") == 5
 
 
 OTHERWISE = {

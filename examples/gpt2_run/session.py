@@ -51,6 +51,7 @@ class Session:
     memory: report.Memory | None
     rollbacks: list[int]  # the steps at which copies differed, or losses were spikes
     spikes: Spikes | None  # the guard, where there is one
+    described: str  # what the run said before its first step
     skipped: metrics.Skipped = dataclasses.field(init=False)
     clock: metrics.Clock = dataclasses.field(init=False)
     sink: metrics.Sink = dataclasses.field(init=False)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2_run import report
+from gpt2_run import page, report
 from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare, write_whole
 from gpt2_run.session import Session, limited
 from gpt2_run.settings import Settings
@@ -48,7 +48,7 @@ def run(plan: Plan, started: float) -> None:
         return
     if session.skipped.steps:
         say(f"{len(session.skipped.steps)} steps were skipped, since they were not finite: {session.skipped.steps}")
-    finish(plan, state.model, seconds, session.clock, started)
+    finish(session, state.model, seconds, started)
 
 
 def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float) -> tuple[Session | None, Any, int]:
@@ -96,7 +96,8 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
     shapes = prepared.shapes, plan.windows, *limited(spikes)
     train: Any = prepared.train.lower(*shapes).compile()  # pyright: ignore[reportFunctionMemberAccess]
     seconds["compile"] = time.perf_counter() - start
-    say(describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first))
+    described = describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first)
+    say(described)
     state = prepared.init(plan.begins_with) if restored is None else restored.state
     if plan.schedule.stages > 1 and job.rank == 0:
         draw.timeline(plan.schedule, s.out / "schedule.png")
@@ -111,6 +112,7 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,
         note.get("rollbacks", []),
         spikes,
+        described,
     )
     session.begin(first, note)
     if s.fingerprint_every:
@@ -173,8 +175,9 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
     return state
 
 
-def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metrics.Clock, started: float) -> None:
-    """The sample, the picture, and the last lines: rank 0's work, for which the others bring their shards."""
+def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], started: float) -> None:
+    """The sample, the pictures, and the last lines: rank 0's work, for which the others bring their shards."""
+    plan, clock = session.plan, session.clock
     s, start, device = plan.settings, time.perf_counter(), jax.local_devices()[0]
     if plan.job.processes > 1:
         model = multihost_utils.process_allgather(model, tiled=True)
@@ -195,13 +198,15 @@ def finish(plan: Plan, model: gpt2.GPT2, seconds: dict[str, float], clock: metri
     saved = gpt2.save(whole, s.out / "model")
     write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
-    print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in (seconds | clock.seconds).items()))
+    took = seconds | clock.seconds
+    page.write(s.out / "report.html", plan, session.train, described=session.described, sample=text, seconds=took)
+    print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in took.items()))
     loss, bigram = records[-1]["held_out"], plan.lines["bigram"]
     verdict = "below" if loss < bigram else "NOT below"
     print(
         f"held-out loss {loss:.3f} nats a {plan.unit}, {verdict} the bigram line of {bigram:.3f}; "
         f"{time.perf_counter() - started:.0f} s in all, {clock.goodput():.0%} of the run's time in steps; checkpoints, "
-        f"metrics.jsonl, loss.png and sample.txt are in {s.out}. {saved}"
+        f"metrics.jsonl, loss.png and sample.txt are in {s.out}; report.html there shows all of it. {saved}"
     )
 
 

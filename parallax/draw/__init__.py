@@ -1,4 +1,4 @@
-"""Look at it: schedules, collectives, meshes, what each device holds and sends, and its memory over time.
+"""Look at it: schedules, collectives, meshes, what each device holds and sends, and its memory over time; all on one page.
 
 All but the pictures of schedules give text; with a path they write the picture too, in the format that its suffix says (PNG, SVG,
 PDF). Pictures need matplotlib, which comes with the extra `examples`; text needs nothing.
@@ -8,6 +8,7 @@ from parallax.draw.attended import attention
 from parallax.draw.bars import bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
 from parallax.draw.over_time import memory, sampled
+from parallax.draw.page import page
 from parallax.draw.replays import replay, replay_trace
 from parallax.draw.routes import route
 from parallax.draw.schedules import summary, text, timeline, trace
@@ -18,6 +19,7 @@ __all__ = [
     "memory",
     "mesh",
     "model",
+    "page",
     "replay",
     "replay_trace",
     "route",
