@@ -96,7 +96,7 @@ def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTr
 
 
 def _in_context(mesh: Mesh) -> Mesh:
-    """`mesh`, its axes of the types that they have under `jax.set_mesh`."""
+    """`mesh` with the axis types that `jax.set_mesh` gave it."""
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:
         names = ", ".join(map(repr, context.manual_axes))

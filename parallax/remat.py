@@ -1,4 +1,5 @@
-"""What the backward pass computes again instead of keeping: each function makes one block of layers of another.
+"""What the backward pass computes again instead of keeping. Each function takes a block of layers and returns one that computes
+the same.
 
 `gpt2.loss(..., remat=remat.products)` and the like. Per block of B x T tokens, width D, feed-forward F, over t devices:
 

@@ -105,7 +105,7 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change`, and what else then has to change, so that the flags go together; None where nothing near does."""
+    """`change` and the further changes that make the flags valid together; None where no near ones do."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):

@@ -70,7 +70,7 @@ def split(layout: Layout) -> str:
 
 
 def copies(state: step.State, every: int) -> str:
-    """What is compared between devices, how often, and what cannot be, in words."""
+    """A sentence: how many arrays are compared between devices, how often, and which have no copy."""
     number, alone = len(jax.tree.leaves(state)), fingerprint.uncompared(state)
     without = f"; {len(alone)} have no copy, such as {alone[0]}" if alone else ""
     return f"copies of {number - len(alone)} of {number} arrays are compared every {every} steps and before each save{without}"

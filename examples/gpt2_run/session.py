@@ -97,7 +97,7 @@ class Session:
     def back(self, error: fingerprint.CopiesDiffer | Spiked) -> tuple[step.State, int]:
         """A checkpoint's state and step, to go on from: the last one where copies differ, one from before where losses spike.
 
-        Too often, and the run ends.
+        After `--rollback-budget` times the run ends.
         """
         s, spiked = self.plan.settings, isinstance(error, Spiked)
         self.watch.phase("restore", waits=True)

@@ -29,8 +29,8 @@ the n - 1 hops would round again, with an error that grows with the partial sum:
 With blocks of 32 that is 0.258 of the exact ring's. (float64 sends two bytes an exponent.) A hop is one message, of integers
 and exponents together. Hop k of the reduction spans k devices: as fast as a neighbour's on a switch, k links on a bare ring.
 
-Types, trees, axes and derivatives are those of the exact twins in `ring`: the derivative is that of the exact, linear function,
-and sends int8 too. On an axis of one device nothing moves and nothing is rounded. Leaves of less than a block (a loss, a norm)
+They take the types, trees and axes that the exact collectives of `ring` take. The derivative is that of the exact function, and
+is sent as int8 too. On an axis of one device nothing moves and nothing is rounded. Leaves of less than a block (a loss, a norm)
 and those that are not real floats go round the exact ring.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et al., 1-bit stochastic
@@ -152,7 +152,7 @@ class ErrorFeedback:
 
     Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the rounding of the float
     additions. So the sum of the results over T calls is off by the last errors alone, whatever T is. A block that is not finite
-    leaves no error behind. Not differentiable: for gradients that are made already.
+    leaves no error behind. It has no derivative: use it on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.

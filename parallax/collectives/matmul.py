@@ -177,7 +177,8 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 
 
 def _alike(x, weight, axis_name):
-    """Both operands, varying wherever one of them or the blocks do: the transpose of this is where a gradient is summed."""
+    """Both operands, declared varying over each axis over which one of them or the blocks vary. The transpose of this sums a
+    gradient."""
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
 

@@ -53,7 +53,7 @@ class Life(NamedTuple):
         live: bytes of temporaries.
         filled: of them, those that hold something: what a loop stacks up fills with its trips, and empties as a loop reads it.
         phase: whether JAX made the instruction of the forward pass, of the backward pass, or of neither.
-        peak: the buffers at the fullest position.
+        peak: the buffers that are live at the peak.
     """
 
     live: np.ndarray
@@ -99,7 +99,7 @@ class _Program(NamedTuple):
 def read(compiled: jax.stages.Compiled | str) -> Life:
     """The life of a compiled program or of its text.
 
-    A loop of unknown length counts one trip; of a conditional's branches the fullest counts.
+    A loop of unknown length counts as one trip; of a conditional's branches the one that needs most memory counts.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.module(text)

@@ -121,7 +121,8 @@ def differences(entries: Sequence[Entry], predicted: Mapping[AxisName, int | Cos
 
 
 def _compared(what: str, predicted: tuple | None, found: list[Entry]) -> list[str]:
-    """Sentences on the numbers (bytes, count, hops; `None`: left open) in which what was predicted and what is there differ."""
+    """A sentence for each number (bytes, count, hops) that differs from what was predicted; a prediction of None is not
+    compared."""
     of = lambda field: sum(getattr(entry, field) for entry in found)
     seen = ", ".join(f"{entry.count:,} {entry.kind}" for entry in found)
     if predicted is None:

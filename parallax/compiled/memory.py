@@ -93,7 +93,7 @@ class Sampled:
     """
 
     def __init__(self, device: Any, *, every: float = 0.002):
-        """Ask `device`, a `jax.Device`, each `every` seconds.
+        """Ask `device`, a `jax.Device`, once in `every` seconds.
 
         Raises:
             ValueError: the device does not report its memory, as a CPU does not.

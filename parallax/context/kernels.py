@@ -179,7 +179,7 @@ def _tiles(of_queries, of_keys, causal: bool, segments: Marks | None, positions:
 
 
 def _size(length: int, block: int) -> int:
-    """The size of the fewest equal tiles of at most `block`."""
+    """The size of a tile when the length is cut into the fewest equal tiles of at most `block`."""
     return -(-length // -(-length // block))
 
 

@@ -161,7 +161,7 @@ def _gather(x, axis: Axis):
 
 
 def _by_place(tokens: int, n: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token of the sequence is among those of device 0, 1, ..., and the other way round."""
+    """The place of each token of the sequence among the tokens of device 0, 1, ..., and the inverse of that order."""
     back = places(tokens * n, chunks_of(order, n)).reshape(-1)
     return np.argsort(back), back
 

@@ -1,4 +1,4 @@
-"""What counting alone predicts: a model that has learnt anything is below these.
+"""The losses of models that only count tokens: one that has learnt something is below them.
 
 Legend: V vocabulary, N tokens, c(v, w) how often token w follows token v.
 """

@@ -4,7 +4,7 @@
     text.bin.json       its record: the vocabulary that they were written with, their type, how many bytes they are, the sha256
     text.bin.checked    that a reader found all that to be so, and which size and time the file had then
 
-The record, and the manifest of `shards`, have the number of their format, and every format that there ever was is read:
+Records, and the manifests of `shards`, state the number of their format; every format released so far is read:
 
 1    without a number, a type, and a hash in the record
 2    with them

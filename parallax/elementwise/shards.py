@@ -53,7 +53,7 @@ def check(
         weights: a tree like `gradients`.
         wholes: trees like `weights`, of the shapes of the whole leaves; several, where it is not known which dim is split.
         at: the function that asks.
-        besides: axes along which leaves may differ that are whole to the optimizer.
+        besides: axes along which a leaf may differ although the optimizer sees it whole.
     """
     leaves = _leaves(gradients, weights, frozenset(besides))
     if not any(leaf.split for leaf in leaves):

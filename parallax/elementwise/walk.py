@@ -119,7 +119,7 @@ class Walk:
 
 
 def _keeps_shape(eqn: JaxprEqn) -> bool:
-    """Whether an equation that lays an array out leaves each element at its place."""
+    """Whether an equation that only rearranges an array leaves each element in its place."""
     return types(eqn.invars)[0].shape == types(eqn.outvars)[0].shape and eqn.params.get("dimensions") is None
 
 

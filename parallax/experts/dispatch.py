@@ -62,7 +62,7 @@ class Dispatch(Protocol):
         ...
 
     def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
-        """What a device sends for so many `tokens` of its own; `itemsize` in bytes."""
+        """The bytes that a device sends for `tokens` tokens of its own; `itemsize` is a number's, in bytes."""
         ...
 
 
@@ -99,7 +99,7 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Each device sends each choice's token to the expert's device, C rows to each: an all-to-all of static size, and one back.
+    """Each device sends each chosen token to its expert's device, C rows to each: an all-to-all of static size, and one back.
 
     C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be, and nothing is dropped. Where
     more tokens want one device, first choices go before second ones, and then the earlier token. A choice that finds no room adds

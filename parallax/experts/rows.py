@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
 
 def _table(source: Array, ids: Array, rows: int, count: int, size: int) -> tuple[Callable[[Array], Block], Array]:
-    """The blocks, as a function of their number, and how many there are."""
+    """A function from a block's number to the block, and the number of blocks."""
     pairs = len(ids)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)

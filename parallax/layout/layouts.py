@@ -158,7 +158,7 @@ class Layout:
 
         Args:
             text: parts set apart by commas.
-            sizes: what it must fit, by the names of `check`'s arguments; any of them.
+            sizes: the sizes that it must fit, by the names of `check`'s arguments; any of them.
             terms: of the message; by default it proposes the whole text.
 
         Raises:

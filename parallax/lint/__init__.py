@@ -4,7 +4,7 @@
     print(lint.report(lint.program(train, state, batch)))
     print(lint.report(lint.arrays(state)))
 
-What it finds is worth a look; that it finds nothing proves nothing.
+A finding is worth a look; no finding is no proof.
 """
 
 from parallax.lint.finding import Finding, report

@@ -65,7 +65,7 @@ def cached(pieces: Pieces, model: Any) -> Cached:
 def _run(
     pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], cache: Cache | None, first: Any, keep: Callable[..., Any]
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
-    """The tokens from `first` on through all blocks; `keep` joins the keys or values of a layer with those that were there."""
+    """Run the tokens from `first` on through all blocks; `keep` joins a layer's new keys or values with the earlier ones."""
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
     def block(x, each):

@@ -130,7 +130,7 @@ def output(made: Any) -> Output:
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """What the head returned, a loss or `(loss, aux)`, as both; `aux` is None where there is none."""
+    """The loss and the auxiliary values that the head returned; `aux` is None where there is none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 

@@ -119,7 +119,7 @@ def backward(model: Model, params: Parameters, choices: Choices) -> Lane:
 
 
 def backward_input(model: Model, params: Parameters, choices: Choices) -> Lane:
-    """I: the input's cotangent, sent first as in B, and into a slot what W needs beside what F kept."""
+    """I: compute the input's cotangent, send it first as B does, and store what W needs beside what F kept."""
     assert choices.in_two is not None
     inputs = choices.in_two.inputs
 
@@ -196,7 +196,8 @@ def two_of(model: Model, halves: Halves) -> tuple[InTwo, tuple[Any, ...]]:
 
 
 def _cotangent(model: Model, choices: Choices, carry: Carry, row: Row, chunk, valid) -> PyTree:
-    """What B begins with: on the last stage's last chunk the head's, else what came; zeros where there is no job."""
+    """The cotangent that B begins with: the head's on the last stage's last chunk, elsewhere the one received; zeros where
+    there is no job."""
     from_head = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, row.taken, keepdims=False), carry.pending)
     came = choices.exchange.whole(carry.ct, eqx.filter(model.x, eqx.is_inexact_array))
     return masked(valid, chosen(model.last & (chunk == model.schedule.chunks - 1), from_head, came))

@@ -77,7 +77,7 @@ def rows(schedule: Schedule) -> Row:
 
 
 def stretches(schedule: Schedule) -> list[Stretch]:
-    """The lanes that run anywhere, the head's among them, and for how many ticks on end."""
+    """Which lanes run on any stage, the head's included, and for how many ticks in a row."""
     v = schedule.chunks
     lanes = [(name, (table >= 0).any(1)) for name, table in schedule.lanes.items()]
     lanes.insert(1, ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)))

@@ -62,7 +62,7 @@ class Memory(NamedTuple):
 
     @property
     def at_peak(self) -> dict[str, Number]:
-        """What is there at the fullest moment of a step (backward pass, loss or update), by kind. It adds up to `peak`."""
+        """The bytes by kind when a step needs most memory: in the backward pass, the loss or the update. It adds up to `peak`."""
         needs = self.temporary
         moments = [
             {"activations": needs.kept, "a layer's backward": needs.block, "gradients": needs.gradients},

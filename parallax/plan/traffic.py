@@ -244,7 +244,7 @@ class _Step:
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
-        """How often ZeRO-3 gathers a leaf of the layers: forward, and again backward, but for what nothing needs there."""
+        """How often ZeRO-3 gathers a leaf of the layers: once forward, and again backward where the backward pass needs it."""
         size, does, name = self.size, self.does, leaf.path.removeprefix("blocks.")
         again = size.backward * (name not in does.kept.of(everything=IDLE | ADDED, products=IDLE, inputs=IDLE))
         if size.layers <= does.replicas.unroll and does.chunks == 1:  # no loop is left: XLA gathers once for all forward passes

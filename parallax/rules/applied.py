@@ -78,7 +78,7 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """For the path of each array of `tree`, its spec and why: which rule gave it, and what each `fsdp` made of that.
+    """For each array's path: its spec, the rule that gave it, and what each `fsdp` changed.
 
     Raises:
         ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a leaf that gets none.

@@ -1,4 +1,4 @@
-"""One leaf and the spec that a rule gave it: where it fits, and in which words it is refused where it does not."""
+"""A leaf and the spec that a rule gave it: whether the spec fits, and the sentence that refuses it."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence

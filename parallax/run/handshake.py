@@ -45,7 +45,7 @@ class Secret:
         return hmac.new(self.key, said, hashlib.sha256).hexdigest()
 
     def proves(self, proof: Any, whose: int, rank: int, of_rank: str, of_zero: str) -> bool:
-        """Whether `proof`, which may be anything, is that."""
+        """Whether `proof`, which may be any value, is the proof that `proof(...)` gives."""
         return isinstance(proof, str) and hmac.compare_digest(
             proof.encode(errors="replace"), self.proof(whose, rank, of_rank, of_zero).encode()
         )

@@ -78,8 +78,8 @@ def thin(
 ) -> None:
     """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and replaced ones left behind.
 
-    The newest `keep` stay, those of every so many steps, and the newest one whose loss was measured. What was refused stays
-    until a good one is newer, and for good where no damage is known. At least one is finished.
+    The newest `keep` stay, those of every so many steps, and the newest one whose loss was measured. A refused checkpoint stays
+    until a newer one is good; where no damage was found in it, it stays for ever. At least one is finished.
     """
     ours = lambda path, step: records.is_of(path, step, settings)
     good = (step for step in reversed(finished(folder)) if step not in refused and ours(path_of(folder, step), step))

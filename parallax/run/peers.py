@@ -324,7 +324,7 @@ def age() -> float:
 
 
 def kill(about: dict[str, Any]) -> None:
-    """Send SIGKILL to the process that `about` describes, where it is of this machine, and still the same."""
+    """Send SIGKILL to the process that `about` describes, if it is on this machine and its id was not given to another."""
     if _machine() and (about["machine"], about["began"]) == (_machine(), _began(about["process"])):
         with contextlib.suppress(OSError):
             os.kill(about["process"], signal.SIGKILL)

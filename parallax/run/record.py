@@ -62,7 +62,7 @@ def begin(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, record: Record) -> None:
-    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file, and write what was written."""
+    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and write the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names, digest=hashing())
     manifest.write(folder / MANIFEST, dataclasses.asdict(record) | {"files": files, "format": FORMAT})
