@@ -7,8 +7,8 @@ PDF). Pictures need matplotlib, which comes with the extra `examples`; text need
 from parallax.draw.attended import attention
 from parallax.draw.bars import bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
+from parallax.draw.html_page import page
 from parallax.draw.over_time import memory, sampled
-from parallax.draw.page import page
 from parallax.draw.replays import replay, replay_trace
 from parallax.draw.routes import route
 from parallax.draw.schedules import summary, text, timeline, trace
