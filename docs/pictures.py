@@ -4,9 +4,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from parallax import context, draw, mesh, schedule
+from parallax import context, draw, mesh, plan, schedule
 from parallax.collectives import direct, halving, halving_by, machines, pairs, ring, torus, two_rings
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.plan import hardware
 
 PICTURES = {
     "gpipe.svg": schedule.gpipe(stages=4, microbatches=8),
@@ -26,6 +31,9 @@ ROUTES = {
     "route_torus.svg": torus.table(2, 4),
 }
 
+SHARDINGS = {"tensor_columns.svg": P(None, "tensor"), "tensor_rows.svg": P("tensor")}
+STAGES = {"plain": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
+
 ORDERS = {"context_zigzag.svg": context.zigzag, "context_contiguous.svg": context.contiguous}
 
 if __name__ == "__main__":
@@ -38,5 +46,11 @@ if __name__ == "__main__":
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
     jax.config.update("jax_num_cpu_devices", 8)
     print(f"mesh.svg: {draw.mesh(mesh.make(data=2, stage=2, tensor=2), folder / 'mesh.svg').splitlines()[0]}")
+    for name, spec in SHARDINGS.items():
+        weight = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=mesh.shardings(spec, mesh.make(tensor=8)))
+        print(f"{name}: {draw.sharding(weight, folder / name).splitlines()[0]}")
+    planned = lambda zero: plan.plan(gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16)
+    held = {name: planned(zero).memory.at_peak for name, zero in STAGES.items()}
+    print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
     for name, order in ORDERS.items():
         print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")
