@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -25,12 +26,16 @@ def test_axes_are_what_a_mesh_is_made_of():
     assert layout.replicas == 2
     assert layout.global_batch(5) == 60
     assert layout.sequences(60) == 5
+    assert Layout(context=4, tensor=2).axes == {"data": 1, "stage": 1, "context": 4, "tensor": 2}
+    assert Layout(context=4, data=2).devices == 8
     assert Layout().axes == {"data": 1, "stage": 1, "tensor": 1}
     with pytest.raises(AttributeError):
         layout.data = 4
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8), Layout(context=4, tensor=2)], ids=str
+)
 def test_groups_are_those_of_the_mesh(layout):
     ids = np.vectorize(lambda device: device.id)(mesh.make(**layout.axes).devices)
     for device in range(8):
@@ -41,7 +46,7 @@ def test_groups_are_those_of_the_mesh(layout):
             assert layout.group(device, *names) == np.ravel(ids[along]).tolist()
     with pytest.raises(ValueError, match=r"devices 0 to 7; got device=8\."):
         layout.coordinates(8)
-    with pytest.raises(ValueError, match=r"has the axes data, stage, tensor; got 'dat'\."):
+    with pytest.raises(ValueError, match=r"has the axes data, stage, context, tensor; got 'dat'\."):
         layout.group(0, "dat")
 
 
@@ -203,6 +208,21 @@ def test_a_layout_that_cannot_be(arguments, message):
             {"batch": -4, "devices": 2},
             "Layout: batch=-4 is no whole number from 1 to 2147483647. Take batch=2.",
         ),
+        (
+            Layout(context=4),
+            {"tokens": 1020},
+            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 or tokens=1016.",
+        ),
+        (
+            Layout(context=2, tensor=3, sequence=True),
+            {"tokens": 40},
+            "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. Take tokens=48 or tokens=36.",
+        ),
+        (
+            Layout(context=3, data=2),
+            {"devices": 12},
+            "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 devices. Take data=4.",
+        ),
         (Layout(), {"heads": 0}, "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1."),
     ],
 )
@@ -214,7 +234,7 @@ def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
 def wrong(fields, sizes) -> bool:
     """Whether a layout does not fit, as the axes' definitions have it."""
     f = fields
-    devices = f["data"] * f["stage"] * f["tensor"]
+    devices = f["data"] * f["stage"] * f["context"] * f["tensor"]
     known = all(f[name] in values for name, values in nearest.KNOWN.items())
     if not known or min(f[name] for name in nearest.COUNTS) < 1 or devices % f["processes"]:
         return True
@@ -222,16 +242,17 @@ def wrong(fields, sizes) -> bool:
     idle = (
         (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b") and not pipelined,
         f["schedule"] == "gpipe" and f["chunks"] > 1,
-        f["zero"] > 0 and f["data"] == 1,
+        f["zero"] > 0 and f["data"] * f["context"] == 1,
         f["sequence"] and f["tensor"] == 1,
         f["split_sends"] and (f["sequence"] or f["stage"] == 1 or f["tensor"] == 1),
         f["remat"] == "gathers" and not f["sequence"] and f["zero"] < 3,
         f["chunks"] > 1 and f["microbatches"] % f["stage"] > 0,
     )
+    split = f["tensor"] if f["sequence"] else 1
     by = {
         "heads": f["tensor"],
         "hidden": f["tensor"],
-        "tokens": f["tensor"] if f["sequence"] else 1,
+        "tokens": split if f["context"] == 1 else f["context"] * math.lcm(2, split),
         "layers": f["stage"] * f["chunks"],
         "rows": f["stage"] * f["tensor"],
         "batch": f["data"] * f["microbatches"],
@@ -269,7 +290,12 @@ any_fields = st.fixed_dictionaries(
 )  # fmt: skip
 good_fields = st.fixed_dictionaries(
     {"data": small, "stage": small, "tensor": small, "microbatches": small},
-    optional={"sequence": st.booleans(), "zero": st.integers(0, 3), "remat": st.sampled_from(nearest.KNOWN["remat"])},
+    optional={
+        "context": small,
+        "sequence": st.booleans(),
+        "zero": st.integers(0, 3),
+        "remat": st.sampled_from(nearest.KNOWN["remat"]),
+    },
 )
 model_sizes = st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING})
 machines = (
@@ -328,8 +354,8 @@ def test_text_is_short():
     [
         ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
         ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
-        ("dta=2,zero=1", "Layout has the fields data, stage, tensor, .*; got 'dta'. Take data=2,zero=1."),
-        ("{x}=2", "Layout has the fields data, stage, tensor, .*; got '{x}'. Take "),
+        ("dta=2,zero=1", "Layout has the fields data, stage, .*; got 'dta'. Take data=2,zero=1."),
+        ("{x}=2", "Layout has the fields data, stage, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallax.layout import nearest
-from parallax.layout.nearest import AXES, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
+from parallax.layout.nearest import ALWAYS, AXES, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
 
 __all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 
@@ -26,6 +26,7 @@ class Layout:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
+        context: devices among which the tokens of each sequence are split; attention goes round them. See `parallax.context`.
         microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
             are accumulated.
         chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a smaller bubble.
@@ -59,6 +60,7 @@ class Layout:
     schedule: str = "one_f_one_b"  # one of `Order`
     split_sends: bool = False
     processes: int = 1
+    context: int = 1
 
     def __post_init__(self):
         for name, value in _plain(vars(self)).items():
@@ -67,8 +69,9 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for `mesh.make(**layout.axes)`."""
-        return {"data": self.data, "stage": self.stage, "tensor": self.tensor}
+        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and the others where they are more than 1."""
+        sizes = {name: getattr(self, name) for name in AXES}
+        return {name: size for name, size in sizes.items() if name in ALWAYS or size > 1}
 
     @property
     def devices(self) -> int:
@@ -95,11 +98,11 @@ class Layout:
             ValueError: there is no such device.
         """
         found, left = {}, device
-        for name in reversed(AXES):
+        for name in reversed(self.axes):
             left, found[name] = divmod(left, self.axes[name])
         if left or device < 0:
             raise ValueError(f"Layout has devices 0 to {self.devices - 1}; got device={device}. Take device={self.devices - 1}.")
-        return {name: found[name] for name in AXES}
+        return {name: found[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
         """The devices that `device` works with along these axes, itself among them, in the order of their ring.

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from parallax import grads, pipeline, precision, remat, schedule, sequence
+from parallax import context, grads, pipeline, precision, remat, schedule, sequence
 from parallax.collectives import Axis, AxisLike, ring
 from parallax.layout import ways
 from parallax.layout.rows import (
     Again,
+    Contexts,
     Functions,
     Kept,
     Need,
@@ -42,7 +43,7 @@ from parallax.layout.rows import (
 
 # zero: 0, 1, 2, 3
 
-OVER_REPLICAS = (Need("data", "splits state over replicas", instead=0, why=", or more replicas"),)
+OVER_REPLICAS = (Need("data", "splits state over replicas", instead=0, why=", or more replicas", others=("context",)),)
 ZERO = (
     Replicas("ZeRO-0: nothing", outside=ways.averaged),
     Replicas("ZeRO-1: optimizer state", outside=ways.scattered, optimizer=ways.sharded, state=share, needs=OVER_REPLICAS),
@@ -82,6 +83,13 @@ TOKENS = (
         says="; residual stream by tokens",
         needs=(Need("tensor", "splits tokens over the tensor axis", instead=False),),
     ),
+)
+
+# context: 1, or more
+
+CONTEXTS = (
+    Contexts(),
+    Contexts(joins=ways.over_context, checked=context.checked, of=share, axis="context"),
 )
 
 # split_sends: False, True
@@ -179,6 +187,7 @@ def rows(fields: Mapping[str, Any]) -> Rows:
         stages=STAGES[fields["stage"] > 1],
         replicas=ZERO[fields["zero"]],
         tokens=TOKENS[fields["sequence"]],
+        contexts=CONTEXTS[fields["context"] > 1],
         sends=SENDS[fields["split_sends"]],
         numbers=PRECISION[fields["precision"]],
         again=REMAT[fields["remat"]],
@@ -202,6 +211,7 @@ def read(layout: Sized, axes: Mapping[str, AxisLike] | None = None) -> Functions
         stages=does.stages,
         replicas=does.replicas,
         tokens=does.tokens,
+        contexts=does.contexts,
         sends=does.sends,
         numbers=does.numbers,
         again=does.again,
