@@ -16,7 +16,8 @@ from parallax.layout import words
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 Order = Literal["one_f_one_b", "gpipe", "zero_bubble"]
-AXES = ("data", "stage", "context", "tensor")
+AXES = ("replica", "data", "stage", "context", "tensor")
+BATCH = ("replica", "data")  # those that split the batch by sequences
 ALWAYS = ("data", "stage", "tensor")  # a mesh has the other axes where a layout splits something over them
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, remat from the least to the most again
@@ -167,7 +168,10 @@ def _unknown(fields: Fields) -> Iterator[Fault]:
 
 def _uncounted(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes that are no count of anything, and a machine that no layout takes."""
-    least = {"devices": math.prod(fields[name] for name in AXES), "batch": fields["data"] * fields["microbatches"]}
+    least = {
+        "devices": math.prod(fields[name] for name in AXES),
+        "batch": math.prod(fields[name] for name in (*BATCH, "microbatches")),
+    }
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MANY:
             yield Fault(f"Layout: {{{name}}} is no whole number from 1 to {MANY}.", ({name: least.get(name, 1)},))
@@ -199,6 +203,9 @@ def _idle(fields: Fields) -> Iterator[Fault]:
             if all(fields[size] == 1 for size in (need.size, *need.others)):
                 changes = ({name: need.instead}, {need.size: 2})
                 yield Fault(f"Layout: {{{name}}} {need.says}; got {{{need.size}}}.", changes)
+    if does.copies.of(whole=False, share=True) and does.replicas.state(whole=True, share=False):
+        needed = "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+        yield Fault(needed, ({"replica": 1}, {"zero": 1}))
     if fields["chunks"] > 1 and not does.order.interleaves:
         yield one("{schedule} has one chunk a stage; got {chunks}", {"schedule": "one_f_one_b"})
     by_tokens = does.tokens.of(whole=False, share=True)
@@ -219,7 +226,7 @@ def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     for name, what, by, of in (
         ("layers", "the model's layers", P * fields["chunks"], "{stage} x {chunks}"),
         ("rows", "the vocabulary's padded rows", P * t, "{stage} x {tensor}"),
-        ("batch", "the batch's sequences", fields["data"] * fields["microbatches"], "{data} x {microbatches}"),
+        ("batch", "the batch's sequences", *_of_batch(fields)),
         ("tokens", *does.contexts.of(whole=_tokens_whole, share=_tokens_split)(does.tokens.of(whole=1, share=t), c)),
     ):
         if name in sizes and sizes[name] % by:
@@ -237,6 +244,12 @@ def _tokens_split(by: int, c: int) -> tuple[str, int, str]:
     """The same where c devices hold two chunks each, and split what they hold by tokens over the tensor axis too."""
     of = "2 x {context}" if by <= 2 else "{context} x {tensor}" if by % 2 == 0 else "2 x {context} x {tensor}"
     return "the tokens of a sequence", c * math.lcm(2, by), of
+
+
+def _of_batch(fields: Fields) -> tuple[int, str]:
+    """What the sequences of a batch must divide by: the number, and its name."""
+    names = [name for name in BATCH if name in ALWAYS or fields[name] > 1] + ["microbatches"]
+    return math.prod(fields[name] for name in names), " x ".join(f"{{{name}}}" for name in names)
 
 
 def _product(fields: Fields) -> str:
@@ -281,21 +294,21 @@ def _candidates(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
     tensors = divisors(shared) if shared else given("tensor")
     ways = divisors(sizes["layers"]) if "layers" in sizes else given("stage") | given("chunks")
     contexts = divisors(sizes["tokens"] // 2) if fields["context"] > 1 and sizes.get("tokens", 1) > 1 else given("context")
-    for t, c, P, v in itertools.product(
-        few(tensors, "tensor"), few(contexts, "context"), few(ways, "stage"), few(ways, "chunks")
+    for r, t, c, P, v in itertools.product(
+        given("replica"), few(tensors, "tensor"), few(contexts, "context"), few(ways, "stage"), few(ways, "chunks")
     ):
-        others = P * c * t
+        others = r * P * c * t
         if sizes.get("layers", P * v) % (P * v) or (devices is not None and devices % others) or (v > 1 and P == 1):
             continue
         choices = divisors(batch) if batch else given("data")
         for d in [devices // others] if devices is not None else few(choices, "data"):
-            if batch is not None and batch % d:
+            if batch is not None and batch % (d * r):
                 continue
             asked = fields["microbatches"]
-            parts = set(divisors(batch // d)) if batch else {asked, -(-asked // P) * P}
+            parts = set(divisors(batch // (d * r))) if batch else {asked, -(-asked // P) * P}
             fit = [M for M in parts if v == 1 or M % P == 0]
             for M in sorted(fit, key=lambda M: abs(math.log(M / asked)))[:1]:
-                change = {"data": d, "stage": P, "context": c, "tensor": t, "microbatches": M, "chunks": v}
+                change = {"replica": r, "data": d, "stage": P, "context": c, "tensor": t, "microbatches": M, "chunks": v}
                 processes = sizes.get("processes") or _closest_divisor(d * others, fields["processes"])
                 yield dict(fields) | _consistent(fields, change | {"processes": processes})
 

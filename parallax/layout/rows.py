@@ -17,6 +17,7 @@ from parallax.schedule import Schedule
 from parallax.typed import PyTree, Specs
 
 Choice = Callable[..., Any]
+EVERYWHERE = ("replica", "data", "context")  # the axes that split a batch
 PARTS = ("data", "context")  # the axes that split a batch by sequences and by tokens: over all of them gradients are means
 
 
@@ -166,6 +167,18 @@ class Contexts(NamedTuple):
     axis: str | None = None
 
 
+class Copies(NamedTuple):
+    """Whether there are several groups of replicas, each with all that ZeRO splits inside it.
+
+    Attributes:
+        grad: `(grad, axis)`: wraps the grad arrow last: the mean over the groups, of shares where a group has scattered.
+        of: chooses `whole` (one group) or `share` (several, which share the batch).
+    """
+
+    grad: Callable[..., Grad] = same
+    of: Choice = whole
+
+
 class Sends(NamedTuple):
     """How what goes from stage to stage is sent.
 
@@ -280,6 +293,7 @@ class Rows(NamedTuple):
         replicas: what the replicas split among them.
         tokens: how the blocks join over the tensor axis.
         contexts: how they do over the context axis.
+        copies: how groups of replicas join.
         sends: how what goes from stage to stage is sent.
         numbers: what is computed in which type.
         again: what the backward pass computes again.
@@ -290,6 +304,7 @@ class Rows(NamedTuple):
     replicas: Replicas
     tokens: Tokens
     contexts: Contexts
+    copies: Copies
     sends: Sends
     numbers: Numbers
     again: Again
@@ -330,6 +345,7 @@ class Functions(NamedTuple):
         replicas: what the replicas split among them.
         tokens: how the blocks join over the tensor axis.
         contexts: how they do over the context axis.
+        copies: how groups of replicas join.
         sends: how what goes from stage to stage is sent.
         numbers: what is computed in which type.
         again: what the backward pass computes again.
@@ -345,6 +361,7 @@ class Functions(NamedTuple):
     replicas: Replicas
     tokens: Tokens
     contexts: Contexts
+    copies: Copies
     sends: Sends
     numbers: Numbers
     again: Again
@@ -356,8 +373,18 @@ class Functions(NamedTuple):
 
     @property
     def parts(self) -> Axis:
-        """The axes whose devices have parts of the batch, by sequences and by tokens: gradients are means over all of them."""
+        """The axes whose devices have parts of a group's batch, by sequences and by tokens: ZeRO splits over all of them."""
         return joined(*(self.axes[name] for name in PARTS if name in self.axes))
+
+    @property
+    def everywhere(self) -> Axis:
+        """`parts`, and the groups of replicas where there are several: gradients are means over all of them."""
+        return joined(*(self.axes[name] for name in EVERYWHERE if name in self.axes))
+
+    @property
+    def sequences(self) -> Axis:
+        """The axes that split the batch by sequences."""
+        return joined(*(self.axes[name] for name in ("replica", "data") if name in self.axes))
 
     def joins(self, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
         """How the blocks join. Where their tokens are split over a context axis, `around(attend, axis)` attends over that."""
@@ -383,11 +410,11 @@ class Functions(NamedTuple):
         return self.stages.grad(enter, stage, head, self, placed, trainable)
 
     def outside(self, grad: Grad, placed: Placed) -> Grad:
-        """`grad` joined over tensor (where tokens are split), data and context, computed in the layout's type."""
+        """`grad` joined over tensor (where tokens are split), data, context and replica, computed in the layout's type."""
         grad = self.tokens.grad(grad, self.axes["tensor"])
         grad = self.replicas.ends(grad, self.parts, placed)
         grad = self.numbers.grad(grad)
-        return self.replicas.outside(grad, self.parts, placed)
+        return self.copies.grad(self.replicas.outside(grad, self.parts, placed), self.axes.get("replica"))
 
     def optimizer(self, optimizer: Any, placed: Placed) -> Any:
         """`optimizer`, on shares where the replicas split its state."""

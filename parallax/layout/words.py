@@ -22,6 +22,7 @@ from parallax.layout import ways
 from parallax.layout.rows import (
     Again,
     Contexts,
+    Copies,
     Functions,
     Kept,
     Need,
@@ -91,6 +92,10 @@ CONTEXTS = (
     Contexts(),
     Contexts(joins=ways.over_context, checked=context.checked, of=share, axis="context"),
 )
+
+# replica: 1, or more
+
+COPIES = (Copies(), Copies(grad=grads.averaged, of=share))
 
 # split_sends: False, True
 
@@ -188,6 +193,7 @@ def rows(fields: Mapping[str, Any]) -> Rows:
         replicas=ZERO[fields["zero"]],
         tokens=TOKENS[fields["sequence"]],
         contexts=CONTEXTS[fields["context"] > 1],
+        copies=COPIES[fields["replica"] > 1],
         sends=SENDS[fields["split_sends"]],
         numbers=PRECISION[fields["precision"]],
         again=REMAT[fields["remat"]],
@@ -212,6 +218,7 @@ def read(layout: Sized, axes: Mapping[str, AxisLike] | None = None) -> Functions
         replicas=does.replicas,
         tokens=does.tokens,
         contexts=does.contexts,
+        copies=does.copies,
         sends=does.sends,
         numbers=does.numbers,
         again=does.again,

@@ -108,12 +108,12 @@ def prepare(
         of_loss = head if scale is None else precision.scaled(head, scale)
         grad = does.outside(does.grad(enter, stage, of_loss, placed, compute.trainable), placed)
         grad = grad if scale is None else precision.unscaled(grad, scale)
-        return lambda model, batch: grad(model, _weighted(batch, does.axes["data"]))
+        return lambda model, batch: grad(model, _weighted(batch, does.sequences))
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
     local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
-    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P("data"), P()), out_specs=(state.specs, P()))
+    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P(layout.batch_axes), P()), out_specs=(state.specs, P()))
     drops = family.drops(config)
 
     static = eqx.filter(state.shapes, mesh.is_array, inverse=True)
@@ -158,8 +158,8 @@ def loss_step(
         return value[0] if isinstance(value, tuple) else value
 
     loss = does.value(enter, stage, loss_alone, placed)
-    local = lambda model, batch: does.parts.all_mean(loss(model, _weighted(batch, does.axes["data"])))
-    evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P("data")), out_specs=P())
+    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences)))
+    evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P(layout.batch_axes)), out_specs=P())
     static = eqx.filter(eqx.filter_eval_shape(make_model), mesh.is_array, inverse=True)
     run = lambda arrays, windows, weights=None: evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
     compiled = jax.jit(run)
