@@ -46,3 +46,8 @@ def joins(
         attends=around or (lambda attend: ring),
         contexts=over.size(),
     )
+
+
+def causal(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+    """`attention` over `axis` in the place of `attend`, which is softmax(q k^T / sqrt(K)) v of each token and those before it."""
+    return partial(attention, axis=axis)
