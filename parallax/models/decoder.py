@@ -22,10 +22,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import cross_entropy, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import wide
+from parallax.grads import Grad, on_parts
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
+from parallax.pipeline import Aux, Output
+from parallax.pipeline.checks import output
 from parallax.step import State, make_scaled, planned
 
 __all__ = [
@@ -103,9 +107,9 @@ def prepare(
     enter, stage, head = _stages(family, config, does, placed, compute)
 
     def grad_of(scale):
-        of_loss = head if scale is None else precision.scaled(head, scale)
-        grad = does.outside(does.grad(enter, stage, of_loss, placed, compute.trainable), placed)
-        grad = grad if scale is None else precision.unscaled(grad, scale)
+        of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
+        grad = does.outside(does.grad(enter, of_stage, of_loss, placed, compute.trainable), placed)
+        grad = _by_layer(grad if scale is None else precision.unscaled(grad, scale))
         return lambda model, batch: grad(model, _weighted(batch, does.axes["data"]))
 
     axes_of_norm = tuple(does.axes.values())
@@ -137,7 +141,9 @@ def loss_step(
     axes: Mapping[str, AxisLike] | None = None,
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
-    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, without dropout, to evaluate with.
+    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to evaluate with.
+
+    Without dropout, and without the auxiliary losses of its blocks.
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend` and
@@ -154,7 +160,10 @@ def loss_step(
         value = head(*arguments)
         return value[0] if isinstance(value, tuple) else value
 
-    loss, data = does.value(enter, stage, loss_alone, placed), does.axes["data"]
+    def stage_alone(*arguments):
+        return output(stage(*arguments)).x
+
+    loss, data = does.value(enter, stage_alone, loss_alone, placed), does.axes["data"]
     local = lambda model, batch: data.all_mean(loss(model, _weighted(batch, data)))
     evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P("data")), out_specs=P())
     static = eqx.filter(eqx.filter_eval_shape(make_model), mesh.is_array, inverse=True)
@@ -232,6 +241,29 @@ def _stages(family: Family, config: Configuration, does: Functions, placed: Plac
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )
+
+
+def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
+    """`stage` with its terms of the loss times `scale`, as `precision.scaled` makes of the head."""
+
+    def wrapped(*arguments):
+        made = output(stage(*arguments))
+        loss = None if made.loss is None else made.loss.astype(wide(made.loss.dtype)) * scale.astype(wide(made.loss.dtype))
+        return Output(made.x, loss, made.aux)
+
+    return wrapped
+
+
+def _by_layer(grad: Grad) -> Grad:
+    """`grad` whose auxiliary values of stages, [chunks, layers of one, ...], are those of all layers in order, [L, ...]."""
+    joined = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+    stages_joined = lambda aux: aux._replace(stages=jax.tree.map(joined, aux.stages)) if isinstance(aux, Aux) else aux
+
+    def wrapped(params, batch):
+        value, gradients = grad(params, batch)
+        return on_parts(value, lambda loss: loss, stages_joined), gradients
+
+    return wrapped
 
 
 def _weighted(batch: Batch, data: Axis) -> Batch:

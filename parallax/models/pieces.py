@@ -18,6 +18,7 @@ from parallax import cross_entropy, given, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.family import Batch, run_blocks, seen
+from parallax.pipeline.checks import output
 from parallax.remat import none
 
 
@@ -28,7 +29,8 @@ class Pieces(NamedTuple):
         name: of the family, for errors.
         embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of
             the first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
-        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places.
+        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places;
+            one with auxiliary values returns a `pipeline.Output`.
         head: `(model, x, targets, *, weights, joins, across)` to the loss.
         unembed: `(model, x)` to the logits of a whole model.
     """
@@ -50,8 +52,11 @@ def loss(
     attend: Callable[..., Any],
     remat: Callable[..., Any],
     unroll: int,
-) -> Float[Array, ""]:
-    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family."""
+) -> tuple[Float[Array, ""], Any]:
+    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family.
+
+    With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each, or None.
+    """
     windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
     given.there(f"{pieces.name}.loss", model)
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
@@ -59,8 +64,9 @@ def loss(
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
     own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
     apply = pieces.layer(model.config, positions=own, joins=made, attend=attend)
-    x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
-    return pieces.head(model, x, windows[:, 1:], weights=weights, joins=made)
+    out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
+    value = pieces.head(model, out.x, windows[:, 1:], weights=weights, joins=made)
+    return value if out.loss is None else value + out.loss, out.aux
 
 
 def logits(
@@ -71,7 +77,7 @@ def logits(
     given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
     x = pieces.embed(model, tokens, None)
     apply = pieces.layer(model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend)
-    return pieces.unembed(model, run_blocks(model.blocks, x, None, apply))
+    return pieces.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
 def stages(

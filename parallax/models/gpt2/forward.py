@@ -55,7 +55,7 @@ def loss(
             known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
     options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
-    return pieces.loss(PIECES, model, batch, **options)
+    return pieces.loss(PIECES, model, batch, **options)[0]
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
