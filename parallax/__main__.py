@@ -73,7 +73,9 @@ def compare(options: argparse.Namespace) -> str:
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
     prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
+    windows = jax.ShapeDtypeStruct(
+        (options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_)
+    )
     compiled = prepared.train.lower(prepared.shapes, windows).compile()
     return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
 
@@ -101,7 +103,9 @@ def compile_for(options: argparse.Namespace) -> str:
     layout = laid_out(options, config, len(there.devices), fixed=("devices",))
     mesh_ = mesh.make(devices=there.devices, **layout.axes)
     prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P("data"), mesh_))
+    windows = jax.ShapeDtypeStruct(
+        (options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_)
+    )
     begin = time.process_time()
     program = targets.compile(prepared.train, prepared.shapes, windows, target=there)
     taken = time.process_time() - begin

@@ -1212,7 +1212,36 @@ CONTEXT = (
     Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
 )
 
-BY_HAND = (*COLLECTIVES, *LAYERS, *EXPERTS, *PIPELINE, *PLACEMENT, *ORDINARY, *RUN, *TOLD, *GPT2, *LLAMA, *CONTEXT, *COMPILED)
+BY_NUMPY = "test_islands.py::test_islands_are_those_of_numpy"
+ISLANDS = (
+    Mutant("_Round.sent", "w.astype(kind) - own.astype(kind)", "own.astype(kind) - w.astype(kind)", BY_NUMPY),
+    Mutant("_Round.sent", "x / jnp.maximum(count, 1).astype(x.dtype)", "x", BY_NUMPY),
+    Mutant("_Round.sent", "jnp.sum(there)", "jnp.asarray(size(names))", BY_NUMPY),
+    Mutant("_Round.received", "jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)", "new", BY_NUMPY),
+    Mutant("_Round.received", "jnp.where(sent.some, a.astype(b.dtype), b)", "a.astype(b.dtype)", BY_NUMPY),
+    Mutant("_mixed", "mixing * old + (1 - mixing) * new", "mixing * new + (1 - mixing) * old", f"{BY_NUMPY} -k mixing"),
+    Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
+    Mutant("local", "due(inner.step - stream.delay)", "due(inner.step)", f"{BY_NUMPY} -k delay"),
+    Mutant("_stacked", "eqx.tree_at(lambda state: state.step, stacked, inner.step)", "stacked", BY_NUMPY),
+    Mutant("_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"),
+    Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
+)
+
+BY_HAND = (
+    *ISLANDS,
+    *COLLECTIVES,
+    *LAYERS,
+    *EXPERTS,
+    *PIPELINE,
+    *PLACEMENT,
+    *ORDINARY,
+    *RUN,
+    *TOLD,
+    *GPT2,
+    *LLAMA,
+    *CONTEXT,
+    *COMPILED,
+)
 
 # Those that may survive: why the behaviour is the same.
 NO_FAULT: dict[tuple[str, str, str], str] = {

@@ -128,9 +128,9 @@ def gpt2_on_one_device(config: decoder.Configuration, seed: int, steps: int, bat
     return Run(start, first, losses, model)
 
 
-def moved_by(mover):
+def moved_by(mover, names=("data", "stage", "tensor")):
     """Every axis of a layout, moved by `mover`."""
-    return {name: mover(name) for name in ("data", "stage", "tensor")}
+    return {name: mover(name) for name in names}
 
 
 def gpt2_on(layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ring, kind=gpt2, **compute) -> Run:
@@ -141,7 +141,7 @@ def gpt2_on(layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ri
             *(kind.FAMILY, config, OPTIMIZER, layout, mesh),
             batch=batch,
             key=jax.random.key(seed),
-            axes=moved_by(mover),
+            axes=moved_by(mover, layout.axes),
             compute=decoder.Compute(dtype=FLOAT64, **compute),
         )
         start, losses, first = host(state.model), [], None

@@ -31,7 +31,7 @@ ORDER = (
         "optimizers",
         "cross_entropy",
     ),
-    *("pipeline", "step", "layout", "models", "compiled", "plan", "data", "run", "lint", "draw", "__main__"),
+    *("pipeline", "step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "draw", "__main__"),
 )
 
 

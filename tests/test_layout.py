@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -25,12 +26,22 @@ def test_axes_are_what_a_mesh_is_made_of():
     assert layout.replicas == 2
     assert layout.global_batch(5) == 60
     assert layout.sequences(60) == 5
+    assert Layout(context=4, tensor=2).axes == {"data": 1, "stage": 1, "context": 4, "tensor": 2}
+    assert Layout(context=4, data=2).devices == 8
+    groups = Layout(replica=3, data=2, zero=1, microbatches=5)
+    assert groups.axes == {"replica": 3, "data": 2, "stage": 1, "tensor": 1}
+    assert (groups.replicas, groups.global_batch(4), groups.sequences(120)) == (6, 120, 4)
+    assert (groups.batch_axes, layout.batch_axes) == (("replica", "data"), ("data",))
     assert Layout().axes == {"data": 1, "stage": 1, "tensor": 1}
     with pytest.raises(AttributeError):
         layout.data = 4
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8), Layout(replica=2, data=2, tensor=2, zero=1)],
+    ids=str,
+)
 def test_groups_are_those_of_the_mesh(layout):
     ids = np.vectorize(lambda device: device.id)(mesh.make(**layout.axes).devices)
     for device in range(8):
@@ -41,7 +52,7 @@ def test_groups_are_those_of_the_mesh(layout):
             assert layout.group(device, *names) == np.ravel(ids[along]).tolist()
     with pytest.raises(ValueError, match=r"devices 0 to 7; got device=8\."):
         layout.coordinates(8)
-    with pytest.raises(ValueError, match=r"has the axes data, stage, tensor; got 'dat'\."):
+    with pytest.raises(ValueError, match=r"has the axes replica, data, stage, context, tensor; got 'dat'\."):
         layout.group(0, "dat")
 
 
@@ -87,6 +98,10 @@ def test_the_schedule_is_a_table():
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
             "Layout: split_sends=True has nothing to split where sequence=True has split it by tokens. Take split_sends=False.",
+        ),
+        (
+            {"replica": 2, "data": 2},
+            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits nothing. Take replica=1 or zero=1.",
         ),
         ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' or stage=2."),
         (
@@ -159,6 +174,11 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. Take batch=64.",
         ),
         (
+            Layout(replica=2, data=2, zero=2, microbatches=16),
+            {},
+            "Layout: the batch's sequences (batch=48) must divide by replica=2 x data=2 x microbatches=16. Take batch=64.",
+        ),
+        (
             Layout(tensor=4, sequence=True),
             {"tokens": 50},
             "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by tensor=4. "
@@ -203,6 +223,21 @@ def test_a_layout_that_cannot_be(arguments, message):
             {"batch": -4, "devices": 2},
             "Layout: batch=-4 is no whole number from 1 to 2147483647. Take batch=2.",
         ),
+        (
+            Layout(context=4),
+            {"tokens": 1020},
+            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 or tokens=1016.",
+        ),
+        (
+            Layout(context=2, tensor=3, sequence=True),
+            {"tokens": 40},
+            "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. Take tokens=48 or tokens=36.",
+        ),
+        (
+            Layout(context=3, data=2),
+            {"devices": 12},
+            "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 devices. Take data=4.",
+        ),
         (Layout(), {"heads": 0}, "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1."),
     ],
 )
@@ -214,7 +249,7 @@ def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
 def wrong(fields, sizes) -> bool:
     """Whether a layout does not fit, as the axes' definitions have it."""
     f = fields
-    devices = f["data"] * f["stage"] * f["tensor"]
+    devices = f["replica"] * f["data"] * f["stage"] * f["context"] * f["tensor"]
     known = all(f[name] in values for name, values in nearest.KNOWN.items())
     if not known or min(f[name] for name in nearest.COUNTS) < 1 or devices % f["processes"]:
         return True
@@ -222,19 +257,21 @@ def wrong(fields, sizes) -> bool:
     idle = (
         (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b") and not pipelined,
         f["schedule"] == "gpipe" and f["chunks"] > 1,
-        f["zero"] > 0 and f["data"] == 1,
+        f["zero"] > 0 and f["data"] * f["context"] == 1,
+        f["replica"] > 1 and f["zero"] == 0,
         f["sequence"] and f["tensor"] == 1,
         f["split_sends"] and (f["sequence"] or f["stage"] == 1 or f["tensor"] == 1),
         f["remat"] == "gathers" and not f["sequence"] and f["zero"] < 3,
         f["chunks"] > 1 and f["microbatches"] % f["stage"] > 0,
     )
+    split = f["tensor"] if f["sequence"] else 1
     by = {
         "heads": f["tensor"],
         "hidden": f["tensor"],
-        "tokens": f["tensor"] if f["sequence"] else 1,
+        "tokens": split if f["context"] == 1 else f["context"] * math.lcm(2, split),
         "layers": f["stage"] * f["chunks"],
         "rows": f["stage"] * f["tensor"],
-        "batch": f["data"] * f["microbatches"],
+        "batch": f["replica"] * f["data"] * f["microbatches"],
     }
     machine = {"devices": devices, "processes": f["processes"]}
     return (
@@ -269,7 +306,12 @@ any_fields = st.fixed_dictionaries(
 )  # fmt: skip
 good_fields = st.fixed_dictionaries(
     {"data": small, "stage": small, "tensor": small, "microbatches": small},
-    optional={"sequence": st.booleans(), "zero": st.integers(0, 3), "remat": st.sampled_from(nearest.KNOWN["remat"])},
+    optional={
+        "context": small,
+        "sequence": st.booleans(),
+        "zero": st.integers(0, 3),
+        "remat": st.sampled_from(nearest.KNOWN["remat"]),
+    },
 )
 model_sizes = st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING})
 machines = (
@@ -328,8 +370,8 @@ def test_text_is_short():
     [
         ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
         ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
-        ("dta=2,zero=1", "Layout has the fields data, stage, tensor, .*; got 'dta'. Take data=2,zero=1."),
-        ("{x}=2", "Layout has the fields data, stage, tensor, .*; got '{x}'. Take "),
+        ("dta=2,zero=1", "Layout has the fields replica, data, stage, .*; got 'dta'. Take data=2,zero=1."),
+        ("{x}=2", "Layout has the fields replica, data, stage, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),
@@ -352,7 +394,7 @@ def test_text_that_is_wrong(text, message):
         ('{"data": 2.5}', 'Layout needs data to be a whole number; got 2.5. Take {"data": 1}.'),
         ('{"data": true}', 'Layout needs data to be a whole number; got True. Take {"data": 1}.'),
         ('{"remat": 1}', 'Layout needs remat to be a word; got 1. Take {"remat": "none"}.'),
-        ('{"dta": 2, "zero": 1}', 'Layout has the fields data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.'),
+        ('{"dta": 2, "zero": 1}', 'Layout has the fields replica, data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.'),
         ("[" * 100_000, "Layout.from_json: .* Take the text of to_json, such as {"),
     ],
 )

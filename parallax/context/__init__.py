@@ -8,9 +8,10 @@ sends keys and values round, `ulysses` goes from tokens to heads and back, `gath
 called as `attend(q, k, v)`, with `segments=` where documents are packed into one sequence.
 """
 
+from parallax.context.checks import checked
 from parallax.context.hops import attention
 from parallax.context.kernels import TILED, Kernel, merged, tiled
-from parallax.context.layers import joins
+from parallax.context.layers import causal, joins
 from parallax.context.orders import Order, Visits, chunks_of, contiguous, joined, own, positions, split, visits, zigzag
 from parallax.context.others import blockwise, gathered, ulysses
 
@@ -21,6 +22,8 @@ __all__ = [
     "Visits",
     "attention",
     "blockwise",
+    "causal",
+    "checked",
     "chunks_of",
     "contiguous",
     "gathered",

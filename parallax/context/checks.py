@@ -1,11 +1,48 @@
 """What attention over split tokens refuses."""
 
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 
-from parallax.collectives import Axis
-from parallax.collectives.types import varying_axes
+from parallax import jaxprs
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import axes, varying_axes
+from parallax.mesh import is_array
+
+MOVES = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")  # first parts of their names
+
+
+def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+    """`layers`, a function of a model's blocks, refused when it is traced where it sends nothing along `axis`.
+
+    Each device of `axis` has some of the tokens. Attention that does not go over the axis would see those alone, and train
+    another model without a word. The function is traced once more to see it.
+    """
+    names = set(axes(Axis.of(axis).names))
+
+    def wrapped(*arguments):
+        arrays, static = eqx.partition(arguments, is_array)
+        program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
+        if not any(_moves_along(eqn, names) for eqn in jaxprs.every(jaxprs.opened(program))):
+            raise ValueError(
+                f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that each token would see "
+                "those of its own device alone. Attend by joins.attends(attend)(q, k, v), or take a layout without context."
+            )
+        return layers(*arguments)
+
+    return wrapped
+
+
+def _moves_along(eqn: Any, names: set[str]) -> bool:
+    """Whether an equation sends something along these axes alone: what gathers weights (ZeRO-3) does so along data as well."""
+    if not eqn.primitive.name.startswith(MOVES):
+        return False
+    along = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    found = set(along) if isinstance(along, tuple) else {along}
+    return bool(found) and found <= names
 
 
 def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int, heads: tuple[int, int] | None) -> None:

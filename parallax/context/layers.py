@@ -47,3 +47,8 @@ def joins(
         contexts=over.size(),
         over_tokens=joined(over, made.over_tokens),
     )
+
+
+def causal(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+    """`attention` over `axis` in the place of `attend`, which is softmax(q k^T / sqrt(K)) v of each token and those before it."""
+    return partial(attention, axis=axis)

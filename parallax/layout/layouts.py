@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallax.layout import nearest
-from parallax.layout.nearest import AXES, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
+from parallax.layout.nearest import ALWAYS, AXES, BATCH, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
 
 __all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 
@@ -26,6 +26,9 @@ class Layout:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
+        replica: groups of replicas, each of which has all that ZeRO splits among `data`: gradients are reduced inside a group, and
+            the shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
+        context: devices among which the tokens of each sequence are split; attention goes round them. See `parallax.context`.
         microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
             are accumulated.
         chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a smaller bubble.
@@ -59,6 +62,8 @@ class Layout:
     schedule: str = "one_f_one_b"  # one of `Order`
     split_sends: bool = False
     processes: int = 1
+    context: int = 1
+    replica: int = 1
 
     def __post_init__(self):
         for name, value in _plain(vars(self)).items():
@@ -67,8 +72,9 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for `mesh.make(**layout.axes)`."""
-        return {"data": self.data, "stage": self.stage, "tensor": self.tensor}
+        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and the others where they are more than 1."""
+        sizes = {name: getattr(self, name) for name in AXES}
+        return {name: size for name, size in sizes.items() if name in ALWAYS or size > 1}
 
     @property
     def devices(self) -> int:
@@ -78,15 +84,20 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Copies of the model, each of which sees a part of the batch."""
-        return self.data
+        return self.data * self.replica
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch by sequences, for its `PartitionSpec`: `P(layout.batch_axes)`."""
+        return tuple(name for name in BATCH if name in self.axes)
 
     def global_batch(self, sequences: int) -> int:
         """The sequences of a step in which each microbatch has `sequences` on a device."""
-        return sequences * self.microbatches * self.data
+        return sequences * self.microbatches * self.replicas
 
     def sequences(self, batch: int) -> int:
         """The sequences of one microbatch on a device, of a global batch that `check` admits."""
-        return batch // (self.microbatches * self.data)
+        return batch // (self.microbatches * self.replicas)
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are.
@@ -95,11 +106,11 @@ class Layout:
             ValueError: there is no such device.
         """
         found, left = {}, device
-        for name in reversed(AXES):
+        for name in reversed(self.axes):
             left, found[name] = divmod(left, self.axes[name])
         if left or device < 0:
             raise ValueError(f"Layout has devices 0 to {self.devices - 1}; got device={device}. Take device={self.devices - 1}.")
-        return {name: found[name] for name in AXES}
+        return {name: found[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
         """The devices that `device` works with along these axes, itself among them, in the order of their ring.

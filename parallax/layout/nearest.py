@@ -16,7 +16,9 @@ from parallax.layout import words
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 Order = Literal["one_f_one_b", "gpipe", "zero_bubble"]
-AXES = ("data", "stage", "tensor")
+AXES = ("replica", "data", "stage", "context", "tensor")
+BATCH = ("replica", "data")  # those that split the batch by sequences
+ALWAYS = ("data", "stage", "tensor")  # a mesh has the other axes where a layout splits something over them
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, remat from the least to the most again
     "zero": (0, 1, 2, 3),
@@ -140,7 +142,7 @@ def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         others = devices // fields["data"]
         changes = [{"data": sizes["devices"] // others}] if sizes["devices"] % others == 0 else []
         yield Fault(
-            f"Layout: {{data}} x {{stage}} x {{tensor}} multiply to {devices}, and there are {sizes['devices']} devices.",
+            f"Layout: {_product(fields)} multiply to {devices}, and there are {sizes['devices']} devices.",
             (*changes, {"devices": devices}),
         )
     if sizes.get("processes", fields["processes"]) != fields["processes"]:
@@ -166,7 +168,10 @@ def _unknown(fields: Fields) -> Iterator[Fault]:
 
 def _uncounted(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes that are no count of anything, and a machine that no layout takes."""
-    least = {"devices": math.prod(fields[name] for name in AXES), "batch": fields["data"] * fields["microbatches"]}
+    least = {
+        "devices": math.prod(fields[name] for name in AXES),
+        "batch": math.prod(fields[name] for name in (*BATCH, "microbatches")),
+    }
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MANY:
             yield Fault(f"Layout: {{{name}}} is no whole number from 1 to {MANY}.", ({name: least.get(name, 1)},))
@@ -195,9 +200,12 @@ def _idle(fields: Fields) -> Iterator[Fault]:
     }
     for name, row in chosen.items():
         for need in row.needs:
-            if fields[need.size] == 1:
+            if all(fields[size] == 1 for size in (need.size, *need.others)):
                 changes = ({name: need.instead}, {need.size: 2})
                 yield Fault(f"Layout: {{{name}}} {need.says}; got {{{need.size}}}.", changes)
+    if does.copies.of(whole=False, share=True) and does.replicas.state(whole=True, share=False):
+        needed = "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+        yield Fault(needed, ({"replica": 1}, {"zero": 1}))
     if fields["chunks"] > 1 and not does.order.interleaves:
         yield one("{schedule} has one chunk a stage; got {chunks}", {"schedule": "one_f_one_b"})
     by_tokens = does.tokens.of(whole=False, share=True)
@@ -209,7 +217,7 @@ def _idle(fields: Fields) -> Iterator[Fault]:
 
 def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes of the model and the batch that the layout does not divide."""
-    t, P, does = fields["tensor"], fields["stage"], words.rows(fields)
+    t, P, c, does = fields["tensor"], fields["stage"], fields["context"], words.rows(fields)
     shared = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (("heads", "the model's heads"), ("hidden", "the feed-forward's hidden units")):
         if name in sizes and sizes[name] % t:
@@ -218,13 +226,35 @@ def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     for name, what, by, of in (
         ("layers", "the model's layers", P * fields["chunks"], "{stage} x {chunks}"),
         ("rows", "the vocabulary's padded rows", P * t, "{stage} x {tensor}"),
-        ("batch", "the batch's sequences", fields["data"] * fields["microbatches"], "{data} x {microbatches}"),
-        ("tokens", "with {sequence} the tokens of a sequence", does.tokens.of(whole=1, share=t), "{tensor}"),
+        ("batch", "the batch's sequences", *_of_batch(fields)),
+        ("tokens", *does.contexts.of(whole=_tokens_whole, share=_tokens_split)(does.tokens.of(whole=1, share=t), c)),
     ):
         if name in sizes and sizes[name] % by:
             why = f", the vocabulary padded to a multiple of {by}" if name == "rows" else ""
             changes = _multiples(name, sizes[name], by)[: 1 if name == "rows" else 2]
             yield Fault(f"Layout: {what} ({{{name}}}) must divide by {of}.", changes, why)
+
+
+def _tokens_whole(by: int, c: int) -> tuple[str, int, str]:
+    """What the tokens of a sequence must divide by where no context axis splits them: what they are, the number, and its name."""
+    return "with {sequence} the tokens of a sequence", by, "{tensor}"
+
+
+def _tokens_split(by: int, c: int) -> tuple[str, int, str]:
+    """The same where c devices hold two chunks each, and split what they hold by tokens over the tensor axis too."""
+    of = "2 x {context}" if by <= 2 else "{context} x {tensor}" if by % 2 == 0 else "2 x {context} x {tensor}"
+    return "the tokens of a sequence", c * math.lcm(2, by), of
+
+
+def _of_batch(fields: Fields) -> tuple[int, str]:
+    """What the sequences of a batch must divide by: the number, and its name."""
+    names = [name for name in BATCH if name in ALWAYS or fields[name] > 1] + ["microbatches"]
+    return math.prod(fields[name] for name in names), " x ".join(f"{{{name}}}" for name in names)
+
+
+def _product(fields: Fields) -> str:
+    """The axes that a layout has, multiplied."""
+    return " x ".join(f"{{{name}}}" for name in AXES if name in ALWAYS or fields[name] > 1)
 
 
 def nearest(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
@@ -247,7 +277,8 @@ def nearest(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
         yield from working
         return
     machine = sizes.get("devices", sizes.get("processes", 1))
-    alone = {"data": machine, "stage": 1, "tensor": 1, "microbatches": 1, "chunks": 1, "processes": sizes.get("processes", 1)}
+    ones = dict.fromkeys((*AXES, "microbatches", "chunks"), 1)
+    alone = ones | {"data": machine, "processes": sizes.get("processes", 1)}
     change = known | _consistent(known, alone)
     change |= _multiples("batch", sizes["batch"], machine)[0] if "batch" in sizes else {}
     if fits(fields, sizes, change):
@@ -262,19 +293,23 @@ def _candidates(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
     shared = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     tensors = divisors(shared) if shared else given("tensor")
     ways = divisors(sizes["layers"]) if "layers" in sizes else given("stage") | given("chunks")
-    for t, P, v in itertools.product(few(tensors, "tensor"), few(ways, "stage"), few(ways, "chunks")):
-        if sizes.get("layers", P * v) % (P * v) or (devices is not None and devices % (P * t)) or (v > 1 and P == 1):
+    contexts = divisors(sizes["tokens"] // 2) if fields["context"] > 1 and sizes.get("tokens", 1) > 1 else given("context")
+    for r, t, c, P, v in itertools.product(
+        given("replica"), few(tensors, "tensor"), few(contexts, "context"), few(ways, "stage"), few(ways, "chunks")
+    ):
+        others = r * P * c * t
+        if sizes.get("layers", P * v) % (P * v) or (devices is not None and devices % others) or (v > 1 and P == 1):
             continue
         choices = divisors(batch) if batch else given("data")
-        for d in [devices // (P * t)] if devices is not None else few(choices, "data"):
-            if batch is not None and batch % d:
+        for d in [devices // others] if devices is not None else few(choices, "data"):
+            if batch is not None and batch % (d * r):
                 continue
             asked = fields["microbatches"]
-            parts = set(divisors(batch // d)) if batch else {asked, -(-asked // P) * P}
+            parts = set(divisors(batch // (d * r))) if batch else {asked, -(-asked // P) * P}
             fit = [M for M in parts if v == 1 or M % P == 0]
             for M in sorted(fit, key=lambda M: abs(math.log(M / asked)))[:1]:
-                change = {"data": d, "stage": P, "tensor": t, "microbatches": M, "chunks": v}
-                processes = sizes.get("processes") or _closest_divisor(d * P * t, fields["processes"])
+                change = {"replica": r, "data": d, "stage": P, "context": c, "tensor": t, "microbatches": M, "chunks": v}
+                processes = sizes.get("processes") or _closest_divisor(d * others, fields["processes"])
                 yield dict(fields) | _consistent(fields, change | {"processes": processes})
 
 

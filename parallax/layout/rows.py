@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jax.typing import DTypeLike
 
 from parallax import pipeline, precision, remat, rules, tensor, zero
-from parallax.collectives import Axis
+from parallax.collectives import Axis, joined
 from parallax.grads import Grad
 from parallax.schedule import Schedule
 from parallax.typed import PyTree, Specs
 
 Choice = Callable[..., Any]
+EVERYWHERE = ("replica", "data", "context")  # the axes that split a batch
+PARTS = ("data", "context")  # the axes that split a batch by sequences and by tokens: over all of them gradients are means
 
 
 def chooses(name: str) -> Choice:
@@ -51,7 +53,7 @@ class Placed(NamedTuple):
     @property
     def parts(self) -> zero.Parts:
         """The specs of the ends, of a stage and of one layer."""
-        return zero.parts(self.specs, "data", where=self.where, loops=self.loops)
+        return zero.parts(self.specs, PARTS, where=self.where, loops=self.loops)
 
 
 class Need(NamedTuple):
@@ -62,12 +64,14 @@ class Need(NamedTuple):
         says: what the word does with it.
         instead: the word to take where it is 1.
         why: words that follow the proposal.
+        others: sizes of which one does as well.
     """
 
     size: str
     says: str
     instead: Any
     why: str = ""
+    others: tuple[str, ...] = ()
 
 
 class Stages(NamedTuple):
@@ -144,6 +148,35 @@ class Tokens(NamedTuple):
     of: Choice = whole
     says: str = ""
     needs: tuple[Need, ...] = ()
+
+
+class Contexts(NamedTuple):
+    """Whether a context axis splits the tokens of each sequence.
+
+    Attributes:
+        joins: `(joins, axis, around)`: from how blocks join over the tensor axis to how they do with their tokens split over the
+            context axis; `around(attend, axis)` attends over that.
+        checked: `(stage, axis)`: wraps the function that runs blocks: refuses one that sends nothing along the axis.
+        of: chooses `whole` or `share`.
+        axis: the axis; None: no axis splits them.
+    """
+
+    joins: Callable[..., Callable[..., tensor.Joins]] = same
+    checked: Callable[..., Callable[..., Any]] = same
+    of: Choice = whole
+    axis: str | None = None
+
+
+class Copies(NamedTuple):
+    """Whether there are several groups of replicas, each with all that ZeRO splits inside it.
+
+    Attributes:
+        grad: `(grad, axis)`: wraps the grad arrow last: the mean over the groups, of shares where a group has scattered.
+        of: chooses `whole` (one group) or `share` (several, which share the batch).
+    """
+
+    grad: Callable[..., Grad] = same
+    of: Choice = whole
 
 
 class Sends(NamedTuple):
@@ -259,6 +292,8 @@ class Rows(NamedTuple):
         stages: how the blocks are run.
         replicas: what the replicas split among them.
         tokens: how the blocks join over the tensor axis.
+        contexts: how they do over the context axis.
+        copies: how groups of replicas join.
         sends: how what goes from stage to stage is sent.
         numbers: what is computed in which type.
         again: what the backward pass computes again.
@@ -268,6 +303,8 @@ class Rows(NamedTuple):
     stages: Stages
     replicas: Replicas
     tokens: Tokens
+    contexts: Contexts
+    copies: Copies
     sends: Sends
     numbers: Numbers
     again: Again
@@ -307,6 +344,8 @@ class Functions(NamedTuple):
         stages: how the blocks are run.
         replicas: what the replicas split among them.
         tokens: how the blocks join over the tensor axis.
+        contexts: how they do over the context axis.
+        copies: how groups of replicas join.
         sends: how what goes from stage to stage is sent.
         numbers: what is computed in which type.
         again: what the backward pass computes again.
@@ -321,6 +360,8 @@ class Functions(NamedTuple):
     stages: Stages
     replicas: Replicas
     tokens: Tokens
+    contexts: Contexts
+    copies: Copies
     sends: Sends
     numbers: Numbers
     again: Again
@@ -330,9 +371,32 @@ class Functions(NamedTuple):
     microbatches: int
     chunks: int
 
+    @property
+    def parts(self) -> Axis:
+        """The axes whose devices have parts of a group's batch, by sequences and by tokens: ZeRO splits over all of them."""
+        return joined(*(self.axes[name] for name in PARTS if name in self.axes))
+
+    @property
+    def everywhere(self) -> Axis:
+        """`parts`, and the groups of replicas where there are several: gradients are means over all of them."""
+        return joined(*(self.axes[name] for name in EVERYWHERE if name in self.axes))
+
+    @property
+    def sequences(self) -> Axis:
+        """The axes that split the batch by sequences."""
+        return joined(*(self.axes[name] for name in ("replica", "data") if name in self.axes))
+
+    def joins(self, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
+        """How the blocks join. Where their tokens are split over a context axis, `around(attend, axis)` attends over that."""
+        return self.contexts.joins(self.tokens.joins, self.axes.get("context"), around)
+
+    def checked(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        """`stage`, refused where it sends nothing along an axis that splits its tokens."""
+        return self.contexts.checked(stage, self.axes.get("context"))
+
     def block(self, block: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
         """`block`, its weights gathered and what it does not keep computed again."""
-        return self.kept.block(self.replicas.block(block, self.axes["data"], placed))
+        return self.kept.block(self.replicas.block(block, self.parts, placed))
 
     def grad(
         self,
@@ -346,18 +410,18 @@ class Functions(NamedTuple):
         return self.stages.grad(enter, stage, head, self, placed, trainable)
 
     def outside(self, grad: Grad, placed: Placed) -> Grad:
-        """`grad` joined over tensor (where tokens are split) and data, computed in the layout's type."""
+        """`grad` joined over tensor (where tokens are split), data, context and replica, computed in the layout's type."""
         grad = self.tokens.grad(grad, self.axes["tensor"])
-        grad = self.replicas.ends(grad, self.axes["data"], placed)
+        grad = self.replicas.ends(grad, self.parts, placed)
         grad = self.numbers.grad(grad)
-        return self.replicas.outside(grad, self.axes["data"], placed)
+        return self.copies.grad(self.replicas.outside(grad, self.parts, placed), self.axes.get("replica"))
 
     def optimizer(self, optimizer: Any, placed: Placed) -> Any:
         """`optimizer`, on shares where the replicas split its state."""
-        return self.replicas.optimizer(optimizer, self.axes["data"], placed)
+        return self.replicas.optimizer(optimizer, self.parts, placed)
 
     def value(
         self, enter: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any], placed: Placed
     ) -> Callable[..., Any]:
         """The loss arrow, local to the replicas, for evaluation."""
-        return self.replicas.value(self.stages.value(enter, stage, head, self, placed), self.axes["data"], placed)
+        return self.replicas.value(self.stages.value(enter, stage, head, self, placed), self.parts, placed)

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from parallax import grads, mesh, pipeline, precision, rules, schedule, zero
+from parallax import context, grads, mesh, pipeline, precision, rules, schedule, tensor, zero
 from parallax.collectives import Axis
 from parallax.grads import Grad
 from parallax.layout.rows import Functions, Placed
@@ -33,7 +33,7 @@ def one_after_another(
 ) -> Grad:
     """The grad arrow of microbatches that each run through all blocks before the next one begins."""
     grad = differentiated(composed(enter, stage, head, does, placed), trainable)
-    return grads.accumulated(does.replicas.each(grad, does.axes["data"], placed), microbatches=does.microbatches)
+    return grads.accumulated(does.replicas.each(grad, does.parts, placed), microbatches=does.microbatches)
 
 
 def one_behind_another(
@@ -41,7 +41,7 @@ def one_behind_another(
 ) -> Grad:
     """The grad arrow of microbatches that follow each other through the stages."""
 
-    scatter = does.replicas.in_stages(does.axes["data"], placed)
+    scatter = does.replicas.in_stages(does.parts, placed)
     exchange = does.sends.exchange(does.axes["tensor"])
     options = {"trainable": trainable, "keep": does.again.keep, "exchange": exchange, "scatter": scatter}
     return pipeline.value_and_grad(enter, stage, head, does.table(), does.axes["stage"], where=placed.where, **options)
@@ -132,6 +132,14 @@ def gathered_ends(grad: Grad, data: Axis, placed: Placed) -> Grad:
 def gathered_value(loss: Callable[..., Any], data: Axis, placed: Placed) -> Callable[..., Any]:
     """The same for evaluation."""
     return zero.gathered(loss, placed.parts.ends, data)
+
+
+# The tokens of a sequence
+
+
+def over_context(joins: Callable[..., tensor.Joins], axis: Axis, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
+    """The tokens of each sequence split over the context axis, before they are split over tensor."""
+    return functools.partial(context.joins, context=axis, inner=joins, around=lambda attend: around(attend, axis))
 
 
 # The types of numbers

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from parallax import grads, pipeline, precision, remat, schedule, sequence
+from parallax import context, grads, pipeline, precision, remat, schedule, sequence
 from parallax.collectives import Axis, AxisLike, ring
 from parallax.layout import ways
 from parallax.layout.rows import (
     Again,
+    Contexts,
+    Copies,
     Functions,
     Kept,
     Need,
@@ -42,7 +44,7 @@ from parallax.layout.rows import (
 
 # zero: 0, 1, 2, 3
 
-OVER_REPLICAS = (Need("data", "splits state over replicas", instead=0, why=", or more replicas"),)
+OVER_REPLICAS = (Need("data", "splits state over replicas", instead=0, why=", or more replicas", others=("context",)),)
 ZERO = (
     Replicas("ZeRO-0: nothing", outside=ways.averaged),
     Replicas("ZeRO-1: optimizer state", outside=ways.scattered, optimizer=ways.sharded, state=share, needs=OVER_REPLICAS),
@@ -83,6 +85,17 @@ TOKENS = (
         needs=(Need("tensor", "splits tokens over the tensor axis", instead=False),),
     ),
 )
+
+# context: 1, or more
+
+CONTEXTS = (
+    Contexts(),
+    Contexts(joins=ways.over_context, checked=context.checked, of=share, axis="context"),
+)
+
+# replica: 1, or more
+
+COPIES = (Copies(), Copies(grad=grads.averaged, of=share))
 
 # split_sends: False, True
 
@@ -179,6 +192,8 @@ def rows(fields: Mapping[str, Any]) -> Rows:
         stages=STAGES[fields["stage"] > 1],
         replicas=ZERO[fields["zero"]],
         tokens=TOKENS[fields["sequence"]],
+        contexts=CONTEXTS[fields["context"] > 1],
+        copies=COPIES[fields["replica"] > 1],
         sends=SENDS[fields["split_sends"]],
         numbers=PRECISION[fields["precision"]],
         again=REMAT[fields["remat"]],
@@ -202,6 +217,8 @@ def read(layout: Sized, axes: Mapping[str, AxisLike] | None = None) -> Functions
         stages=does.stages,
         replicas=does.replicas,
         tokens=does.tokens,
+        contexts=does.contexts,
+        copies=does.copies,
         sends=does.sends,
         numbers=does.numbers,
         again=does.again,

@@ -90,10 +90,12 @@ def prepare(
         compute: how the model computes.
 
     Raises:
-        ValueError: the layout does not divide the model or the batch, or is not the mesh's; or `axes` names another axis.
+        ValueError: the layout does not divide the model or the batch, or is not the mesh's; `axes` names another axis; or a
+            context axis splits the tokens, and the attention does not go over it.
     """
     layout.check(**config.sizes, batch=batch)
     _check_mesh(layout, mesh_)
+    _check_attention(family, layout, compute)
     does = _functions(layout, axes, compute)
     weights_key, dropout_key = jax.random.split(key)
     make_model = _maker(family, config, does, weights_key, compute.dtype)
@@ -110,12 +112,12 @@ def prepare(
         of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
         grad = does.outside(does.grad(enter, of_stage, of_loss, placed, compute.trainable), placed)
         grad = _by_layer(grad if scale is None else precision.unscaled(grad, scale))
-        return lambda model, batch: grad(model, _weighted(batch, does.axes["data"]))
+        return lambda model, batch: grad(model, _weighted(batch, does.sequences))
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
     local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
-    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P("data"), P()), out_specs=(state.specs, P()))
+    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P(layout.batch_axes), P()), out_specs=(state.specs, P()))
     drops = family.drops(config)
 
     static = eqx.filter(state.shapes, mesh.is_array, inverse=True)
@@ -146,11 +148,12 @@ def loss_step(
     Without dropout, and without the auxiliary losses of its blocks.
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
-    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend` and
-    `schedule`; `axes` as in `prepare`.
+    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`
+    and `schedule`; `axes` as in `prepare`.
     """
-    compute = Compute(attend=compute.attend, schedule=compute.schedule)
+    compute = Compute(attend=compute.attend, schedule=compute.schedule, around=compute.around)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
+    _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
@@ -163,9 +166,9 @@ def loss_step(
     def stage_alone(*arguments):
         return output(stage(*arguments)).x
 
-    loss, data = does.value(enter, stage_alone, loss_alone, placed), does.axes["data"]
-    local = lambda model, batch: data.all_mean(loss(model, _weighted(batch, data)))
-    evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P("data")), out_specs=P())
+    loss = does.value(enter, stage_alone, loss_alone, placed)
+    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences)))
+    evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P(layout.batch_axes)), out_specs=P())
     static = eqx.filter(eqx.filter_eval_shape(make_model), mesh.is_array, inverse=True)
     run = lambda arrays, windows, weights=None: evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
     compiled = jax.jit(run)
@@ -195,7 +198,8 @@ def rules_of(family: Family, layout: Layout) -> tuple[rules.Rule, rules.Rule]:
     does = words.read(layout)
     rule = family.rules("tensor", stage=does.stages.axis, size=layout.tensor)
     keep = {f"{family.blocks}.**": tuple(range(does.stages.loops))}
-    return rule, does.replicas.state(whole=rule, share=rules.fsdp("data", size=layout.data, keep=keep, inside=rule))
+    size = layout.data * layout.context
+    return rule, does.replicas.state(whole=rule, share=rules.fsdp(does.parts.names, size=size, keep=keep, inside=rule))
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
@@ -232,15 +236,16 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
 
 def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
     """The family's `(enter, stage, head)` under a layout."""
-    return family.stages(
+    enter, stage, head = family.stages(
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
-        joins=does.tokens.joins,
+        joins=does.joins(compute.around or family.around),
         attend=does.again.attend(compute.attend or family.attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )
+    return enter, does.checked(stage), head
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
@@ -269,6 +274,17 @@ def _by_layer(grad: Grad) -> Grad:
 def _weighted(batch: Batch, data: Axis) -> Batch:
     """The batch with weights whose mean over the tokens of all devices is 1, where it has any."""
     return batch if batch.weights is None else batch._replace(weights=cross_entropy.normalized(batch.weights, data))
+
+
+def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
+    """Refuse a context axis where nothing says how attention goes over it."""
+    if layout.context == 1 or compute.around is not None or (family.around is not None and compute.attend is None):
+        return
+    who = f"{family.model.__name__}'s family has no `around`" if compute.attend is None else "Compute has `attend` alone"
+    raise ValueError(
+        f"decoder: the layout splits tokens over context={layout.context}, and {who}: its attention sees the tokens of one device. "
+        "Take Compute(around=context.causal) where it is softmax(q k^T / sqrt(K)) v, or Compute(attend=..., around=context.ulysses)."
+    )
 
 
 def _check_mesh(layout: Layout, mesh_: Mesh) -> None:

@@ -63,6 +63,8 @@ class Family:
         cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
         attend: the attention function, given to `stages` unless `Compute` has another.
         blocks: the path of the blocks in the model.
+        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it: `context.causal`
+            where `attend` is softmax(q k^T / sqrt(K)) v of each token and those before it; None: it has no context axis.
         drops: whether a configuration has dropout: then each sequence gets a random key.
     """
 
@@ -73,6 +75,7 @@ class Family:
     attend: Callable[..., Any]
     cached: Callable[[Any], Any] | None = None
     blocks: str = "blocks"
+    around: Callable[..., Any] | None = None
     drops: Callable[[Any], bool] = lambda config: False
 
     def where(self, model: Any) -> Any:

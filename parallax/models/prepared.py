@@ -21,6 +21,8 @@ class Compute:
 
     Args:
         attend: the attention function, instead of the family's.
+        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
+            `context.ulysses`, instead of the family's.
         remat: wraps each block, instead of what `layout.remat` says; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
@@ -34,6 +36,7 @@ class Compute:
     schedule: Schedule | None = None
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
+    around: Callable[..., Any] | None = None
 
 
 PLAIN = Compute()

@@ -98,7 +98,7 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
     """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number and the loss scale."""
-    return 4 * (batch // layout.data) * (config.context + 1) + 4 + _scale(words.read(layout).numbers.scale)
+    return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + _scale(words.read(layout).numbers.scale)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operati
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -274,7 +276,8 @@ def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[
 
 def span(layout: Layout, axes: Sequence[str]) -> int:
     """How far apart the devices of a group along `axes` are numbered, both ends counted; the last axis runs fastest."""
-    strides = {"tensor": 1, "stage": layout.tensor, "data": layout.tensor * layout.stage}
+    sizes = layout.axes
+    strides = dict(zip(reversed(sizes), itertools.accumulate(reversed(sizes.values()), operator.mul, initial=1), strict=False))
     return 1 + sum(strides[name] * (layout.axes[name] - 1) for name in axes)
 
 

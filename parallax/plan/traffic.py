@@ -242,6 +242,8 @@ class _Step:
             yield self.reduce_scatter("gradients scattered", "data", part, scatters, self.wide)
             yield self.all_gather("parameters gathered", "data", share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
+        for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
+            yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-3 gathers a leaf of the layers: forward, and again backward, but for what nothing needs there."""

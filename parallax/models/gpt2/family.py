@@ -2,6 +2,7 @@
 
 import functools
 
+from parallax.context import causal
 from parallax.models.cached import cached
 from parallax.models.family import Family
 from parallax.models.gpt2.forward import PIECES, logits
@@ -21,4 +22,5 @@ FAMILY = Family(
     attend=attention,
     cached=functools.partial(cached, PIECES),
     drops=_drops,
+    around=causal,
 )

@@ -2,6 +2,7 @@
 
 import functools
 
+from parallax.context import causal
 from parallax.models import pieces
 from parallax.models.attention import grouped
 from parallax.models.cached import cached
@@ -10,4 +11,12 @@ from parallax.models.llama.forward import PIECES, logits
 from parallax.models.llama.model import Llama, rules
 
 stages = functools.partial(pieces.stages, PIECES)
-FAMILY = Family(model=Llama, stages=stages, rules=rules, logits=logits, attend=grouped, cached=functools.partial(cached, PIECES))
+FAMILY = Family(
+    model=Llama,
+    stages=stages,
+    rules=rules,
+    logits=logits,
+    attend=grouped,
+    cached=functools.partial(cached, PIECES),
+    around=causal,
+)

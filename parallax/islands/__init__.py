@@ -1,0 +1,23 @@
+"""Islands: groups of devices that train by themselves and talk once in many steps. A function from step to step (DiLoCo)."""
+
+from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Fragments, Stream, by_layers, by_path, whole
+from parallax.islands.rounds import local, nesterov
+from parallax.islands.state import Sent, State, init, model_of, planned, regrouped
+
+__all__ = [
+    "ALL_AT_ONCE",
+    "Fragment",
+    "Fragments",
+    "Sent",
+    "State",
+    "Stream",
+    "by_layers",
+    "by_path",
+    "init",
+    "local",
+    "model_of",
+    "nesterov",
+    "planned",
+    "regrouped",
+    "whole",
+]

@@ -1,0 +1,195 @@
+"""What a step of islands changes: a state for each island, and the outer weights, which all islands have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh, rules, step
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.int8 import ErrorFeedback
+from parallax.collectives.types import wide
+from parallax.islands import fragments
+from parallax.islands.fragments import ALL_AT_ONCE, Stream
+from parallax.typed import PyTree
+
+
+class Sent(eqx.Module):
+    """What a round exchanged and no island has used yet. A tree of specs has this form too.
+
+    Attributes:
+        mean: of what the islands that were there changed.
+        some: whether there was any: a bool.
+        here: for each island whether it was there: bool [islands].
+    """
+
+    mean: PyTree
+    some: PyTree
+    here: PyTree
+
+
+class State(eqx.Module):
+    """All that a step of islands changes. A tree of specs has this form too.
+
+    Attributes:
+        inner: the state of each island: arrays have a first dim, [islands, ...], except `step`, which is one number for all.
+        model: the outer weights: of what is trained, as it was after the last round; None for other leaves.
+        optimizer: the state of the outer optimizer, for each fragment.
+        error: for each fragment what int8 rounded away, [islands, ...]; None where the exchange is exact.
+        sent: for each fragment what waits for its use; None without a delay.
+    """
+
+    inner: step.State
+    model: PyTree
+    optimizer: tuple[PyTree, ...]
+    error: tuple[PyTree, ...]
+    sent: tuple[Sent | None, ...]
+
+    @property
+    def step(self) -> Any:
+        """How many steps each island made: an int32 scalar."""
+        return self.inner.step
+
+
+def init(
+    state: step.State,
+    specs: step.State,
+    outer: optax.GradientTransformation,
+    mesh_: Mesh,
+    *,
+    axis: AxisLike | ErrorFeedback,
+    stream: Stream = ALL_AT_ONCE,
+    trainable: PyTree = rules.is_inexact,
+) -> tuple[State, State]:
+    """The state of islands that all begin as `state`, and its specs. No device holds more than its islands' blocks.
+
+    Args:
+        state: of one island, on `mesh_`, the same on all islands, as `step.init` makes it.
+        specs: its specs, which name no axis of the islands.
+        outer: the outer optimizer.
+        mesh_: the mesh, with the axis of the islands.
+        axis: as in `local`, and so the next one.
+        stream: likewise.
+        trainable: which leaves the outer optimizer works on, as in `step.init`. Others stay each island's own.
+
+    Raises:
+        ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim that is split.
+    """
+    plan = planned(state, specs, outer, mesh_, axis=axis, stream=stream, trainable=trainable)
+    return plan.init(state), plan.specs
+
+
+def planned(
+    state: step.State,
+    specs: step.State,
+    outer: optax.GradientTransformation,
+    mesh_: Mesh,
+    *,
+    axis: AxisLike | ErrorFeedback,
+    stream: Stream = ALL_AT_ONCE,
+    trainable: PyTree = rules.is_inexact,
+) -> step.Planned:
+    """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
+    names = names_of(axis)
+    if strange := [name for name in names if name not in mesh_.shape]:
+        raise ValueError(f"islands.init: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
+    over = names[0] if len(names) == 1 else names
+    islands = 1
+    for name in names:
+        islands *= mesh_.shape[name]
+    arrays, static = eqx.partition(state, mesh.is_array)
+    trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
+    seen = jax.eval_shape(trained, eqx.filter(state.model, mesh.is_array))
+    parts = fragments.of(stream, seen, specs.model)
+    make = _maker(outer, parts, trained, islands, feedback=isinstance(axis, ErrorFeedback), waits=stream.delay > 0)
+    shapes = jax.eval_shape(make, arrays)
+
+    by_path = mesh.by_path(specs.model)
+    spec_of = lambda tree: jax.tree.map_with_path(lambda path, leaf: by_path[mesh.dotted(path)], tree)
+    stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=mesh.is_spec)
+    of_parts = [spec_of(jax.eval_shape(part.get, seen)) for part in parts]
+    of_optimizer = (
+        rules.optimizer_specs(outer, jax.eval_shape(part.get, seen), found, mesh_)
+        for part, found in zip(parts, of_parts, strict=True)
+    )
+    placed = State(
+        step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale)),
+        spec_of(seen),
+        tuple(of_optimizer),
+        tuple(None if error is None else stacked(found) for error, found in zip(shapes.error, of_parts, strict=True)),
+        tuple(None if sent is None else Sent(found, P(), P(over)) for sent, found in zip(shapes.sent, of_parts, strict=True)),
+    )
+    at = mesh.shardings(placed, mesh_)
+    begin = jax.jit(make, out_shardings=at)
+    whole = lambda state: eqx.tree_at(lambda state: state.inner, state, eqx.combine(state.inner, static))
+    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at)
+    return step.Planned(lambda state: whole(begin(eqx.filter(state, mesh.is_array))), whole(shapes), placed)
+
+
+def _maker(outer, parts, trained, islands: int, *, feedback: bool, waits: bool) -> Callable[[step.State], State]:
+    """From the arrays of one island's state to those of all islands'."""
+    copies = lambda x: jnp.broadcast_to(x[None], (islands, *x.shape))
+
+    def make(state):
+        stacked = jax.tree.map(copies, state)
+        weights = trained(state.model)
+        found = [part.get(weights) for part in parts]
+        zeros = lambda part, *lead: jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), wide(w.dtype)), part)
+        return State(
+            eqx.tree_at(lambda state: state.step, stacked, state.step),
+            weights,
+            tuple(outer.init(part) for part in found),
+            tuple(zeros(part, islands) if feedback else None for part in found),
+            tuple(Sent(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool)) if waits else None for part in found),
+        )
+
+    return make
+
+
+def names_of(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
+    """The names of the islands' axis."""
+    names = axis.axis_name if isinstance(axis, ErrorFeedback) else Axis.of(axis).names
+    return names if isinstance(names, tuple) else (names,)
+
+
+def model_of(state: State) -> PyTree:
+    """The model that the islands train together: the outer weights, and what is not trained as the first island has it."""
+    first = jax.tree.map(lambda x: x[0] if mesh.is_array(x) else x, state.inner.model)
+    return eqx.combine(state.model, first)
+
+
+def regrouped(state: State, islands: int) -> tuple[State, list[str]]:
+    """`state` for another number of islands, and what was lost, in sentences. Place it with the specs of the new mesh.
+
+    All islands go on from the outer weights. Island i takes the inner optimizer's state of island i mod n, of n that there
+    were. What is under way or was rounded away is dropped.
+
+    Raises:
+        ValueError: `islands` is below 1.
+    """
+    if islands < 1:
+        raise ValueError(f"islands.regrouped needs islands of 1 or more; got {islands}.")
+    before = next(leaf.shape[0] for leaf in jax.tree.leaves(state.inner.model) if mesh.is_array(leaf))
+    chosen = jnp.arange(islands) % before
+    taken = lambda tree: jax.tree.map(lambda x: x[chosen] if mesh.is_array(x) else x, tree)
+    inner = state.inner
+    copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
+    new = step.State(eqx.combine(copies, taken(inner.model)), taken(inner.optimizer), inner.step, taken(inner.scale))
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
+    sent = tuple(
+        None if each is None else Sent(jax.tree.map(jnp.zeros_like, each.mean), jnp.asarray(False), jnp.zeros(islands, bool))
+        for each in state.sent
+    )
+    lost = ["the inner steps since the last round, on every island, where there were any"]
+    if islands < before:
+        lost.append(f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone")
+    if islands > before:
+        lost.append(f"nothing else: islands {before} to {islands - 1} begin with copies of the inner optimizer's states")
+    lost += ["what int8 had rounded away"] * any(jax.tree.leaves(each) for each in state.error)
+    lost += ["the exchanges under way"] * any(each is not None for each in state.sent)
+    return State(new, state.model, state.optimizer, tuple(map(zeros, state.error)), sent), lost
