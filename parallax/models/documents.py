@@ -13,7 +13,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, ArrayLike, Int, Shaped
 
 from parallax.mesh import is_array
 from parallax.models.family import Batch
@@ -32,7 +33,7 @@ def ended_by(token: int) -> Documents:
     return numbered
 
 
-def apart(batch: Batch, numbers: Int[Array, "batch window"]) -> Batch:
+def apart(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     """`batch` with its documents apart, by the number of each token's: of inputs of another one none is seen, and a target of
     another one than its input has a weight of 0.
 
@@ -65,3 +66,13 @@ def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
         return stage(*arguments)
 
     return wrapped
+
+
+def seen(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
+    """The share of all pairs of a token and one before it, or itself, that are of one document: attention masks the rest.
+
+    `numbers` are those of the tokens' documents, each of which lies in one piece.
+    """
+    rows = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
+    tokens = np.shape(numbers)[1]
+    return float(np.mean([np.sum(sizes * (sizes + 1)) / (tokens * (tokens + 1)) for sizes in rows]))
