@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, mesh, precision, rules
+from parallax import context, cross_entropy, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import wide
 from parallax.grads import Grad, on_parts
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
+from parallax.models import documents
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.pipeline import Aux, Output
@@ -112,7 +113,7 @@ def prepare(
         of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
         grad = does.outside(does.grad(enter, of_stage, of_loss, placed, compute.trainable), placed)
         grad = _by_layer(grad if scale is None else precision.unscaled(grad, scale))
-        return lambda model, batch: grad(model, _weighted(batch, does.sequences))
+        return lambda model, batch: grad(model, _weighted(batch, does.sequences, compute))
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
@@ -148,10 +149,10 @@ def loss_step(
     Without dropout, and without the auxiliary losses of its blocks.
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
-    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`
-    and `schedule`; `axes` as in `prepare`.
+    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`,
+    `documents` and `schedule`; `axes` as in `prepare`.
     """
-    compute = Compute(attend=compute.attend, schedule=compute.schedule, around=compute.around)
+    compute = Compute(compute.attend, schedule=compute.schedule, around=compute.around, documents=compute.documents)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
     _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
@@ -167,7 +168,7 @@ def loss_step(
         return output(stage(*arguments)).x
 
     loss = does.value(enter, stage_alone, loss_alone, placed)
-    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences)))
+    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences, compute)))
     evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P(layout.batch_axes)), out_specs=P())
     static = eqx.filter(eqx.filter_eval_shape(make_model), mesh.is_array, inverse=True)
     run = lambda arrays, windows, weights=None: evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
@@ -236,15 +237,17 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
 
 def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
     """The family's `(enter, stage, head)` under a layout."""
+    around = compute.around or family.around or context.causal  # `prepare` refuses none where there is a context axis
     enter, stage, head = family.stages(
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
-        joins=does.joins(compute.around or family.around),
+        joins=does.joins(around),
         attend=does.again.attend(compute.attend or family.attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )
+    stage = stage if compute.documents is None else documents.minded(stage)
     return enter, does.checked(stage), head
 
 
@@ -271,8 +274,9 @@ def _by_layer(grad: Grad) -> Grad:
     return wrapped
 
 
-def _weighted(batch: Batch, data: Axis) -> Batch:
-    """The batch with weights whose mean over the tokens of all devices is 1, where it has any."""
+def _weighted(batch: Batch, data: Axis, compute: Compute) -> Batch:
+    """The batch with its documents apart, and with weights whose mean over the tokens of all devices is 1, where it has any."""
+    batch = batch if compute.documents is None else documents.apart(batch, compute.documents(batch.windows))
     return batch if batch.weights is None else batch._replace(weights=cross_entropy.normalized(batch.weights, data))
 
 
@@ -282,8 +286,8 @@ def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
         return
     who = f"{family.model.__name__}'s family has no `around`" if compute.attend is None else "Compute has `attend` alone"
     raise ValueError(
-        f"decoder: the layout splits tokens over context={layout.context}, and {who}: its attention sees the tokens of one device. "
-        "Take Compute(around=context.causal) where it is softmax(q k^T / sqrt(K)) v, or Compute(attend=..., around=context.ulysses)."
+        f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its own "
+        "device alone. Take Compute(around=context.causal) where attention is softmax(q k^T / sqrt(K)) v, or context.ulysses."
     )
 
 

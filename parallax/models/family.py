@@ -28,11 +28,14 @@ class Batch(NamedTuple):
             sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
         weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
+        segments: the document of each token but the last, by a whole number: a token sees those of its own alone; None: all are
+            of one. `documents.apart` makes them, with the weights that go with them.
     """
 
     windows: Int[Array, "batch window"]
     keys: Key[Array, " batch"] | None = None
     weights: Float[Array, "batch tokens"] | None = None
+    segments: Int[Array, "batch tokens"] | None = None
 
 
 @runtime_checkable
