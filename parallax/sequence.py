@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
 from parallax.collectives import Axis, AxisLike, joined
-from parallax.collectives.types import linear, varying
+from parallax.collectives.types import linear, replicated, varying
 from parallax.tensor import Joins
 
 
@@ -120,6 +120,8 @@ def joins(
         own=lambda x, dim: own(x, over, dim),
         apart=lambda weight: varying(weight, over.names),  # its gradient is one of the parts that `grads.summed` adds up
         parts=over.size(),
+        over_tokens=over,
+        gathered=lambda x: replicated(over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names),
     )
 
 

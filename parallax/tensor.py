@@ -37,6 +37,10 @@ class Joins(NamedTuple):
         tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given: all, without a context axis.
         attends: from the model's attention function to the one that attends over the context.
         contexts: the number of devices that the layers' tokens are split over.
+        over_tokens: the axis or axes that the tokens of the residual stream are split over.
+        gathered: `(x)`: what has a row for each of the residual stream's tokens, [B, T, ...], for all tokens of the layers, the
+            same on all devices of `axis`. No gradient goes through.
+        mixes: from the function of a mixture of experts to the one whose experts are split over an axis: `experts.joins`.
     """
 
     axis: Axis
@@ -51,6 +55,9 @@ class Joins(NamedTuple):
     tokens: Callable[..., Any] = lambda x, dim: x
     attends: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda attend: attend
     contexts: int = 1
+    over_tokens: AxisLike = ()
+    gathered: Callable[..., Any] = lax.stop_gradient
+    mixes: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda mixture: mixture
 
 
 def joins(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:

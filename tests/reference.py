@@ -107,14 +107,16 @@ def windows(config: decoder.Configuration, seed: int, number: int, batch: int) -
 
 
 @functools.cache
-def gpt2_on_one_device(config: decoder.Configuration, seed: int, steps: int, batch: int, kind=gpt2) -> Run:
+def gpt2_on_one_device(
+    config: decoder.Configuration, seed: int, steps: int, batch: int, kind=gpt2, apart=lambda batch: batch
+) -> Run:
     """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
 
     @jax.jit
     def train(model, optimizer, number, tokens):
         keys = decoder.sequence_keys(dropout_key, number, batch) if kind.FAMILY.drops(config) else None
-        loss, gradients = jax.value_and_grad(kind.loss)(model, (tokens, keys))
+        loss, gradients = jax.value_and_grad(kind.loss)(model, apart(decoder.Batch(tokens, keys)))
         with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
             updates, optimizer = OPTIMIZER.update(gradients, optimizer, model)
         return jax.tree.map(jnp.add, model, updates), optimizer, loss

@@ -1,17 +1,19 @@
-"""Layouts with a context axis train GPT-2 and Llama as one device does: with data, stage, tensor and all that a layout may say."""
+"""Layouts with a context axis train GPT-2 and Llama as one device does, with data, stage, tensor and what else a layout says."""
 
-import functools
+import dataclasses
 import re
 
+import bare
 import jax
-import numpy as np
 import optax
 import pytest
 import reference
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from parallax import context, mesh
-from parallax.collectives import xla
-from parallax.layout import Layout
+from parallax.collectives import ring, xla
+from parallax.layout import Layout, nearest
 from parallax.models import decoder, gpt2, llama
 
 STEPS, BATCH = 5, 4
@@ -23,9 +25,9 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-def check(text, kind, mover=reference.ring, **compute):
-    """Five AdamW steps under the layout equal those of one device."""
-    layout, (module, config) = Layout.parse(text), KINDS[kind]
+def check(layout, kind, mover=ring, **compute):
+    """Five AdamW steps under the layout equal those of one device: weights at birth, losses, gradients, weights at the end."""
+    module, config = KINDS[kind]
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module)
     run = reference.gpt2_on(layout, on(layout), config, 0, STEPS, BATCH, kind=module, mover=mover, **compute)
     reference.assert_same_run(run, plain)
@@ -33,10 +35,84 @@ def check(text, kind, mover=reference.ring, **compute):
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [
-        ("data=2,context=2,zero=2,microbatches=2", "gpt2"),
-        ("context=2,stage=2,microbatches=2", "llama"),
-    ],
+    [("data=2,context=2,zero=2,microbatches=2", "gpt2"), ("context=2,stage=2,microbatches=2", "llama")],
 )
 def test_a_context_axis_trains_as_one_device(text, kind):
-    check(text, kind)
+    check(Layout.parse(text), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("text", "kind", "mover"),
+    [
+        ("data=2,context=2,tensor=2,zero=1,microbatches=2", "gpt2", xla),
+        ("data=2,context=2,tensor=2,zero=3,remat=products", "llama", ring),
+        ("data=2,context=2,stage=2,microbatches=2,zero=3,remat=block", "gpt2", ring),
+        ("data=2,context=2,stage=2,microbatches=2,zero=2", "llama", xla),
+        ("context=2,stage=2,tensor=2,microbatches=4,sequence=True,schedule=zero_bubble", "gpt2", xla),
+        ("context=2,stage=2,tensor=2,microbatches=2,remat=stage,split_sends=True", "llama", ring),
+        ("context=4,tensor=2,sequence=True,zero=1,remat=attention", "gpt2", ring),
+        ("context=8,zero=3", "llama", xla),
+    ],
+)
+def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
+    check(Layout.parse(text), kind, mover)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    "compute",
+    [{"around": context.ulysses}, {"attend": context.blockwise, "around": context.gathered}],
+    ids=["ulysses", "gathered"],
+)
+def test_with_other_attention(compute):
+    check(Layout(context=2, tensor=2, microbatches=2), "llama", **compute)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])  # each example compiles a program
+@given(
+    sizes=st.sampled_from([(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 2, 2), (1, 4, 2, 1), (1, 4, 1, 2), (2, 4, 1, 1), (4, 2, 1, 1)]),
+    microbatches=st.sampled_from([1, 2, 4]),
+    words=st.fixed_dictionaries(
+        {name: st.sampled_from(nearest.KNOWN[name]) for name in ("zero", "sequence", "remat", "schedule", "split_sends")}
+    ),
+    kind=st.sampled_from(sorted(KINDS)),
+)
+def test_drawn_layouts_train_as_one_device(sizes, microbatches, words, kind):
+    fields = dict(zip(nearest.AXES, (sizes[0], sizes[2], sizes[1], sizes[3]), strict=True))
+    fields = nearest.USUAL | fields | words | {"microbatches": microbatches if sizes[0] < 4 else 1}
+    for fault in nearest.faults(fields, {}):  # words that have nothing to act on
+        fields |= fault.changes[0]
+    check(Layout(**fields), kind, mover=xla)
+
+
+# Refusals
+
+
+def lowered(family, config, layout, **compute):
+    """The step's program, not yet compiled."""
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(**compute)}
+    prepared = decoder.prepare(family, config, optax.sgd(0.1), layout, on(layout), **options)
+    return prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((BATCH, config.sizes["tokens"] + 1), "int32"))
+
+
+REFUSED = {
+    "Bare's family has no `around`, so that a token would see those of its own device alone": (bare.FAMILY, bare.Config(), {}),
+    "context=2, and Compute has `attend` alone": (gpt2.FAMILY, KINDS["gpt2"][1], {"attend": gpt2.attention}),
+    "the layers send nothing along ['context'], which splits their tokens": (
+        dataclasses.replace(bare.FAMILY, around=context.causal),
+        bare.Config(),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_attention_that_ignores_the_axis_is_refused(message):
+    family, config, compute = REFUSED[message]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowered(family, config, Layout(context=2, data=2), **compute)

@@ -22,11 +22,12 @@ from mixtures import TOKENS, D, Plain, gathered_ragged, layer_of
 from reference import EXACT, OPTIMIZER, assert_close
 from user_models import on
 
-from parallax import experts, grads, mesh, pipeline, rules, schedule, step, zero
+from parallax import context, experts, grads, mesh, pipeline, rules, schedule, step, zero
 from parallax.collectives import ring
 from parallax.collectives.axis import xla
 from parallax.collectives.types import varying
 from parallax.compiled import certificate, targets
+from parallax.tensor import joins as tensor_joins
 
 ALL = math.inf
 DISPATCHES = {
@@ -74,7 +75,9 @@ def compiled_layer(name):
     case, (dispatch, mover) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
     plain, split, tensor = case.plain, tuple(n for n in case.sizes if n != "tensor"), case.tensor or ()
     hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
-    hows |= {"tensor": mover(tensor) if tensor else (), "sequence": case.sequence or ()}
+    shared = mover(tensor) if tensor else ()
+    of_sequence = case.sequence and context.joins(shared, context=case.sequence)
+    hows |= {"joins": of_sequence or tensor_joins(shared)}
 
     def loss(params, x):
         w, x = params["w"], x + jnp.sin(x @ params["before"])  # so that the cotangent of x is seen
@@ -242,8 +245,8 @@ def alone(count, plain):
 def prepared(case):
     """The state and the step."""
     dispatch, mover = DISPATCHES[case.dispatch]
-    tensor = mover("tensor") if "tensor" in case.sizes else ()
-    hows = {"route": case.plain.route, "dispatch": dispatch, "compute": experts.blocks(size=8), "tensor": tensor}
+    tensor = tensor_joins(mover("tensor") if "tensor" in case.sizes else ())
+    hows = {"route": case.plain.route, "dispatch": dispatch, "compute": experts.blocks(size=8), "joins": tensor}
     mixed = lambda x, w: experts.moe(x, w, mover(case.axis), **hows)
     own, where = functools.partial(mixtures.stage, mixed=mixed), lambda model: model["blocks"]
     split = tuple(name for name in ("data", "expert") if name in case.sizes)

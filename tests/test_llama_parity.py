@@ -1,4 +1,4 @@
-"""Llama, Qwen 2 and Qwen 3 equal those of transformers: logits, loss, every gradient, and files in both directions.
+"""Llama, Qwen 2, Qwen 3 and Mixtral equal those of transformers: logits, loss, every gradient, and files in both directions.
 
 Needs the extra `parity`; deselected by default. `test_llama_weights.py` keeps fixtures made the same way in every run.
 """
@@ -32,6 +32,16 @@ CASES = {  # no vocabulary divides by 128
     ),
     "qwen2": ("qwen2", {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 300}, {}),
     "qwen3": ("qwen3", {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 99}, {"head_dim": 12}),
+    "mixtral": (
+        "mixtral",
+        {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 22, "vocab_size": 99, "experts": 6, "chosen": 3},
+        {"head_dim": 12},
+    ),
+    "mixtral, all experts": (
+        "mixtral",
+        {"layers": 1, "heads": 2, "groups": 1, "width": 12, "hidden": 7, "vocab_size": 50, "experts": 4, "chosen": 4},
+        {},
+    ),
 }
 THEIRS = {
     "layers": "num_hidden_layers",
@@ -39,6 +49,8 @@ THEIRS = {
     "groups": "num_key_value_heads",
     "width": "hidden_size",
     "hidden": "intermediate_size",
+    "experts": "num_local_experts",
+    "chosen": "num_experts_per_tok",
 }
 
 
@@ -84,14 +96,16 @@ def test_model_saved_by_us_is_theirs(name, theirs, tmp_path):
     llama.save(llama.load(tmp_path / "theirs", dtype="float64"), tmp_path / "ours")
     with theirs.in_type(torch.float64):
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "ours", attn_implementation="eager", output_loading_info=True, dtype=torch.float64
+            tmp_path / "ours", **theirs.PLAIN, output_loading_info=True, dtype=torch.float64
         )
     assert not any(report.values()), report
     found = theirs.computed(loaded.eval(), np.array(windows))
     assert_close((jnp.asarray(found[0]), jnp.asarray(found[1])), (logits, loss), 1e-11)
 
 
-@pytest.mark.parametrize("form", [{}, {"tied": True, "scaling": llama.Scaling()}, {"bias": True}, {"head_norms": True}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"tied": True, "scaling": llama.Scaling()}, {"bias": True}, {"head_norms": True}, {"experts": 3}], ids=str
+)
 def test_model_made_here_comes_back_from_theirs_bit_for_bit(form, theirs, tmp_path):
     import transformers
 
@@ -118,7 +132,7 @@ def test_sizes_agree_with_theirs(config, name, theirs, tmp_path):
     assert sum(weight.numel() for weight in model.parameters()) == config.parameters
 
 
-@pytest.mark.parametrize("name", ["scaled, tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["scaled, tied", "qwen2", "qwen3", "mixtral"])
 def test_the_likeliest_tokens_are_those_of_generate(name, theirs, tmp_path):
     """200 of them, in float64, with keys and values kept on both sides."""
     model, windows, _ = case(theirs, name, "float64", tmp_path, tokens=6)

@@ -19,7 +19,7 @@ from parallax.collectives import ring
 from parallax.models import llama
 
 FIXTURE = Path(__file__).parent / "fixtures" / "llama"
-KINDS = ["llama", "qwen2", "qwen3"]
+KINDS = ["llama", "qwen2", "qwen3", "mixtral"]
 
 
 def expected(kind):
@@ -90,6 +90,7 @@ FORMS = [
     {"tied": True, "head_width": 6, "theta": 5e5, "scaling": llama.Scaling(8.0, 1.0, 4.0, 32), "epsilon": 1e-6},
     {"bias": True, "groups": 1},
     {"head_norms": True, "groups": 4},
+    {"experts": 3, "chosen": 1},
 ]
 
 
@@ -109,7 +110,10 @@ def test_round_trip_is_bit_for_bit_and_keeps_the_configuration(form, tmp_path):
 
 def test_both_biases_and_norms_of_heads_are_no_model_of_theirs(tmp_path):
     model = llama.Llama(dataclasses.replace(TINY, bias=True, head_norms=True), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"llama\.save: no model of transformers .* both biases .* and norms"):
+    with pytest.raises(ValueError, match=r"llama\.save: no model of transformers .* two of biases .* norms of heads"):
+        llama.save(model, tmp_path)
+    model = llama.Llama(dataclasses.replace(TINY, experts=2, shared=4), key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"llama\.save: no model .* or a shared expert"):
         llama.save(model, tmp_path)
 
 
@@ -168,7 +172,10 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         ("llama", {"hidden_act": "gelu"}, r"hidden_act must be 'silu'; it is 'gelu', for which this Llama has no code"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout must be 0\.0"),
         ("llama", {"tie_word_embeddings": 1}, r"needs true or false for tie_word_embeddings; got .*1"),
-        ("llama", {"model_type": "mixtral"}, r"model_type must be 'llama' or 'qwen2' or 'qwen3'; it is 'mixtral'"),
+        ("llama", {"model_type": "mamba"}, r"model_type must be 'llama' or 'qwen2' or 'qwen3' or 'mixtral'; it is 'mamba'"),
+        ("mixtral", {"sliding_window": 4096}, r"sliding_window must be None; it is 4096, for which this Mixtral has no code"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise must be 0\.0; it is 0\.1"),
+        ("mixtral", {"num_experts_per_tok": 9}, r"chosen=9 experts, and there are experts=4.*chosen is num_experts_per_tok"),
         ("llama", {"sliding_window": 4096}, r"'sliding_window' is not known here"),
         (
             "llama",

@@ -77,14 +77,14 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     by_default = lambda by: 2 if not any(given) and n % by == 0 else 1
     tensor = by_default(2) if settings.tensor is None else settings.tensor
     stage = by_default(4) if settings.stage is None else settings.stage
-    data = max(1, n // (stage * tensor)) if settings.data is None else settings.data
+    data = max(1, n // (stage * settings.context * tensor)) if settings.data is None else settings.data
     usual, chunks = ("one_f_one_b", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
     if settings.schedule.endswith(".csv"):
         usual, chunks = "one_f_one_b", schedule.from_csv(settings.schedule).chunks
     fields = nearest.USUAL | {
         **{"data": data, "stage": stage, "tensor": tensor, "microbatches": settings.microbatches, "schedule": usual},
         "chunks": chunks if settings.chunks is None else settings.chunks,
-        **{name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat")},
+        **{name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat", "context")},
     }
     found = model(settings, world)
     multiple = found["vocabulary_multiple"]
@@ -154,6 +154,12 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
     if D % H:
         near = [{"heads": divisor(D, H)}, {"width": -(-D // H) * H}, {"width": max(1, D // H) * H}]
         yield f"--width {D} must divide by --heads {H}.", near
+    if settings.context > 1 and settings.dropout:
+        yield (
+            f"--dropout {settings.dropout} drops attention's weights too, which needs all tokens on a device; got --context "
+            f"{settings.context}.",
+            [{"dropout": 0.0}, {"context": 1}],
+        )
     length = settings.length or 0
     if world.source is not None and world.source.vocabulary != world.vocabulary:
         yield (
@@ -217,8 +223,8 @@ def _terms(settings: Settings, world: World) -> nearest.Terms:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """A change of a layout and its sizes as one of flags; where an axis is left to its default, all three are given."""
+    """A change of a layout and its sizes as one of flags; where one of three axes is left to its default, all three are given."""
     fields = asked(settings, world)[0]
-    axes = {name: fields[name] for name in nearest.AXES}
+    axes = {name: fields[name] for name in nearest.ALWAYS}
     left = set(axes) & set(change) and None in [getattr(settings, name) for name in axes]
     return {SIZES.get(name, name): value for name, value in ({**axes, **change} if left else change).items()}

@@ -39,11 +39,13 @@ class Settings:
     """What a token is: a byte, or one of GPT-2's 50,257 pieces of words."""
 
     data: int | None = None
-    """Replicas, among which the batch is split. By default all the devices that `stage` and `tensor` leave."""
+    """Replicas, among which the batch is split. By default all the devices that the other axes leave."""
     stage: int | None = None
     """Pipeline stages, among which the layers are split. By default 2 where no axis is given and four divides the devices."""
     tensor: int | None = None
     """Devices that share each layer. By default 2 where no axis is given and the devices are even in number."""
+    context: int = 1
+    """Devices among which the tokens of each sequence are split; attention goes round them."""
     devices: int = 8
     """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
     all_reduce: Literal["ring", "psum", "auto"] = "ring"
@@ -120,7 +122,7 @@ MANY = 2**31 - 1  # steps and the like are counted in int32
 LARGE = 2**20  # beyond every size that was published
 # The least and the most that each number may be, both allowed.
 RANGES = {
-    **dict.fromkeys(("layers", "heads", "width", "length", "batch", "data", "stage", "tensor"), (1, LARGE)),
+    **dict.fromkeys(("layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "context"), (1, LARGE)),
     **dict.fromkeys(("microbatches", "chunks"), (1, LARGE)),
     "devices": (1, 1024),
     "seed": (0, 2**32 - 1),
@@ -138,6 +140,7 @@ RANGES = {
 
 # What decides whether a layout fits the model, the batch and the devices.
 FIT = ("model", "source", "tokenizer", "layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "devices")
+FIT += ("context", "dropout")
 FIT += ("microbatches", "schedule", "chunks", "zero", "sequence", "split_sends", "remat")
 
 

@@ -28,7 +28,7 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
         if not any(_moves_along(eqn, names) for eqn in jaxprs.every(jaxprs.opened(program))):
             raise ValueError(
-                f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that each token would see "
+                f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that a token would see "
                 "those of its own device alone. Attend by joins.attends(attend)(q, k, v), or take a layout without context."
             )
         return layers(*arguments)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from parallax import tensor
-from parallax.collectives import Axis, AxisLike
+from parallax.collectives import Axis, AxisLike, joined
 from parallax.context.hops import attention
 from parallax.context.orders import Order, own, zigzag
 from parallax.tensor import Joins
@@ -45,6 +45,7 @@ def joins(
         tokens=lambda x, dim: mine(x, dim=dim),
         attends=around or (lambda attend: ring),
         contexts=over.size(),
+        over_tokens=joined(over, made.over_tokens),
     )
 
 

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from parallax import mesh
+from parallax import mesh, tensor
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying_axes, wide
 from parallax.experts.dispatch import Dispatch, gathered
 from parallax.experts.router import Route, Statistics, statistics
 from parallax.experts.rows import Compute, blocks
-from parallax.tensor import enter, leave
+from parallax.tensor import Joins
 
 
 class Gated(eqx.Module):
@@ -43,14 +43,14 @@ class Mixture(eqx.Module):
     """The parameters of a layer.
 
     Attributes:
-        router: from a token to logits.
+        router: from a token to logits; a stack of layers has a first dim of them in each array.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
-        bias: added to the scores for the choice alone, where there is one; `rebalanced` moves it, and no gradient does.
+        bias: added to the scores for the choice alone; `rebalanced` moves it, and no gradient does. None or `()`: there is none.
     """
 
-    router: Float[Array, "width experts"]
+    router: Float[Array, "*layers width experts"]
     experts: Any
-    bias: Float[Array, " experts"] | None = None
+    bias: Float[Array, "*layers experts"] | tuple[()] | None = None
 
 
 def moe(
@@ -61,8 +61,7 @@ def moe(
     route: Route,
     dispatch: Dispatch = gathered,
     compute: Compute = blocks(),  # noqa: B008, a frozen choice
-    tensor: AxisLike = (),
-    sequence: AxisLike = (),
+    joins: Joins = tensor.joins(()),  # noqa: B008, likewise
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X, T, D] -> y[B_X, T, D]`.
 
@@ -79,8 +78,9 @@ def moe(
         route: which experts a token goes to: `top(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: what runs the experts that are here: `blocks(expert)`.
-        tensor: the axis that each expert's hidden width is split over, so that its results are partial sums.
-        sequence: the axis that splits the tokens of one sequence, for the statistics.
+        joins: of the axis that each expert's hidden width is split over, so that its results are partial sums:
+            `tensor.joins("tensor")`, or `sequence.joins` where `x` has a device's share of the tokens. With `context.joins` the
+            statistics are those of whole sequences.
 
     Raises:
         ValueError: the experts here times the devices are not the router's; `x` is the same on the devices of `axis`; or as
@@ -90,12 +90,13 @@ def moe(
     held = _held(params, axis)
     _check_varies(x, axis)
     logits = x.astype(wide(x.dtype)) @ params.router.astype(wide(x.dtype))
-    choice = route(logits, params.bias)
+    choice = route(logits, None if isinstance(params.bias, tuple) else params.bias)
     rows = lambda a: a.reshape(-1, a.shape[-1])
     local = functools.partial(compute, params.experts)
-    weights = enter(rows(choice.weights.astype(x.dtype)), tensor)
-    y, dropped = dispatch(enter(rows(x), tensor), rows(choice.experts), weights, local, axis, held)
-    return leave(y, tensor).reshape(x.shape), statistics(choice, dropped, sequence)
+    tokens, weights = joins.enter(x), joins.enter(choice.weights.astype(x.dtype))
+    y, dropped = dispatch(rows(tokens), rows(joins.gathered(choice.experts)), rows(weights), local, axis, held)
+    told = statistics(choice, dropped, joins.over_tokens, counted=joins.parts // joins.contexts)
+    return joins.leave(y.reshape(tokens.shape)), told
 
 
 def _held(params: Mixture, axis: Axis) -> int:
@@ -119,5 +120,5 @@ def _check_varies(x: Array, axis: Axis) -> None:
             f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are split, and x, "
             f"{x.dtype}{list(x.shape)}, is the same along {same}: the {math.prod(Axis(name).size() for name in same)} devices "
             "would send the same tokens. Split the batch over that axis too, as in_specs=P(('data', 'expert')) does; or, where "
-            "devices are to share each expert, split its hidden width over tensor=..."
+            "devices are to share each expert, split its hidden width: joins=tensor.joins('tensor')."
         )

@@ -16,6 +16,7 @@ from jax.scipy.special import entr
 from jaxtyping import Array, Float, Int
 
 from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import varying
 from parallax.tensor import added
 
 
@@ -96,13 +97,14 @@ class Statistics(NamedTuple):
     dropped: Float[Array, ""]
 
 
-def statistics(choice: Choice, dropped: Int[Array, ""], axis: AxisLike = ()) -> Statistics:
+def statistics(choice: Choice, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1) -> Statistics:
     """The statistics of choices `[B, T, ...]`, of which `dropped` in all found no room.
 
     Args:
         choice: of the tokens here.
         dropped: how many of those choices.
         axis: the axis that splits the tokens of a sequence, if one does.
+        counted: how many devices of that axis have counted the same `dropped`.
     """
     axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
@@ -114,7 +116,7 @@ def statistics(choice: Choice, dropped: Int[Array, ""], axis: AxisLike = ()) -> 
         z=z,
         entropy=entropy,
         load=jnp.mean(load, axis=0),
-        dropped=axis.all_reduce(dropped.astype(load.dtype)) / sequences,
+        dropped=axis.all_reduce(varying(dropped.astype(load.dtype), axis.names)) / (sequences * counted),
     )
 
 

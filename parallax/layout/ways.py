@@ -25,7 +25,7 @@ from parallax.typed import PyTree
 
 def composed(enter: Callable, stage: Callable, head: Callable, does: Functions, placed: Placed) -> Callable[..., Any]:
     """The loss arrow of all blocks in one go."""
-    return lambda params, part: head(params, stage(params, enter(params, part), part, 0), part)
+    return pipeline.at_once(enter, stage, head)
 
 
 def one_after_another(

@@ -15,6 +15,7 @@ def grouped(
     *,
     first: int | Int[Array, ""] = 0,
     sharers: int | None = None,
+    segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
@@ -26,6 +27,7 @@ def grouped(
         k: keys of G heads.
         v: values, likewise.
         first: the place of the first query among the keys: query t sees keys 0 to `first` + t.
+        segments: the document of each token, where there are as many keys as queries; those of one alone see each other.
         sharers: H / G of the whole model, to have a shard refused that did not pick its groups; None: any.
 
     Raises:
@@ -49,5 +51,7 @@ def grouped(
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
     wide = scores.astype(precision.wide(scores.dtype))
-    weights = jax.nn.softmax(jnp.where(columns <= rows + first, wide, -jnp.inf), axis=-1).astype(q.dtype)
+    sees = columns <= rows + first
+    sees = sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None, None]
+    weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, H, K)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from parallax import tensor
 from parallax.models.attention import grouped
 from parallax.models.pieces import Pieces, positions
+from parallax.pipeline.checks import output
 from parallax.typed import PyTree
 
 
@@ -77,7 +78,7 @@ def _run(
             return grouped(q, *made[0], first=first)
 
         apply = pieces.layer(model.config, positions=places, joins=tensor.joins(()), attend=attend)
-        return apply(eqx.combine(weights, static), x, None, layer), made[0]
+        return output(apply(eqx.combine(weights, static), x, None, layer)).x, made[0]
 
     x = pieces.embed(model, tokens, None, first=first)
     places = positions(x, tokens.shape[1], first)

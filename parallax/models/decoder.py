@@ -20,12 +20,17 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, mesh, precision, rules
+from parallax import context, cross_entropy, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import wide
+from parallax.grads import Grad, on_parts
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
+from parallax.models import documents
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
+from parallax.pipeline import Aux, Output
+from parallax.pipeline.checks import output
 from parallax.step import State, make_scaled, planned
 
 __all__ = [
@@ -105,10 +110,10 @@ def prepare(
     enter, stage, head = _stages(family, config, does, placed, compute)
 
     def grad_of(scale):
-        of_loss = head if scale is None else precision.scaled(head, scale)
-        grad = does.outside(does.grad(enter, stage, of_loss, placed, compute.trainable), placed)
-        grad = grad if scale is None else precision.unscaled(grad, scale)
-        return lambda model, batch: grad(model, _weighted(batch, does.sequences))
+        of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
+        grad = does.outside(does.grad(enter, of_stage, of_loss, placed, compute.trainable), placed)
+        grad = _by_layer(grad if scale is None else precision.unscaled(grad, scale))
+        return lambda model, batch: grad(model, _weighted(batch, does.sequences, compute))
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
@@ -139,13 +144,15 @@ def loss_step(
     axes: Mapping[str, AxisLike] | None = None,
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
-    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, without dropout, to evaluate with.
+    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to evaluate with.
+
+    Without dropout, and without the auxiliary losses of its blocks.
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
-    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`
-    and `schedule`; `axes` as in `prepare`.
+    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`,
+    `documents` and `schedule`; `axes` as in `prepare`.
     """
-    compute = Compute(attend=compute.attend, schedule=compute.schedule, around=compute.around)
+    compute = Compute(compute.attend, schedule=compute.schedule, around=compute.around, documents=compute.documents)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
     _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
@@ -157,8 +164,11 @@ def loss_step(
         value = head(*arguments)
         return value[0] if isinstance(value, tuple) else value
 
-    loss = does.value(enter, stage, loss_alone, placed)
-    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences)))
+    def stage_alone(*arguments):
+        return output(stage(*arguments)).x
+
+    loss = does.value(enter, stage_alone, loss_alone, placed)
+    local = lambda model, batch: does.everywhere.all_mean(loss(model, _weighted(batch, does.sequences, compute)))
     evaluate = mesh.spmd(local, mesh=mesh_, in_specs=(placed.specs, P(layout.batch_axes)), out_specs=P())
     static = eqx.filter(eqx.filter_eval_shape(make_model), mesh.is_array, inverse=True)
     run = lambda arrays, windows, weights=None: evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
@@ -227,20 +237,46 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
 
 def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
     """The family's `(enter, stage, head)` under a layout."""
+    around = compute.around or family.around or context.causal  # `prepare` refuses none where there is a context axis
     enter, stage, head = family.stages(
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
-        joins=does.joins(compute.around or family.around),
+        joins=does.joins(around),
         attend=does.again.attend(compute.attend or family.attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )
+    stage = stage if compute.documents is None else documents.minded(stage)
     return enter, does.checked(stage), head
 
 
-def _weighted(batch: Batch, data: Axis) -> Batch:
-    """The batch with weights whose mean over the tokens of all devices is 1, where it has any."""
+def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
+    """`stage` with its terms of the loss times `scale`, as `precision.scaled` makes of the head."""
+
+    def wrapped(*arguments):
+        made = output(stage(*arguments))
+        loss = None if made.loss is None else made.loss.astype(wide(made.loss.dtype)) * scale.astype(wide(made.loss.dtype))
+        return Output(made.x, loss, made.aux)
+
+    return wrapped
+
+
+def _by_layer(grad: Grad) -> Grad:
+    """`grad` whose auxiliary values of stages, [chunks, layers of one, ...], are those of all layers in order, [L, ...]."""
+    joined = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+    stages_joined = lambda aux: aux._replace(stages=jax.tree.map(joined, aux.stages)) if isinstance(aux, Aux) else aux
+
+    def wrapped(params, batch):
+        value, gradients = grad(params, batch)
+        return on_parts(value, lambda loss: loss, stages_joined), gradients
+
+    return wrapped
+
+
+def _weighted(batch: Batch, data: Axis, compute: Compute) -> Batch:
+    """The batch with its documents apart, and with weights whose mean over the tokens of all devices is 1, where it has any."""
+    batch = batch if compute.documents is None else documents.apart(batch, compute.documents(batch.windows))
     return batch if batch.weights is None else batch._replace(weights=cross_entropy.normalized(batch.weights, data))
 
 
@@ -250,8 +286,8 @@ def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
         return
     who = f"{family.model.__name__}'s family has no `around`" if compute.attend is None else "Compute has `attend` alone"
     raise ValueError(
-        f"decoder: the layout splits tokens over context={layout.context}, and {who}: its attention sees the tokens of one device. "
-        "Take Compute(around=context.causal) where it is softmax(q k^T / sqrt(K)) v, or Compute(attend=..., around=context.ulysses)."
+        f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its own "
+        "device alone. Take Compute(around=context.causal) where attention is softmax(q k^T / sqrt(K)) v, or context.ulysses."
     )
 
 

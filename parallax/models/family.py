@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from parallax.pipeline import Output
 from parallax.remat import none
 from parallax.rules import Rule
 from parallax.typed import PyTree
@@ -27,11 +28,14 @@ class Batch(NamedTuple):
             sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
         weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
+        segments: the document of each token but the last, by a whole number: a token sees those of its own alone; None: all are
+            of one. `documents.apart` makes them, with the weights that go with them.
     """
 
     windows: Int[Array, "batch window"]
     keys: Key[Array, " batch"] | None = None
     weights: Float[Array, "batch tokens"] | None = None
+    segments: Int[Array, "batch tokens"] | None = None
 
 
 @runtime_checkable
@@ -40,7 +44,7 @@ class Configuration(Protocol):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens."""
+        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and experts where there are some."""
         ...
 
 
@@ -54,9 +58,10 @@ class Family:
         stages: `(config, stage_axis, axis, *, joins, attend, remat, unroll)` to the functions `(enter, stage, head)` of
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
             join by `joins(axis)` (`tensor.joins` or `sequence.joins`); `remat` wraps the function `(weights, ...)` of one
-            layer, `unroll` of which stand in the loop's body.
+            layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first dim of its layers.
         rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of
-            one whose blocks are [v, L / v, ...].
+            one whose blocks are [v, L / v, ...]. That of a configuration with experts takes `expert=` too, the axis that they
+            are split over, where a layout splits them.
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
         cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
         attend: the attention function, given to `stages` unless `Compute` has another.
@@ -101,14 +106,17 @@ def run_blocks(
     first_layer: int | Int[Array, ""] = 0,
     remat: Callable[..., Any] = none,
     unroll: int = 1,
-) -> Float[Array, "batch tokens width"]:
+) -> Any:
     """`x` after these blocks, whose arrays have a first dim of layers. One layer's code, whatever L is.
+
+    Of blocks that return a `pipeline.Output` it is an `Output` too: the sum of their terms of the loss, and their auxiliary
+    values, [L, ...] each.
 
     Args:
         blocks: of the model, of a stage, or of one chunk.
         x: what enters the first of them.
         keys: a random key for each sequence, or None.
-        apply: one block, `(weights, x, keys, layer) -> x`.
+        apply: one block, `(weights, x, keys, layer) -> x`, or to an `Output`.
         first_layer: the place of the first block in the model.
         remat: wraps `(weights, x, layer) -> x`.
         unroll: blocks in the loop's body.
@@ -116,4 +124,13 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
     body = remat(lambda weights, x, layer: apply(eqx.combine(weights, static), x, keys, layer))
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
-    return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (arrays, layers), unroll=unroll)[0]
+
+    def one(x, each):
+        made = body(each[0], x, each[1])
+        return (made.x, (made.loss, made.aux)) if isinstance(made, Output) else (made, None)
+
+    x, beside = lax.scan(one, x, (arrays, layers), unroll=unroll)
+    if beside is None:
+        return x
+    losses, aux = beside
+    return Output(x, loss=None if losses is None else jnp.sum(losses), aux=aux)

@@ -9,14 +9,14 @@ from parallax.models.files.texts import short
 LARGEST = 2**31 - 1  # what int32 counts
 
 
-def whole(needs: str, value: Any) -> int:
-    """`value` as a whole number from 1 on. Raises `ValueError` for another: `needs` says for what."""
+def whole(needs: str, value: Any, *, least: int = 1) -> int:
+    """`value` as a whole number from `least` on. Raises `ValueError` for another: `needs` says for what."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
-    if found is None or not 1 <= found <= LARGEST:
-        bound = "as a whole number" if found is None else "of 1 or more" if found < 1 else f"of {LARGEST} or less"
+    if found is None or not least <= found <= LARGEST:
+        bound = "as a whole number" if found is None else f"of {least} or more" if found < least else f"of {LARGEST} or less"
         raise ValueError(f"{needs} {bound}; got {short(value)}.")
     return found
 

@@ -18,6 +18,7 @@ from parallax import cross_entropy, given, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.family import Batch, run_blocks, seen
+from parallax.pipeline.checks import output
 from parallax.remat import none
 
 
@@ -28,7 +29,8 @@ class Pieces(NamedTuple):
         name: of the family, for errors.
         embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of
             the first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
-        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places.
+        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places;
+            one with auxiliary values returns a `pipeline.Output`.
         head: `(model, x, targets, *, weights, joins, across)` to the loss.
         unembed: `(model, x)` to the logits of a whole model.
     """
@@ -50,17 +52,21 @@ def loss(
     attend: Callable[..., Any],
     remat: Callable[..., Any],
     unroll: int,
-) -> Float[Array, ""]:
-    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family."""
-    windows, keys, weights = batch if isinstance(batch, Batch) else Batch(*batch)
+) -> tuple[Float[Array, ""], Any]:
+    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family.
+
+    With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each, or None.
+    """
+    windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
     given.there(f"{pieces.name}.loss", model)
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
     made = joins(axis)
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
     own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
-    apply = pieces.layer(model.config, positions=own, joins=made, attend=attend)
-    x = run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll)
-    return pieces.head(model, x, windows[:, 1:], weights=weights, joins=made)
+    apply = pieces.layer(model.config, positions=own, joins=_apart(made, segments), attend=attend)
+    out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
+    value = pieces.head(model, out.x, windows[:, 1:], weights=weights, joins=made)
+    return value if out.loss is None else value + out.loss, out.aux
 
 
 def logits(
@@ -71,7 +77,7 @@ def logits(
     given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
     x = pieces.embed(model, tokens, None)
     apply = pieces.layer(model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend)
-    return pieces.unembed(model, run_blocks(model.blocks, x, None, apply))
+    return pieces.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
 def stages(
@@ -99,25 +105,33 @@ def stages(
     """
 
     def enter(model, part):
-        windows, keys, weights = Batch(*part)
+        windows, keys, weights, _ = Batch(*part)
         across = functools.partial(tensor.enter, axis=stage_axis)
         made = joins(axis, shared=stage_axis)
         return pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made, across=across)
 
     def stage(model, x, part, position):
-        windows, keys, _ = Batch(*part)
+        windows, keys, _, segments = Batch(*part)
         made = joins(axis)
         own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
-        apply = pieces.layer(config, positions=own, joins=made, attend=attend)
+        apply = pieces.layer(config, positions=own, joins=_apart(made, segments), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll)
 
     def head(model, x, part):
         across = functools.partial(pipeline.from_last, axis=stage_axis)
-        windows, _, weights = Batch(*part)
+        windows, _, weights, _ = Batch(*part)
         return pieces.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
 
     return enter, stage, head
+
+
+def _apart(joins: tensor.Joins, segments: Int[Array, "batch tokens"] | None) -> tensor.Joins:
+    """`joins` whose attention gets the documents of the tokens that it attends with, where there are any."""
+    if segments is None:
+        return joins
+    own = joins.tokens(segments, dim=1)
+    return joins._replace(attends=lambda attend: functools.partial(joins.attends(attend), segments=own))
 
 
 def positions(x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0) -> Int[Array, " tokens"]:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from parallax import mesh, rules
+from parallax.models.documents import Documents
 from parallax.schedule import Schedule
 from parallax.step import Info, InfoWithAux, State
 from parallax.typed import PyTree
@@ -23,6 +24,8 @@ class Compute:
         attend: the attention function, instead of the family's.
         around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
             `context.ulysses`, instead of the family's.
+        documents: from windows to the number of each token's document, such as `documents.ended_by(token)`: tokens see those of
+            their own, and the loss leaves out a target that follows a cut. By default a window is one document.
         remat: wraps each block, instead of what `layout.remat` says; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
@@ -37,6 +40,7 @@ class Compute:
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
     around: Callable[..., Any] | None = None
+    documents: Documents | None = None
 
 
 PLAIN = Compute()

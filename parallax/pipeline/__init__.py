@@ -1,6 +1,6 @@
 """Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional and in constant memory."""
 
-from parallax.pipeline.arrows import Aux, from_last, own_chunks, unsplit, value, value_and_grad
+from parallax.pipeline.arrows import Aux, at_once, from_last, own_chunks, unsplit, value, value_and_grad
 from parallax.pipeline.checks import Output
 from parallax.pipeline.exchange import WHOLE, Exchange, split_over
 from parallax.pipeline.kept import inputs, residuals
@@ -14,6 +14,7 @@ __all__ = [
     "Exchange",
     "Misused",
     "Output",
+    "at_once",
     "dealt",
     "from_last",
     "inputs",

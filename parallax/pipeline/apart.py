@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
-from jaxtyping import Array
 
 from parallax.elementwise import ELEMENTWISE, LAID_OUT
 from parallax.jaxprs import is_literal
@@ -48,7 +47,7 @@ class Apart(NamedTuple):
         """How many arrays go from the first part to the second."""
         return len(self.passed) + sum(trips.parts.count for _, trips in self.first if trips is not None)
 
-    def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Array]]:
+    def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
         """These results, and what the second part needs. `arguments` has the inputs that the first part reads, by number."""
         values, stacks = self.of.constants | arguments, []
         for step, trips in self.first:
@@ -58,10 +57,10 @@ class Apart(NamedTuple):
                 stacks += trips.run_first(step, values)
         return _read(self.of, outputs, values), [values[name] for name in self.passed] + stacks
 
-    def run_second(self, arguments: Values, passed: Sequence[Array], outputs: Collection[int]) -> list[Any]:
+    def run_second(self, arguments: Values, passed: Sequence[Any], outputs: Collection[int]) -> list[Any]:
         """These results, from the inputs that the second part reads and what the first passed on."""
         values = self.of.constants | arguments | dict(zip(self.passed, passed, strict=False))
-        stacks: dict[int, Sequence[Array]] = {}
+        stacks: dict[int, Sequence[Any]] = {}
         begin = len(self.passed)
         for step, trips in self.first:
             if trips is not None:
@@ -89,16 +88,16 @@ class Trips(NamedTuple):
         trip = {i for i, name in enumerate(self.loop.body.inputs) if name in inputs and i not in self.loop.inits()}
         return trip | {self.loop.consts + i for i in results if i < self.loop.carries}
 
-    def run_first(self, step: Step, values: Values) -> list[Array]:
+    def run_first(self, step: Step, values: Values) -> list[Any]:
         """Add the first part's results to `values`; what the second part needs of it, [trips, ...] each."""
         return self._run(step, values, 0, lambda arguments, passed: self.parts.run_first(arguments, sorted(self.first)), ())
 
-    def run_second(self, step: Step, values: Values, passed: Sequence[Array]) -> None:
+    def run_second(self, step: Step, values: Values, passed: Sequence[Any]) -> None:
         """Add the second part's results to `values`."""
         run_one = lambda arguments, passed: (self.parts.run_second(arguments, passed, sorted(self.second)), [])
         self._run(step, values, 1, run_one, passed)
 
-    def _run(self, step: Step, values: Values, part: int, run_one, passed: Sequence[Array]) -> list[Array]:
+    def _run(self, step: Step, values: Values, part: int, run_one, passed: Sequence[Any]) -> list[Any]:
         results, names = sorted((self.first, self.second)[part]), self.loop.body.inputs
         carried = sum(i < self.loop.carries for i in results)
         operands = {i: value(step.reads[i], values) for i in self.reads(part)}

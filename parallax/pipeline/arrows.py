@@ -176,6 +176,21 @@ def unsplit(
     return loss
 
 
+def at_once(enter: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]) -> Callable[[PyTree, PyTree], Any]:
+    """What a pipeline of these functions equals whose blocks have no dim of chunks: the loss arrow of one stage with all layers.
+
+    With auxiliary values it returns `(loss, aux)`: the head's, or, where the stage has some, `Aux`, those of the stage [1, ...].
+    """
+
+    def loss(params, batch):
+        made = checks.output(stage(params, enter(params, batch), batch, 0))
+        total, of_head = checks.loss_and_aux(head(params, made.x, batch))
+        found = Aux(of_head, jax.tree.map(lambda leaf: leaf[None], made.aux))
+        return _with_aux(total if made.loss is None else total + made.loss, found, lambda aux: aux)
+
+    return loss
+
+
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose keeps the cotangent."""
     axis = Axis.of(axis)

@@ -118,8 +118,8 @@ def in_two(halves: Halves, trained: PyTree, given: PyTree, kept: list[Array], ct
     return InTwo(inputs, weights)
 
 
-def raw(kept: Array) -> Array:
-    """A kept array as a slot holds it: random keys as the numbers that they are made of."""
+def raw(kept: Any) -> Any:
+    """A kept array, or a constant, as a slot holds it: random keys as the numbers that they are made of."""
     return jax.random.key_data(kept) if _is_key(kept) else kept
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from parallax.collectives.types import varying_axes
 from parallax.jaxprs import called, inner, is_literal, opened, scan_parts
@@ -90,7 +90,7 @@ def program(traced: ClosedJaxpr | Jaxpr) -> Program:
         for eqn in jaxpr.eqns:
             reads = of(eqn.invars)
             if eqn.primitive.name in INLINE and called(eqn) is not None:
-                (body,) = jaxprs_in_params(eqn.params)
+                body = _inside(eqn)
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):  # as JAX compiles `checkpoint`
                     passed = tuple(named(atom) for atom in eqn.invars)
                     made.steps.append(Step(None, reads, passed))
@@ -151,8 +151,13 @@ class Loop(NamedTuple):
 
 def loop(step: Step) -> Loop:
     """The parts of a scan."""
-    (body,) = jaxprs_in_params(step.eqn.params)
-    return Loop(*scan_parts(step.eqn), program(body))
+    return Loop(*scan_parts(step.eqn), program(_inside(step.eqn)))
+
+
+def _inside(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
+    """The one jaxpr among an equation's parameters, with the constants that it was traced with."""
+    (found,) = (each for each in eqn.params.values() if isinstance(each, ClosedJaxpr | Jaxpr))
+    return found
 
 
 def live(of: Program, outputs: Collection[int]) -> tuple[dict[int, frozenset[int]], set[int]]:

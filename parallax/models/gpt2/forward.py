@@ -55,7 +55,7 @@ def loss(
             known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
     options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
-    return pieces.loss(PIECES, model, batch, **options)
+    return pieces.loss(PIECES, model, batch, **options)[0]
 
 
 def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
@@ -119,9 +119,8 @@ def block(
             )
         first_head = joins.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
-        y = attention(q, k, v, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
-    else:
-        y = joins.attends(attend)(q, k, v)
+        attend = functools.partial(attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
+    y = joins.attends(attend)(q, k, v)
     y = joins.row(y, out.weight, out.bias)
     x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
 

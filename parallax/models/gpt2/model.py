@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from parallax import precision
 from parallax import rules as sharding
@@ -223,17 +223,19 @@ def attention(
     v: Float[Array, "batch tokens heads head_width"],
     *,
     drop: Callable[..., Any] = lambda weights: weights,
+    segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
     `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs the last digits.
-    `drop` is applied to the weights, [B, H, T, S].
+    `drop` is applied to the weights, [B, H, T, S]. With `segments`, a token sees those of its own document, by number.
     """
     T, K = q.shape[1], q.shape[3]
     scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
-    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    sees = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    sees = sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None]
     wide = scores.astype(precision.wide(scores.dtype))
-    weights = jax.nn.softmax(jnp.where(causal, wide, -jnp.inf), axis=-1).astype(q.dtype)
+    weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 
 

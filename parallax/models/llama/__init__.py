@@ -1,10 +1,10 @@
-"""Llama, and Qwen 2 and 3 as far as they are the same: the model, its rules, its loss, its weights in Hugging Face's layout."""
+"""Llama, Qwen 2, Qwen 3 and Mixtral as far as they are the same: model, rules, loss, and weights in Hugging Face's layout."""
 
 from parallax.models.family import Batch
 from parallax.models.llama.configuration import FORMATS
 from parallax.models.llama.family import FAMILY, stages
-from parallax.models.llama.forward import block, embed, head, logits, loss, rotary, rotated
-from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, Norm, rules
+from parallax.models.llama.forward import block, embed, head, logits, loss, loss_and_statistics, rotary, rotated
+from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm, rules
 from parallax.models.llama.sampling import sample
 from parallax.models.llama.sizes import B1, B3, B8, B70, SMALL, Config, Scaling
 from parallax.models.llama.weights import load, save
@@ -24,6 +24,7 @@ __all__ = [
     "Config",
     "Linear",
     "Llama",
+    "MoE",
     "Norm",
     "Scaling",
     "block",
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "logits",
     "loss",
+    "loss_and_statistics",
     "rotary",
     "rotated",
     "rules",

@@ -1,8 +1,10 @@
-"""The `config.json` of Llama, Qwen 2 and Qwen 3, and their tensors, as tables for `models.files`.
+"""The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for `models.files`.
 
-The three are one model: Qwen 2 has biases of queries, keys and values, Qwen 3 norms of heads.
+They are one model: Qwen 2 has biases of queries, keys and values, Qwen 3 norms of heads, Mixtral experts.
 """
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,13 +34,13 @@ def _rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(iter(given.values()), {})
 
 
-def _theta(fields: Mapping[str, Any]) -> float:
+def _theta(fields: Mapping[str, Any], usual: float = THETA) -> float:
     stated = [of["rope_theta"] for of in (_rope(fields), fields) if of.get("rope_theta") is not None]
     if any(isinstance(theta, bool) or not isinstance(theta, int | float) for theta in stated):
         raise ValueError(f"rope_theta must be a number; it is {short(stated[0])}. Correct the file.")
     if len({*stated}) > 1:
         raise ValueError(f"rope_theta must be the same in both places; it is {stated[0]} and {stated[1]}. Correct the file.")
-    return float(stated[0]) if stated else THETA
+    return float(stated[0]) if stated else usual
 
 
 def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
@@ -68,6 +70,7 @@ def _scaled(scaling: Scaling | None) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for theirs, ours in SCALED.items()}}
 
 
+THETAS = Part(("rope_theta", "rope_parameters"), of=_theta, to=lambda theta: {"rope_theta": theta})
 NUMBERS: dict[str, Number | Part] = {
     "layers": Number(("num_hidden_layers",)),
     "heads": Number(("num_attention_heads",)),
@@ -79,7 +82,7 @@ NUMBERS: dict[str, Number | Part] = {
     "head_width": Number(("head_dim",), nullable=("head_dim",), default=0),
     "epsilon": Number(("rms_norm_eps",), kind=float, default=1e-6),
     "tied": Number(("tie_word_embeddings",), kind=bool, default=False),
-    "theta": Part(("rope_theta", "rope_parameters"), of=_theta, to=lambda theta: {"rope_theta": theta}),
+    "theta": THETAS,
     "scaling": Part(("rope_scaling", "rope_parameters"), of=_scaling, to=_scaled),
 }
 AS_MANY = {  # a Llama may leave it out
@@ -103,6 +106,12 @@ def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
 
 
 WINDOWS: dict[str, Free] = dict.fromkeys(("sliding_window", "max_window_layers"), Free())
+OF_EXPERTS = {
+    "experts": Number(("num_local_experts",)),
+    "chosen": Number(("num_experts_per_tok",)),
+    "epsilon": Number(("rms_norm_eps",), kind=float, default=1e-5),
+    "theta": dataclasses.replace(THETAS, of=functools.partial(_theta, usual=1e6)),
+}
 FIELDS = {
     "llama": Fields(
         model_type="llama",
@@ -129,13 +138,22 @@ FIELDS = {
         free=WINDOWS,
         made=_made("Qwen3ForCausalLM"),
     ),
+    "mixtral": Fields(
+        model_type="mixtral",
+        title="Mixtral",
+        numbers=NUMBERS | OF_EXPERTS,
+        only=ONLY | {"sliding_window": (None,), "router_jitter_noise": (0.0,)},
+        free={"output_router_logits": Free(), "router_aux_loss_coef": Free()},
+        made=_made("MixtralForCausalLM"),
+    ),
 }
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """The tensors of the three, by the path of the leaf."""
+    """The tensors of the four, by the path of the leaf."""
     D, F, V, K, layers = config.width, config.hidden, config.vocabulary, config.head_width, (("layer", config.layers),)
     of_queries, of_keys = config.heads * K, config.groups * K
+    of_mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)}
 
     def each(name: str, *shape: int) -> Leaf:
         return Leaf(f"layers.{{layer}}.{name}", shape, layers, transposed=len(shape) == 2)
@@ -146,10 +164,15 @@ def leaves(config: Config) -> dict[str, Leaf]:
         "blocks.attention_norm.weight": each("input_layernorm.weight", D),
         "blocks.mlp_norm.weight": each("post_attention_layernorm.weight", D),
         "blocks.attention.out.weight": each("self_attn.o_proj.weight", D, of_queries),
-        "blocks.mlp.gate.weight": each("mlp.gate_proj.weight", F, D),
-        "blocks.mlp.up.weight": each("mlp.up_proj.weight", F, D),
-        "blocks.mlp.down.weight": each("mlp.down_proj.weight", D, F),
     }
+    if config.experts:
+        table["blocks.mlp.mixture.router"] = each("block_sparse_moe.gate.weight", config.experts, D)
+    else:
+        table |= {f"blocks.mlp.{part}.weight": each(f"mlp.{part}_proj.weight", *shape) for part, shape in of_mlp.items()}
+    for part, number in (("gate", 1), ("up", 3), ("down", 2)) if config.experts else ():
+        name = f"layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{number}.weight"
+        over = (*layers, ("expert", config.experts))
+        table[f"blocks.mlp.mixture.experts.{part}"] = Leaf(name, of_mlp[part], over, transposed=True)
     if not config.tied:
         table["head"] = Leaf("lm_head.weight", (V, D), outside=True)
     for ours, theirs, size in (("query", "q", of_queries), ("key", "k", of_keys), ("value", "v", of_keys)):
@@ -173,4 +196,4 @@ FORMATS = {
     )
     for kind, fields in FIELDS.items()
 }
-OPTIONS = {"llama": {}, "qwen2": {"bias": True}, "qwen3": {"head_norms": True}}  # what no field says of a kind
+OPTIONS = {"llama": {}, "qwen2": {"bias": True}, "qwen3": {"head_norms": True}, "mixtral": {}}  # what no field says of a kind

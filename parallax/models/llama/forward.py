@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import tensor
+from parallax import experts, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.models import pieces
 from parallax.models.attention import grouped
 from parallax.models.family import Batch
-from parallax.models.llama.model import Attention, Block, Linear, Llama, Norm
+from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm
 from parallax.models.llama.sizes import Config
 from parallax.precision import wide
 from parallax.remat import none
@@ -38,13 +38,14 @@ def loss(
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
-    With `context.joins`, the mean over this device's tokens.
+    With `context.joins`, the mean over this device's tokens. Of a model with experts the auxiliary losses are added that its
+    configuration asks for.
 
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together, as in `gpt2.loss`.
+        joins: how the devices of `axis` come together, as in `gpt2.loss`; `experts.joins` where the experts are split.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
             of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
@@ -54,7 +55,21 @@ def loss(
         ValueError: as `gpt2.loss`; or the heads of keys and values of this shard are not those that its queries attend to.
     """
     options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
-    return pieces.loss(PIECES, model, batch, **options)
+    return loss_and_statistics(model, batch, **options)[0]
+
+
+def loss_and_statistics(
+    model: Llama,
+    batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    *,
+    axis: AxisLike = (),
+    joins: Callable[..., Any] = tensor.joins,
+    attend: Callable[..., Any] = grouped,
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> tuple[Float[Array, ""], experts.Statistics | None]:
+    """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
+    return pieces.loss(PIECES, model, batch, axis=axis, joins=joins, attend=attend, remat=remat, unroll=unroll)
 
 
 def logits(model: Llama, tokens: Int[Array, "batch tokens"], *, attend=grouped) -> Float[Array, "batch tokens vocabulary"]:
@@ -95,21 +110,44 @@ def block(
     turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
     joins: tensor.Joins,
     attend: Callable[..., Any],
-) -> Float[Array, "batch tokens_shard width"]:
-    """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
+) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
+    """One block; one with experts returns an `Output` with its auxiliary losses and `experts.Statistics`.
+
+    Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
 
     Where each device has all heads of keys and values, it computes those that its queries attend to; backward, one all-reduce of
     their weights' size sums what the devices found. `turns` are those of the tokens that it attends with, by `rotary`.
     """
-    attention, mlp = weights.attention, weights.mlp
+    attention = weights.attention
 
     y = joins.enter(weights.attention_norm(x, config.epsilon))
     y = joins.attends(attend)(*queries_keys_values(attention, y, turns, config, joins))
     x = x + joins.row(y, attention.out.weight, None)
 
-    y = joins.enter(weights.mlp_norm(x, config.epsilon))
-    y = jax.nn.silu(_projected(y, mlp.gate)) * _projected(y, mlp.up)
-    return x + joins.row(y, mlp.down.weight, None)
+    y = weights.mlp_norm(x, config.epsilon)
+    if isinstance(weights.mlp, MLP):
+        return x + fed_forward(weights.mlp, y, joins)
+    y, told = mixed(weights.mlp, y, config, joins)
+    return pipeline.Output(x + y, loss=config.balance * told.balance + config.z * told.z, aux=told)
+
+
+def fed_forward(
+    weights: MLP, y: Float[Array, "batch tokens_shard width"], joins: tensor.Joins
+) -> Float[Array, "batch tokens_shard width"]:
+    """What the feed-forward adds to the residual stream."""
+    y = joins.enter(y)
+    y = jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up)
+    return joins.row(y, weights.down.weight, None)
+
+
+def mixed(
+    weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, joins: tensor.Joins
+) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
+    """What the experts add to the residual stream, and how even the router's choices are."""
+    mixture = joins.mixes(functools.partial(experts.moe, axis=()))
+    route = experts.top(config.chosen, normalised=True)
+    out, told = mixture(y, weights.mixture, route=route, joins=joins)
+    return out if isinstance(weights.shared, tuple) else out + fed_forward(weights.shared, y, joins), told
 
 
 def queries_keys_values(

@@ -9,16 +9,18 @@ and norms of heads the Qwen2 and Qwen3 technical reports (arXiv 2407.10671, 2505
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from parallax import precision
+from parallax import experts, precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import numbers
@@ -92,6 +94,20 @@ class MLP(eqx.Module):
     down: Linear
 
 
+class MoE(eqx.Module):
+    """Experts in the feed-forward's place: split over devices by experts, and by hidden units.
+
+    Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); Dai et al., DeepSeekMoE (arXiv 2401.06066), for the shared one.
+
+    Attributes:
+        mixture: the router [D, E] and the experts, [E, D, F] and [E, F, D].
+        shared: one more expert, to which all tokens go, or `()`.
+    """
+
+    mixture: experts.Mixture
+    shared: MLP | tuple[()] = ()
+
+
 class Block(eqx.Module):
     """A pre-norm transformer block; every leaf has a leading dim of layers.
 
@@ -105,7 +121,7 @@ class Block(eqx.Module):
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: MLP
+    mlp: MLP | MoE
 
 
 class Llama(eqx.Module):
@@ -151,7 +167,7 @@ class Llama(eqx.Module):
                 key_norm=norm(),
             ),
             mlp_norm=Norm(ones((L, D))),
-            mlp=MLP(gate=Linear(normal(L, D, F)), up=Linear(normal(L, D, F)), down=Linear(normal(L, F, D, scale=residual))),
+            mlp=_experts(config, key, dtype) if config.experts else _mlp(normal, L, D, F),
         )
         self.norm = Norm(ones((D,)))
         self.head = () if config.tied else rows()
@@ -162,7 +178,24 @@ class Llama(eqx.Module):
         return self.table if isinstance(self.head, tuple) else self.head
 
 
-def rules(axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1) -> sharding.Rule:
+def _mlp(normal: Callable[..., Array], L: int, D: int, F: int) -> MLP:
+    residual = 0.02 / (2 * L) ** 0.5
+    return MLP(gate=Linear(normal(L, D, F)), up=Linear(normal(L, D, F)), down=Linear(normal(L, F, D, scale=residual)))
+
+
+def _experts(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
+    D, F, L, E = config.width, config.hidden, config.layers, config.experts
+    normal = initial(jax.random.fold_in(key, 1), dtype, 7)
+    arrays = normal(L, E, D, F), normal(L, E, D, F), normal(L, E, F, D, scale=0.02 / (2 * L) ** 0.5)
+    shapes = eqx.filter_eval_shape(lambda: experts.Gated(E, D, F, dtype=dtype, key=key))
+    gated = eqx.tree_at(lambda each: (each.gate, each.up, each.down), shapes, arrays)
+    mixture = experts.Mixture(router=normal(L, D, E), experts=gated, bias=())
+    return MoE(mixture, _mlp(normal, L, D, config.shared) if config.shared else ())
+
+
+def rules(
+    axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1, expert: AxisName | None = None
+) -> sharding.Rule:
     """How a Llama is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
     Heads of keys and values are split where `size`, that of the axis, divides them. Where they divide it, each device has all of
@@ -171,15 +204,23 @@ def rules(axis_name: AxisName = "tensor", *, stage: str | None = None, size: int
     With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over the stages, the vocabulary over
     both axes.
 
+    Of a model with experts, each is split over `axis_name` by its hidden dim; with `expert`, an axis that splits the batch, each
+    device of it has some of them.
+
     Raises:
         ValueError: where the rule is asked: neither divides the other.
     """
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
+    of_mlp = {"gate": (None, axis_name), "up": (None, axis_name), "down": (axis_name,)}
+    split = {} if expert is None else {part: P(*layers, expert, *dims) for part, dims in of_mlp.items()}
 
     def some(path: str, leaf: Any) -> P | None:
-        """Of what not every model has, and of keys and values."""
+        """Of what not every model has, of keys and values, and of feed-forwards."""
         found = {"head": rows, "blocks.attention.query.bias": P(*layers, axis_name)}
+        for part, dims in of_mlp.items():
+            found |= dict.fromkeys((f"blocks.mlp.{part}.weight", f"blocks.mlp.shared.{part}.weight"), P(*layers, *dims))
+            found |= {f"blocks.mlp.mixture.experts.{part}": P(*layers, None, *dims)}
         of, _, name = path.rpartition(".")
         if of not in ("blocks.attention.key", "blocks.attention.value"):
             return found.get(path)
@@ -187,13 +228,11 @@ def rules(axis_name: AxisName = "tensor", *, stage: str | None = None, size: int
         return P(*before, axis_name) if split_groups(leaf.shape[len(before)], size) else P(*layers)
 
     return sharding.first(
+        *(sharding.experts(f"blocks.mlp.mixture.experts.{part}", spec) for part, spec in split.items()),
         some,
         sharding.match("table", rows),
         sharding.match("blocks.attention.query.weight", P(*layers, None, axis_name)),
         sharding.match("blocks.attention.out.weight", P(*layers, axis_name)),
-        sharding.match("blocks.mlp.gate.weight", P(*layers, None, axis_name)),
-        sharding.match("blocks.mlp.up.weight", P(*layers, None, axis_name)),
-        sharding.match("blocks.mlp.down.weight", P(*layers, axis_name)),
         sharding.match("blocks.**", P(*layers)),
         sharding.match("**", P()),
     )

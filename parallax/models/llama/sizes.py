@@ -4,6 +4,7 @@ Sources: the files `config.json` that were published with the weights of Llama 3
 """
 
 import dataclasses
+import math
 
 from parallax.models import numbers
 from parallax.models.files.origin import Origin
@@ -62,11 +63,17 @@ class Config:
         tied: whether the head is the embedding transposed.
         bias: whether queries, keys and values have a bias, as in Qwen 2.
         head_norms: whether each head of queries and keys is normalised, as in Qwen 3.
+        experts: E, that each layer has in the feed-forward's place, F hidden units each, as in Mixtral; 0: the feed-forward.
+        chosen: k, the experts that a token goes to. Their weights are the router's, divided by their sum.
+        shared: hidden units of one more expert, which all tokens go to; 0: there is none.
+        balance: how much the auxiliary loss counts by which the router's load becomes even, `experts.Statistics.balance`.
+        z: how much that counts which keeps the router's logits small, `experts.Statistics.z`.
         origin: what a model that was loaded came with beside these, for `save`.
 
     Raises:
         ValueError: a size that is no whole number from 1 to 2^31 - 1; heads that do not divide by the groups, or the width by the
-            heads where no `head_width` is given; an odd `head_width`; a `theta` that is not above 0, or an epsilon below 0.
+            heads where no `head_width` is given; an odd `head_width`; a `theta` that is not above 0, or an epsilon below 0; more
+            experts chosen than there are, or what experts alone have where there are none.
     """
 
     layers: int = 12
@@ -84,6 +91,11 @@ class Config:
     tied: bool = False
     bias: bool = False
     head_norms: bool = False
+    experts: int = 0
+    chosen: int = 2
+    shared: int = 0
+    balance: float = 0.0
+    z: float = 0.0
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
@@ -107,6 +119,25 @@ class Config:
         made("theta", numbers.real("llama.Config needs theta of more than 0", self.theta))
         if not self.theta:
             raise ValueError("llama.Config needs theta of more than 0; got 0.")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        made = lambda field, value: object.__setattr__(self, field, value)
+        for field, least in (("experts", 0), ("chosen", 1), ("shared", 0)):
+            made(field, numbers.whole(f"llama.Config needs {field}", getattr(self, field), least=least))
+        for field in ("balance", "z"):
+            made(field, numbers.real(f"llama.Config needs {field} of 0 or more", getattr(self, field)))
+        for field in ("shared", "balance", "z"):
+            if getattr(self, field) and not self.experts:
+                raise ValueError(
+                    f"llama.Config: {field}={getattr(self, field)} belongs to a layer with experts, and experts=0. Take "
+                    f"experts=8, or {field}=0."
+                )
+        if self.experts and self.chosen > self.experts:
+            raise ValueError(
+                f"llama.Config: a token goes to chosen={self.chosen} experts, and there are experts={self.experts}. Take "
+                f"chosen={self.experts}."
+            )
 
     @property
     def rows(self) -> int:
@@ -115,8 +146,9 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows and tokens."""
-        of_block = {"layers": self.layers, "heads": self.heads, "hidden": self.hidden}
+        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, experts, rows and tokens."""
+        of_block = {"layers": self.layers, "heads": self.heads, "hidden": math.gcd(self.hidden, self.shared)}
+        of_block |= {"experts": self.experts} if self.experts else {}
         return of_block | {"rows": self.rows, "tokens": self.context}
 
     @property
@@ -124,7 +156,9 @@ class Config:
         """The number of parameters, padding left out."""
         D, K, heads = self.width, self.head_width, self.heads + 2 * self.groups
         attention = D * K * (heads + self.heads) + self.bias * heads * K + self.head_norms * 2 * K
-        return (2 - self.tied) * self.vocabulary * D + self.layers * (attention + 3 * D * self.hidden + 2 * D) + D
+        of_experts = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
+        feed_forward = of_experts if self.experts else 3 * D * self.hidden
+        return (2 - self.tied) * self.vocabulary * D + self.layers * (attention + feed_forward + 2 * D) + D
 
 
 SMALL = Config()  # of GPT-2's smallest size, with its tokenizer

@@ -1,4 +1,4 @@
-"""Weights of Llama, Qwen 2 and Qwen 3 in Hugging Face's layout: `models.files` reads and writes them by `configuration`'s tables.
+"""Weights of Llama, Qwen 2, Qwen 3 and Mixtral in Hugging Face's layout, by the tables of `configuration`.
 
 A tensor there is a leaf of ours at one layer, transposed: `q_proj`, [H K, D], is our [D, H, K]. The halves of a head turn as
 transformers has them, so no row is permuted. Embedding and head differ by the rows that pad our vocabulary, which no file holds.
@@ -18,7 +18,7 @@ from parallax.models.llama.sizes import Config
 
 
 def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> Llama:
-    """The Llama, Qwen 2 or Qwen 3 at `path`, with its weights in `dtype`, on JAX's default device: otherwise as `gpt2.load`.
+    """The Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device: otherwise as `gpt2.load`.
 
     Its kind is the `model_type` of its `config.json`; without one it is a Llama.
 
@@ -47,18 +47,21 @@ def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_m
 def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """Write `model` into the folder `path`, for `load` and for `transformers.AutoModelForCausalLM`: otherwise as `gpt2.save`.
 
-    With biases it is a Qwen 2, with norms of heads a Qwen 3, else a Llama.
+    With biases it is a Qwen 2, with norms of heads a Qwen 3, with experts a Mixtral, else a Llama. How much auxiliary losses
+    count is not saved: it is the training's, and a Mixtral's fields mean another loss.
 
     Raises:
         ImportError: as `gpt2.save`.
         OSError: likewise.
-        ValueError: likewise, or the model has both biases and norms of heads, as none of the three has.
+        ValueError: likewise, or the model has two of biases, norms of heads and experts, or a shared expert, as none of the four
+            has.
     """
     config = getattr(model, "config", None)
-    if isinstance(config, Config) and config.bias and config.head_norms:
+    of = {"qwen2": "bias", "qwen3": "head_norms", "mixtral": "experts"}
+    has = {kind: bool(getattr(config, field, False)) for kind, field in of.items()}
+    if isinstance(config, Config) and (sum(has.values()) > 1 or config.shared):
         raise ValueError(
-            "llama.save: no model of transformers that is written here has both biases of queries, keys and values (Qwen 2) and "
-            "norms of heads (Qwen 3). Train with one of them."
+            "llama.save: no model of transformers that is written here has two of biases of queries, keys and values (Qwen 2), "
+            "norms of heads (Qwen 3) and experts (Mixtral), or a shared expert. Train with one of the first three."
         )
-    kind = "qwen2" if getattr(config, "bias", False) else "qwen3" if getattr(config, "head_norms", False) else "llama"
-    return files.save(FORMATS[kind], model, path)
+    return files.save(FORMATS[next((kind for kind, there in has.items() if there), "llama")], model, path)
