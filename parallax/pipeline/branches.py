@@ -1,10 +1,10 @@
-"""The executor of schedules in which each stage has a job of its own in a tick: one loop over the ticks, and a switch inside it.
+"""The executor of schedules in which each stage has a job of its own in a tick: a loop over the ticks, without a conditional.
 
 Legend: P stages, M microbatches, v chunks a stage, F forward, I the input's cotangent, W the gradients of the weights.
 
-In a tick each stage takes the branch of its own job. What talks over the stages stands outside of it, and all devices run it
-together: `enter` before the branch and `head` after it, in the ticks in which the table says so for all stages alike, and the
-messages, in every tick. What comes waits in a slot until the job that needs it.
+In a tick each stage runs its own job alone. What talks over the stages all devices run together: `enter` before the jobs and
+`head` after them, in the ticks in which the table says so for all stages alike, and the messages, in every tick. What comes
+waits in a slot until the job that needs it.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from parallax.collectives import send_next
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import like, varying, varying_axes
+from parallax.collectives.types import like, varying_axes
 from parallax.pipeline.carry import Choices, added, chosen, masked, slots_of, stacked, waiting, wide_zeros, written
 from parallax.pipeline.grouped import refuse_crossing
 from parallax.pipeline.lanes import differentiated_head, of_enter, scattered, seed
@@ -54,30 +54,33 @@ class Held(NamedTuple):
 
 
 Tree = TypeVar("Tree", bound=PyTree)
-Branch: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
-"""`(held, arrived, entered, row) -> (held, sent)`, of which `held` is without what arrived and what the head makes."""
-Part: TypeAlias = Callable[[Held, PyTree, Turn], Held]
-"""`(held, sent, row) -> held`, run by all devices together."""
+Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
+"""`(held, sent, entered, row) -> (held, sent)`: what a stage does in a tick, or all of them together."""
 
 
 def both_ways(model: Model, choices: Choices) -> Held:
     """What is held after all ticks: the sums of loss and gradients among it."""
-    of = [forward(model, choices), backward_input(model, choices), backward_weight(model, choices)]
-    return _run(model, choices, turns(model.schedule), of, [head(model, choices), leave(model, choices)])
+    jobs = {
+        "a stage's forward pass": forward(model, choices),
+        "a stage's backward pass": backward_input(model, choices),
+        "the gradients of a stage's weights": backward_weight(model, choices),
+    }
+    together = [("finished", head(model, choices)), ("leaving", leave(model, choices))]
+    return _run(model, choices, turns(model.schedule), jobs, together)
 
 
 def forward_only(model: Model, choices: Choices) -> Held:
     """What is held after all ticks of the loss alone."""
-    table = forward_alone(turns(model.schedule))
-    return _run(model, choices, table, [forward(model, choices)], [head_value(model, choices)])
+    jobs, together = {"a stage's forward pass": forward(model, choices)}, [("finished", head_value(model, choices))]
+    return _run(model, choices, forward_alone(turns(model.schedule)), jobs, together)
 
 
-def forward(model: Model, choices: Choices) -> Branch:
+def forward(model: Model, choices: Choices) -> Part:
     """F: a chunk of layers, of what enters or of what came, and into a slot what I and W need of it."""
 
-    def branch(held, arrived, entered, row):
+    def part(held, sent, entered, row):
         microbatch, chunk, _ = model.job(row.job)
-        came = choices.exchange.whole(_of_slot(arrived, row.taken[model.index]), model.x)
+        came = choices.exchange.whole(_of_slot(held.arrived, row.taken[model.index]), model.x)
         x = chosen(model.first & (model.position(chunk) == 0), entered, came)
         trained, given = model.at_hand(model.params, microbatch, chunk)
         ((moving, loss), (still, aux)), kept = choices.halves.forward(trained, x, given)
@@ -88,33 +91,33 @@ def forward(model: Model, choices: Choices) -> Branch:
         )
         return held, choices.exchange.part(eqx.combine(moving, still))
 
-    return branch
+    return part
 
 
-def backward_input(model: Model, choices: Choices) -> Branch:
+def backward_input(model: Model, choices: Choices) -> Part:
     """I: the input's cotangent, and into a slot what W needs beside what F kept."""
     assert choices.in_two is not None
     inputs = choices.in_two.inputs
 
-    def branch(held, arrived, entered, row):
+    def part(held, sent, entered, row):
         microbatch, chunk, valid = model.job(row.job)
         moving, still = eqx.partition(model.x, eqx.is_inexact_array)
-        came = _of_slot(eqx.filter(arrived, eqx.is_inexact_array), row.taken[model.index])
+        came = _of_slot(eqx.filter(held.arrived, eqx.is_inexact_array), row.taken[model.index])
         trained, given = model.at_hand(model.params, microbatch, chunk)
         kept = waiting(held.slots, choices.kinds, row.slot[model.index])
         ct, handed = inputs(trained, given, kept, (choices.exchange.whole(came, moving), seed(model, valid)))
         held = held._replace(handed=written(held.handed, handed, row.handed[model.index]))
         return held, choices.exchange.part(eqx.combine(ct, still))
 
-    return branch
+    return part
 
 
-def backward_weight(model: Model, choices: Choices) -> Branch:
+def backward_weight(model: Model, choices: Choices) -> Part:
     """W: the gradients of what the stage is differentiated in."""
     assert choices.in_two is not None
     weights = choices.in_two.weights
 
-    def branch(held, arrived, entered, row):
+    def part(held, sent, entered, row):
         microbatch, chunk, _ = model.job(row.job)
         trained, given = model.at_hand(model.params, microbatch, chunk)
         kept = waiting(held.slots, choices.kinds, row.slot[model.index])
@@ -126,59 +129,67 @@ def backward_weight(model: Model, choices: Choices) -> Branch:
             blocks=jax.tree.map(lambda total, d: total.at[chunk].add(d.astype(total.dtype)), held.blocks, blocks),
             ends=jax.tree.map(lambda total, d: total if d is None else total + d.astype(total.dtype), held.ends, of_ends),
         )
-        return held, choices.exchange.part(model.x)
+        return held, sent
 
-    return branch
+    return part
 
 
 def head(model: Model, choices: Choices) -> Part:
     """The loss of what the last place has finished, its gradient, and the cotangent that I begins with."""
 
-    def part(held, sent, row):
+    def part(held, sent, entered, row):
         y = _to_the_head(choices.exchange.whole(sent, model.x), model)
         (loss, aux), (ends, ct) = differentiated_head(model, model.params, y, row.finished)
         counts = jnp.ones((), bool) if model.shared_out(loss) else model.last
         ct = choices.exchange.part(_from_the_head(ct, model))
-        return _with_loss(held, loss, aux, row)._replace(
+        held = _with_loss(held, loss, aux, row)._replace(
             ends=added(held.ends, choices.scatter(ends), counts),
             arrived=_put(held.arrived, ct, row.of_head[model.index]),
         )
+        return held, sent
 
-    return _when(lambda row: row.finished, part)
+    return part
 
 
 def head_value(model: Model, choices: Choices) -> Part:
     """The loss of what the last place has finished."""
 
-    def part(held, sent, row):
+    def part(held, sent, entered, row):
         loss, aux = model.head(model.params, _to_the_head(choices.exchange.whole(sent, model.x), model), row.finished)
-        return _with_loss(held, loss if model.shared_out(loss) else masked(model.last, loss), aux, row)
+        return _with_loss(held, loss if model.shared_out(loss) else masked(model.last, loss), aux, row), sent
 
-    return _when(lambda row: row.finished, part)
+    return part
 
 
 def leave(model: Model, choices: Choices) -> Part:
     """The gradients of what enter reads."""
 
-    def part(held, sent, row):
+    def part(held, sent, entered, row):
         moving = eqx.filter(model.x, eqx.is_inexact_array)
         ct = masked(model.first, choices.exchange.whole(eqx.filter(sent, eqx.is_inexact_array), moving))
         ends = choices.scatter(of_enter(model, model.params, row.leaving, ct))
-        return held._replace(ends=added(held.ends, ends, jnp.ones((), bool)))
+        return held._replace(ends=added(held.ends, ends, jnp.ones((), bool))), sent
 
-    return _when(lambda row: row.leaving, part)
+    return part
 
 
-def _run(model: Model, choices: Choices, table: Turn, branches: list[Branch], parts: list[Part]) -> Held:
-    rest = lambda held, arrived, entered, row: (held, choices.exchange.part(model.x))
-    names = ("a stage's forward pass", "a stage's backward pass", "the gradients of a stage's weights")
+def _run(model: Model, choices: Choices, table: Turn, jobs: dict[str, Part], together: list[tuple[str, Part]]) -> Held:
+    """What is held after all ticks.
+
+    Args:
+        model: the functions.
+        choices: how parts keep, send and add.
+        table: the rows, one a tick.
+        jobs: what a stage does alone, in the order of their numbers in the table.
+        together: what all do after the messages, each with the column of its microbatches.
+    """
 
     def tick(held, row):
-        entered = switched(row.entering >= 0, lambda _: model.x, lambda _: model.enter(model.params, row.entering), ())
-        own = held._replace(arrived=None, loss=None, of_head=None)
-        taken = [lambda given, branch=branch: branch(*given, row) for branch in (rest, *branches)]
-        own, sent = switched(row.kind[model.index], *taken, (own, held.arrived, entered))
-        held = own._replace(arrived=held.arrived, loss=held.loss, of_head=held.of_head)
+        sent, entered = choices.exchange.part(model.x), model.x
+        entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
+        for number, part in enumerate(jobs.values(), 1):
+            runs = row.kind[model.index] == number
+            held, sent = _sometimes(runs, lambda given, row: part(*given, entered, row), (held, sent), row)  # noqa: B023
         after = held.loss
         for distance, slots in row.arriving.items():
             came = sent
@@ -186,32 +197,35 @@ def _run(model: Model, choices: Choices, table: Turn, branches: list[Branch], pa
                 came = jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), ordered(sent, after))  # noqa: B023
             held = held._replace(arrived=_put(held.arrived, came, slots[model.index]))
             after = came
-        for part in parts:
-            held = part(held, ordered(sent, after), row)
+        for column, part in together:
+            given = held, ordered(sent, after)
+            held, _ = _sometimes(getattr(row, column) >= 0, lambda given, row: part(*given, entered, row), given, row)  # noqa: B023
             after = held.ends, held.loss
         return held
 
     rows = jax.tree.map(jnp.asarray, table)
     first = jax.tree.map(lambda column: column[0], rows)
-    held = _start(model, choices, table)
-    for name, branch in zip(names, branches, strict=False):
-        own = held._replace(arrived=None, loss=None, of_head=None)
-        refuse_crossing(name, jax.make_jaxpr(lambda *given: branch(*given, first))(own, held.arrived, model.x).jaxpr, model.axis)  # noqa: B023
-    held = settled(held, lambda held: tick(held, first))
+    held = _start(model, choices)
+    for name, part in jobs.items():
+        traced = jax.make_jaxpr(lambda *given: part(*given, first))(held, choices.exchange.part(model.x), model.x)  # noqa: B023
+        refuse_crossing(name, traced.jaxpr, model.axis)
+    held = _settled(held, lambda held: tick(held, first))
     return lax.scan(lambda held, row: (tick(held, row), None), held, rows)[0]
 
 
-def switched(index: Array, *branches_and_operand: Any) -> Any:
-    """`lax.switch`, each of whose branches' results vary along all axes along which another's do."""
-    *branches, operand = branches_and_operand
-    made = [jax.tree.map(jnp.zeros_like, jax.eval_shape(branch, operand)) for branch in branches]
-    along = lambda *leaves: tuple(sorted({axis for leaf in leaves for axis in varying_axes(leaf)}))
-    wanted = jax.tree.map(lambda *leaves: varying(jnp.zeros_like(leaves[0]), along(*leaves)), *made)
-    cast = lambda branch: lambda operand: like(branch(operand), wanted)
-    return lax.switch(index.astype(jnp.int32), [cast(branch) for branch in branches], operand)
+def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:
+    """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
+
+    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The loop's number,
+    0, is added to the row: what does not depend on it XLA would compute before the loop, whether there is a trip or not.
+    """
+    part_of = lambda trip, carry: part(carry, jax.tree.map(lambda column: column + trip, row))
+    count = runs.astype(jnp.int32)
+    carry = _settled(carry, lambda carry: part_of(count, carry))
+    return lax.fori_loop(jnp.zeros_like(count), count, part_of, carry)
 
 
-def settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
+def _settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
     """`x` with the replication types that it keeps through `f`, as a loop's carry must; they only grow."""
     while True:
         types = jax.tree.map(varying_axes, x)
@@ -220,7 +234,7 @@ def settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
             return x
 
 
-def _start(model: Model, choices: Choices, table: Turn) -> Held:
+def _start(model: Model, choices: Choices) -> Held:
     """What is held before the first tick: zeros."""
     M, v = model.schedule.microbatches, model.schedule.chunks
     loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
@@ -236,12 +250,6 @@ def _start(model: Model, choices: Choices, table: Turn) -> Held:
         ends=sums(model.params.ends),
         blocks=sums(model.params.blocks),
     )
-
-
-def _when(microbatch: Callable[[Turn], Array], part: Part) -> Part:
-    """A part that all devices run together, in the ticks in which there is a microbatch for it."""
-    keep = lambda given: given[0]
-    return lambda held, sent, row: switched(microbatch(row) >= 0, keep, lambda given: part(*given, row), (held, sent))
 
 
 def _with_loss(held: Held, loss: Array, aux: PyTree, row: Turn) -> Held:
