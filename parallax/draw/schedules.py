@@ -8,13 +8,18 @@ import json
 import os
 from collections.abc import Callable
 
-from parallax.schedule.table import Cost, Schedule, Span, job_name
+from parallax.schedule import AnySchedule, Cost, Schedule, Span, job_name
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 COLOURS = {"forward": (0.00, 0.45, 0.70), "backward": (0.84, 0.37, 0.00), "weight": (0.00, 0.62, 0.45)}  # Okabe and Ito's
 
 
-def summary(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> str:
+def lockstep(schedule: AnySchedule, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> tuple[Span, ...]:
+    """When every job runs in one program on all devices: `schedule.lockstep`, of either kind of schedule."""
+    return schedule.lockstep(forward, backward, weight)
+
+
+def summary(schedule: AnySchedule, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> str:
     """One line of sizes, makespan, bubble and the in-flight peak."""
     makespan, bubble = (f(forward, backward, weight) for f in (schedule.makespan, schedule.bubble))
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
@@ -25,13 +30,14 @@ def summary(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, weight: C
     )
 
 
-def text(schedule: Schedule) -> str:
+def text(schedule: AnySchedule) -> str:
     """The tables as lines of text: a column a tick, for each stage a line a lane, the microbatch (or microbatch.chunk) or a dot.
 
     The second line names the lanes that run anywhere in a tick: where it changes, a new phase begins.
     """
     names = _letters(schedule)
-    running = ["".join(names[lane] for lane in phase.lanes) for phase in schedule.phases for _ in range(phase.start, phase.stop)]
+    runs = {names[lane]: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
+    running = ["".join(name for name in runs if runs[name][tick]) for tick in range(schedule.ticks)]
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
         for lane, table in schedule.lanes.items():
@@ -44,13 +50,13 @@ def text(schedule: Schedule) -> str:
 
 
 def timeline(
-    schedule: Schedule,
+    schedule: AnySchedule,
     path: str | os.PathLike[str],
     *,
     forward: Cost = 1,
     backward: Cost = 2,
     weight: Cost = 1,
-    run: Callable[..., tuple[Span, ...]] = Schedule.lockstep,
+    run: Callable[..., tuple[Span, ...]] = lockstep,
 ) -> None:
     """Write a picture of stages by time to `path` (its suffix says PNG, SVG or PDF): jobs coloured by lane, shaded by chunk.
 
@@ -92,7 +98,7 @@ def timeline(
         units = ", ".join(f"{names[lane]} {costs[lane]:g}" for lane in lanes)
         axes.set_xlabel(f"time, in units of the costs given (a microbatch through a whole stage: {units})")
         title = summary(schedule, forward, backward, weight)
-        if run is not Schedule.lockstep:
+        if run not in (lockstep, Schedule.lockstep):
             work = schedule.makespan(forward, backward, weight) - schedule.bubble(forward, backward, weight)
             title = f"{title}\n(this in lockstep; drawn here: time {end:g}, bubble {end - work:g})"
         figure.suptitle(title, size=10)
@@ -111,10 +117,14 @@ def timeline(
         figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
-def trace(schedule: Schedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> None:
-    """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms."""
+def trace(schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> None:
+    """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms.
+
+    Of a `Branching` for lockstep alone.
+    """
     events: list[dict] = []
-    for process, run in enumerate((Schedule.lockstep, Schedule.asynchronous)):
+    runs = (lockstep, Schedule.asynchronous) if isinstance(schedule, Schedule) else (lockstep,)
+    for process, run in enumerate(runs):
         name = f"{schedule.stages}-stage pipeline, {run.__name__}"
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         for s in range(schedule.stages):
@@ -137,12 +147,12 @@ def trace(schedule: Schedule, path: str | os.PathLike[str], *, forward: Cost = 1
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def _letters(schedule: Schedule) -> dict[str, str]:
+def _letters(schedule: AnySchedule) -> dict[str, str]:
     """F, B and W; the backward lane beside a weight lane is I."""
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
-def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
+def _legend(schedule: AnySchedule, lane: str, chunk: int) -> str:
     word = "input gradient" if _letters(schedule)[lane] == "I" else {"weight": "weight gradient"}.get(lane, lane)
     return f"{word} ({_letters(schedule)[lane]})" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
 

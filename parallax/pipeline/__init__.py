@@ -6,7 +6,7 @@ from parallax.pipeline.exchange import WHOLE, Exchange, split_over
 from parallax.pipeline.kept import inputs, residuals
 from parallax.pipeline.on_disk import stored
 from parallax.pipeline.traced import Misused
-from parallax.pipeline.uneven import dealt, padded, run_layers, unpadded
+from parallax.pipeline.uneven import arranged, dealt, in_model_order, padded, run_layers, unpadded
 
 __all__ = [
     "WHOLE",
@@ -14,9 +14,11 @@ __all__ = [
     "Exchange",
     "Misused",
     "Output",
+    "arranged",
     "at_once",
     "dealt",
     "from_last",
+    "in_model_order",
     "inputs",
     "own_chunks",
     "padded",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -26,12 +27,12 @@ from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.grads import Grad, axes_of, beside, mean_of_parts, missing, reduced, varies
-from parallax.pipeline import carry, checks, kept, lanes
+from parallax.pipeline import branches, carry, checks, kept, lanes
 from parallax.pipeline.exchange import WHOLE, Exchange
 from parallax.pipeline.executor import run
 from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.rows import rows, stretches
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule, Branching
 from parallax.typed import PyTree
 
 
@@ -51,7 +52,7 @@ def value_and_grad(
     enter: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
-    schedule: Schedule,
+    schedule: AnySchedule,
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = checks.blocks_of,
@@ -108,8 +109,8 @@ def value_and_grad(
 
     def grad(params, batch):
         model = Model(functions, schedule, axis, params, batch)
-        end = _run(model, *_both_ways(model, _choices(model, keep, exchange, scatter)))
-        sums = carry.gradients(end)
+        end = _both_ways(model, _choices(model, keep, exchange, scatter))
+        sums = eqx.combine(end.ends, end.blocks)
         # What was the same on all stages is reduced; what is split over them is done.
         over = jax.tree.map(lambda w: missing(w, axis), beside(sums, params))
         losses, sums = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(end), sums))
@@ -123,7 +124,7 @@ def value(
     enter: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
-    schedule: Schedule,
+    schedule: AnySchedule,
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = checks.blocks_of,
@@ -140,7 +141,9 @@ def value(
 
     def loss(params, batch):
         model = Model(functions, schedule, axis, params, batch)
-        end = _run(model, lanes.forward_only, _choices(model, kept.nothing, exchange, lambda gradients: gradients))
+        choices = _choices(model, kept.nothing, exchange, lambda gradients: gradients)
+        in_turns = isinstance(schedule, Branching)
+        end = branches.forward_only(model, choices) if in_turns else _run(model, lanes.forward_only, choices)
         losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(end))
         losses = reduced(losses, _over(losses, axis), axis)
         return _with_aux(_total(losses), _stacked_aux(model, end, losses), aux)
@@ -214,12 +217,15 @@ def _choices(model: Model, keep: kept.Keep, exchange: Exchange, scatter: Callabl
     return carry.Choices(halves, lanes.kept_by(model, halves), exchange, scatter)
 
 
-def _both_ways(model: Model, choices: carry.Choices) -> tuple[Callable[..., lanes.Lanes], carry.Choices]:
-    """The lanes of loss and gradients, with a weight lane if the schedule has one."""
+def _both_ways(model: Model, choices: carry.Choices) -> carry.Carry | branches.Held:
+    """What loss and gradients end with: run as the schedule's tables say."""
     if model.schedule.weight is None:
-        return lanes.both_ways, choices
+        return _run(model, lanes.both_ways, choices)
     in_two, handed = lanes.two_of(model, choices.halves)
-    return lanes.in_three, choices._replace(in_two=in_two, handed=handed)
+    choices = choices._replace(in_two=in_two, handed=handed)
+    if isinstance(model.schedule, Branching):
+        return branches.both_ways(model, choices)
+    return _run(model, lanes.in_three, choices)
 
 
 def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: carry.Choices) -> carry.Carry:
@@ -229,7 +235,7 @@ def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: carry.Ch
     return run(own, table, stretches(model.schedule), carry.start(model, choices, table))
 
 
-def _losses(end: carry.Carry) -> tuple[Float[Array, ""], ...]:
+def _losses(end: carry.Carry | branches.Held) -> tuple[Float[Array, ""], ...]:
     """The sums of the head's loss and of the stages' own."""
     return (end.loss,) if end.terms is None else (end.loss, end.terms)
 
@@ -242,7 +248,7 @@ def _over(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
     return tuple(axes_of(axis) if varies(loss, axis) else () for loss in losses)
 
 
-def _stacked_aux(model: Model, end: carry.Carry, after: PyTree) -> Aux:
+def _stacked_aux(model: Model, end: carry.Carry | branches.Held, after: PyTree) -> Aux:
     """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M, vP, ...]."""
     axis, P = model.axis, model.schedule.stages
 
@@ -253,7 +259,9 @@ def _stacked_aux(model: Model, end: carry.Carry, after: PyTree) -> Aux:
         M, v, *shape = values.shape
         apart = jnp.zeros((M, v, P, *shape), values.dtype)
         own = lax.dynamic_update_index_in_dim(apart, ordered(values, after), model.index, 2)
-        return axis.all_reduce(own).reshape(M, v * P, *shape)
+        found = axis.all_reduce(own).reshape(M, v * P, *shape)
+        order = np.argsort(model.schedule.placed, axis=None)
+        return found if np.array_equal(order, np.arange(v * P)) else found[:, order]
 
     return Aux(jax.tree.map(of_head, end.of_head), jax.tree.map(of_stages, end.of_stages))
 

@@ -80,26 +80,21 @@ def start(model: Model, choices: Choices, table: Row) -> Carry:
     moving = eqx.filter(model.x, eqx.is_inexact_array)
     part = choices.exchange.part
     loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
-    scattered = lambda tree: jax.tree.map(_wide_zeros, jax.eval_shape(choices.scatter, tree))
+    scattered = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(choices.scatter, tree))
     return Carry(
         x=part(model.x),
         y=None,
         ct=part(moving),
-        slots=_slots(choices.kinds, int(table.written.max()) + 1, model.axis),
-        handed=_slots(choices.handed, int(table.handed.max()) + 1, model.axis),
-        pending=jax.tree.map(lambda leaf: _stacked(leaf, int(table.put.max()) + 1), moving),
-        loss=_wide_zeros(loss),
-        terms=None if model.terms.loss is None else _wide_zeros(model.terms.loss),
-        of_head=jax.tree.map(lambda value: _stacked(value, M), of_head),
-        of_stages=jax.tree.map(lambda value: _stacked(value, M, v), model.terms.aux),
+        slots=slots_of(choices.kinds, int(table.written.max()) + 1, model.axis),
+        handed=slots_of(choices.handed, int(table.handed.max()) + 1, model.axis),
+        pending=jax.tree.map(lambda leaf: stacked(leaf, int(table.put.max()) + 1), moving),
+        loss=wide_zeros(loss),
+        terms=None if model.terms.loss is None else wide_zeros(model.terms.loss),
+        of_head=jax.tree.map(lambda value: stacked(value, M), of_head),
+        of_stages=jax.tree.map(lambda value: stacked(value, M, v), model.terms.aux),
         ends=scattered(model.params.ends),
         blocks=scattered(model.params.blocks),
     )
-
-
-def gradients(end: Carry) -> PyTree:
-    """The sums of all gradients."""
-    return eqx.combine(end.ends, end.blocks)
 
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
@@ -117,11 +112,11 @@ def masked(counts: Bool[Array, ""], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
 
 
-def _slots(kinds: Sequence[Any], count: int, axis: Axis) -> list[Array]:
+def slots_of(kinds: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Zeros for so many slots of each kind; of what is the same on all stages, such as a constant, one for all microbatches."""
     empty = lambda kind: jnp.zeros_like(jax.eval_shape(raw, kind))
     alike = lambda zeros: set(axes(axis.names)) - set(varying_axes(zeros))
-    return [zeros if alike(zeros) else _stacked(zeros, count) for zeros in map(empty, kinds)]
+    return [zeros if alike(zeros) else stacked(zeros, count) for zeros in map(empty, kinds)]
 
 
 def written(slots: list[Array], arrays: Sequence[Any], slot: Array) -> list[Array]:
@@ -140,9 +135,11 @@ def waiting(slots: list[Array], kinds: Sequence[Any], slot: Array) -> list[Array
     return [taken(all, kind) for all, kind in zip(slots, kinds, strict=True)]
 
 
-def _stacked(like: Any, *counts: int) -> Array:
+def stacked(like: Any, *counts: int) -> Array:
+    """Zeros for so many of an array."""
     return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
 
 
-def _wide_zeros(like: Any) -> Array:
+def wide_zeros(like: Any) -> Array:
+    """Zeros like an array, of the type in which it is added up."""
     return jnp.zeros_like(like, dtype=precision.wide(like.dtype))

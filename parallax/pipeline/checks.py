@@ -15,7 +15,7 @@ from parallax import mesh
 from parallax.collectives import Axis
 from parallax.grads import missing
 from parallax.pipeline.traced import Misused
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.typed import PyTree
 
 
@@ -45,7 +45,7 @@ def blocks_of(params: PyTree) -> PyTree:
         ) from None
 
 
-def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
+def check(schedule: AnySchedule, axis: Axis, blocks: PyTree) -> None:
     """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not cut into its chunks."""
     devices = axis.size()
     if schedule.stages != devices:

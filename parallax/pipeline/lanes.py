@@ -74,13 +74,7 @@ def head(model: Model, params: Parameters, choices: Choices) -> Lane:
     """The loss of what the last stage has finished, its gradient, and the cotangent that B begins with."""
 
     def lane(carry, row):
-        moving, still = eqx.partition(carry.y, eqx.is_inexact_array)
-
-        def loss_of(ends, moving):
-            loss, aux = model.head(params._replace(ends=ends), eqx.combine(moving, still), row.finished)
-            return loss if model.shared_out(loss) else masked(model.last, loss), aux
-
-        (loss, aux), (ends, ct) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
+        (loss, aux), (ends, ct) = differentiated_head(model, params, carry.y, row.finished)
         counts = jnp.ones((), bool) if model.shared_out(loss) else model.last
         return _with_loss(carry, loss, aux, row)._replace(
             ends=added(carry.ends, choices.scatter(ends), counts),
@@ -88,6 +82,17 @@ def head(model: Model, params: Parameters, choices: Choices) -> Lane:
         )
 
     return lane
+
+
+def differentiated_head(model: Model, params: Parameters, y: PyTree, microbatch: Array) -> tuple[tuple[Array, PyTree], PyTree]:
+    """`((loss, aux), (gradients of the ends, y's cotangent))` of what the last stage has finished."""
+    moving, still = eqx.partition(y, eqx.is_inexact_array)
+
+    def loss_of(ends, moving):
+        loss, aux = model.head(params._replace(ends=ends), eqx.combine(moving, still), microbatch)
+        return loss if model.shared_out(loss) else masked(model.last, loss), aux
+
+    return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
 
 
 def head_value(model: Model, params: Parameters) -> Lane:
@@ -108,10 +113,10 @@ def backward(model: Model, params: Parameters, choices: Choices) -> Lane:
         ct = _cotangent(model, choices, carry, row, chunk, valid)
         trained, given = model.at_hand(params, microbatch, chunk)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
-        gradients, ct = choices.halves.backward(trained, given, kept)((ct, _seed(model, valid)))
+        gradients, ct = choices.halves.backward(trained, given, kept)((ct, seed(model, valid)))
         carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
         carry = carry._replace(blocks=_with_weights(carry, choices, gradients.blocks, chunk, valid))
-        ends = _of_enter(model, params, row, masked(model.first & (chunk == 0) & valid, ct))
+        ends = of_enter(model, params, row.leaving, masked(model.first & (chunk == 0) & valid, ct))
         ends = jax.tree.map(lambda d, more: d if more is None else d + masked(valid, more), ends, gradients.ends)
         return carry._replace(ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
 
@@ -128,10 +133,10 @@ def backward_input(model: Model, params: Parameters, choices: Choices) -> Lane:
         ct = _cotangent(model, choices, carry, row, chunk, valid)
         trained, given = model.at_hand(params, microbatch, chunk)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
-        ct, handed = inputs(trained, given, kept, (ct, _seed(model, valid)))
+        ct, handed = inputs(trained, given, kept, (ct, seed(model, valid)))
         carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
         carry = carry._replace(handed=written(carry.handed, handed, row.handed[model.index]))
-        ends = _of_enter(model, params, row, masked(model.first & (chunk == 0) & valid, ct))
+        ends = of_enter(model, params, row.leaving, masked(model.first & (chunk == 0) & valid, ct))
         return carry._replace(ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
 
     return lane
@@ -203,7 +208,7 @@ def _cotangent(model: Model, choices: Choices, carry: Carry, row: Row, chunk, va
     return masked(valid, chosen(model.last & (chunk == model.schedule.chunks - 1), from_head, came))
 
 
-def _seed(model: Model, valid: Bool[Array, ""]) -> Float[Array, ""] | None:
+def seed(model: Model, valid: Bool[Array, ""]) -> Float[Array, ""] | None:
     """The cotangent of the stage's own term of the loss."""
     if model.terms.loss is None:
         return None
@@ -220,7 +225,7 @@ def _put(all: Array, one: Array, valid, microbatch, chunk) -> Array:
     return all.at[microbatch, chunk].set(jnp.where(valid, one, all[microbatch, chunk]))
 
 
-def _scattered(blocks: PyTree, scatter: Callable[[PyTree], PyTree]) -> PyTree:
+def scattered(blocks: PyTree, scatter: Callable[[PyTree], PyTree]) -> PyTree:
     """`scatter` of one chunk's gradients, which it sees as blocks of a single chunk."""
     return jax.tree.map(lambda d: d[0], scatter(jax.tree.map(lambda d: d[None], blocks)))
 
@@ -229,13 +234,13 @@ def _sent(tree: PyTree, model: Model, *, distance: int) -> PyTree:
     return jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), tree)
 
 
-def _of_enter(model: Model, params: Parameters, row: Row, ct: PyTree) -> PyTree:
+def of_enter(model: Model, params: Parameters, microbatch: Array, ct: PyTree) -> PyTree:
     """The gradients of what enter reads."""
-    moving = lambda ends: eqx.filter(model.enter(params._replace(ends=ends), row.leaving), eqx.is_inexact_array)
+    moving = lambda ends: eqx.filter(model.enter(params._replace(ends=ends), microbatch), eqx.is_inexact_array)
     return jax.vjp(moving, params.ends)[1](ct)[0]
 
 
 def _with_weights(carry: Carry, choices: Choices, gradients: PyTree, chunk: Array, valid: Bool[Array, ""]) -> PyTree:
     """The sums of the blocks' gradients, with those of one chunk."""
-    weights = _scattered(gradients, choices.scatter)
+    weights = scattered(gradients, choices.scatter)
     return jax.tree.map(lambda total, d: total.at[chunk].add(masked(valid, d).astype(total.dtype)), carry.blocks, weights)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,7 +19,7 @@ from parallax.collectives.types import like, varying, varying_axes
 from parallax.grads import axes_of, in_parts, varies
 from parallax.pipeline import checks, traced
 from parallax.pipeline.checks import Output
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.typed import PyTree
 
 
@@ -79,7 +80,7 @@ class Model:
         early: whether a collective in one of the functions needs nothing but parameters.
     """
 
-    def __init__(self, functions: Functions, schedule: Schedule, axis: Axis, params: PyTree, batch: PyTree):
+    def __init__(self, functions: Functions, schedule: AnySchedule, axis: Axis, params: PyTree, batch: PyTree):
         checks.check(schedule, axis, functions.where(params))
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
@@ -104,6 +105,13 @@ class Model:
         params = self._of_chunk(params, chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self.read))
         return trained, Given(params, self.part(microbatch), chunk)
+
+    def position(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
+        """The place in the model of one of this stage's chunks."""
+        places = self.schedule.placed
+        if np.array_equal(places.reshape(-1), np.arange(places.size)):
+            return chunk * self.schedule.stages + self.index
+        return jnp.asarray(places)[chunk, self.index]
 
     def part(self, microbatch: Int[Array, ""]) -> PyTree:
         """One microbatch."""
@@ -138,8 +146,7 @@ class Model:
         return jax.tree.map(jnp.asarray, self.functions.enter(params.whole(), part))
 
     def _stage(self, params: Parameters, x, part, chunk) -> Output:
-        position = chunk * self.schedule.stages + self.index
-        return checks.output(self.functions.stage(params.whole(), x, part, position))
+        return checks.output(self.functions.stage(params.whole(), x, part, self.position(chunk)))
 
     def _head(self, params: Parameters, x, part):
         return checks.loss_and_aux(self.functions.head(params.whole(), x, part))

@@ -131,3 +131,33 @@ def checked(table: Layers) -> Layers:
 def _first(table: Layers) -> Layers:
     """The number of each place's first layer."""
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
+
+
+def arranged(blocks: Tree, places: Layers) -> Tree:
+    """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk c of stage s is at its place.
+
+    It changes nothing where the places are looped, chunk c of stage s at c P + s, as in all schedules that keep step.
+
+    Raises:
+        ValueError: the blocks are of other chunks, or their layers do not divide by the places.
+    """
+    return _reordered(blocks, np.asarray(places), np.asarray(places).reshape(-1))
+
+
+def in_model_order(blocks: Tree, places: Layers) -> Tree:
+    """The inverse of `arranged`."""
+    return _reordered(blocks, np.asarray(places), np.argsort(places, axis=None))
+
+
+def _reordered(blocks: Tree, places: Layers, order: Int[np.ndarray, " places"]) -> Tree:
+    v, P = places.shape
+
+    def leaf(w):
+        if w.shape[:1] != (v,) or w.shape[1] % P:
+            raise ValueError(
+                f"pipeline.arranged: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with L / {v} a "
+                f"multiple of {P}; got {w.shape}."
+            )
+        return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
+
+    return jax.tree.map(lambda w: leaf(w) if eqx.is_array(w) else w, blocks)

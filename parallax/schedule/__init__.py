@@ -1,20 +1,33 @@
 """Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself, and CSV files of it."""
 
+from parallax.schedule.branching import Branching, Job, in_order
 from parallax.schedule.files import from_csv, to_csv
 from parallax.schedule.makers import gpipe, one_f_one_b, zero_bubble
+from parallax.schedule.orders import as_soon_as_can_be, looped, one_f_one_b_in_turns, there_and_back, zero_bubble_in_turns
 from parallax.schedule.table import LANES, CannotRun, Cost, Phase, Schedule, Span, job_name
+
+AnySchedule = Schedule | Branching
 
 __all__ = [
     "LANES",
+    "AnySchedule",
+    "Branching",
     "CannotRun",
     "Cost",
+    "Job",
     "Phase",
     "Schedule",
     "Span",
+    "as_soon_as_can_be",
     "from_csv",
     "gpipe",
+    "in_order",
     "job_name",
+    "looped",
     "one_f_one_b",
+    "one_f_one_b_in_turns",
+    "there_and_back",
     "to_csv",
     "zero_bubble",
+    "zero_bubble_in_turns",
 ]

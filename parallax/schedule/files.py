@@ -1,4 +1,4 @@
-"""A schedule as a CSV file: a row a tick, a column for each lane and stage."""
+"""A schedule as a CSV file: a row a tick, a column for each lane and stage, or, of one job a tick, for each stage."""
 
 import csv
 import os
@@ -6,12 +6,21 @@ import re
 
 import numpy as np
 
+from parallax.schedule import cells as jobs_by_place
+from parallax.schedule.branching import Branching
 from parallax.schedule.table import LANES, CannotRun, Schedule, job_name
 
 
-def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the tables to `path`: a row a tick, a column for each lane and stage, with cells like `3`, or `3.1` for chunk 1."""
+def to_csv(schedule: Schedule | Branching, path: str | os.PathLike[str]) -> None:
+    """Write the tables to `path`: a row a tick, a column for each lane and stage, with cells like `3`, or `3.1` for chunk 1.
+
+    Of a `Branching`, a column for each stage, with cells like `5F3`: F (or I, or W) of microbatch 3 at place 5 of the model.
+    """
     v = schedule.chunks
+    if isinstance(schedule, Branching):
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(jobs_by_place.written(schedule))
+        return
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(_columns(schedule.stages, tuple(schedule.lanes)))
@@ -19,8 +28,11 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
             rows.writerow([tick, *("" if job < 0 else job_name(job // v, job % v, v) for job in jobs)])
 
 
-def from_csv(path: str | os.PathLike[str]) -> Schedule:
-    """The schedule that `to_csv`, or a person, wrote to `path`; the number of chunks is read off its cells.
+def from_csv(path: str | os.PathLike[str]) -> Schedule | Branching:
+    """The schedule that `to_csv`, or a person, or torch, wrote to `path`; chunks and places are read off its cells.
+
+    Files of `torch.distributed.pipelining`, which have a row a rank, are read as the orders of their ranks' jobs: each job gets the
+    first tick in which it can run.
 
     Raises:
         ValueError: the file is no table, or its table cannot run; the message names the line.
@@ -30,6 +42,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
             header, *rows = list(csv.reader(file)) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: needed a table of text, as to_csv writes it, found something else ({error}).") from error
+    if [name.strip() for name in header[:2]] == ["tick", "stage 0"] or jobs_by_place.is_by_rank([header]):
+        return _one_job_a_tick(path, header, rows)
     stages = sum(name.strip().startswith("forward") for name in header)
     lanes = LANES if any(name.strip().startswith("weight") for name in header) else LANES[:2]
     columns = _columns(stages, lanes)
@@ -54,6 +68,21 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         return Schedule(*np.split(jobs, len(lanes), axis=1), chunks=chunks)
     except CannotRun as error:
         raise ValueError(f"{path}, line {error.tick + 2}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _one_job_a_tick(path: str | os.PathLike[str], header: list[str], rows: list[list[str]]) -> Branching:
+    try:
+        if jobs_by_place.is_by_rank([header]):
+            return jobs_by_place.by_rank([header, *rows])
+        columns = ["tick", *(f"stage {s}" for s in range(len(header) - 1))]
+        if [name.strip() for name in header] != columns or not rows:
+            raise ValueError(f"line 1: needs the columns {','.join(columns)}, and a row for each tick; got {_short(header)}.")
+        for tick, row in enumerate(rows):
+            if len(row) != len(columns) or row[0].strip() != str(tick):
+                raise ValueError(f"line {tick + 2}: needs tick {tick} and {len(columns)} cells, got {_short(row)}.")
+        return jobs_by_place.by_tick([row[1:] for row in rows])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -68,11 +68,7 @@ MOST = 2**26  # cells of a lane's table: 268 MB, which some seconds make and che
 def _checked_ticks(stages: int, microbatches: int, chunks: int | None = None) -> int:
     """The ticks of a schedule: of 1F1B and its kin with these chunks, or with None of GPipe. Refuses what has no table."""
     sizes = {"stages": stages, "microbatches": microbatches} | ({} if chunks is None else {"chunks": chunks})
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise ValueError(f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an int.")
-        if size < 1:
-            raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
+    checked_sizes(**sizes)
     P, M, v = int(stages), int(microbatches), int(chunks or 1)
     ticks = 2 * (M + P - 1) if chunks is None else (M - 1) // P * v * P + (M - 1) % P + 2 * v * P - 1
     if ticks * P > MOST:
@@ -82,6 +78,16 @@ def _checked_ticks(stages: int, microbatches: int, chunks: int | None = None) ->
             "microbatches, and add up the rest outside: grads.accumulated(pipeline.value_and_grad(...), microbatches=...)."
         )
     return ticks
+
+
+def checked_sizes(**sizes: int) -> tuple[int, ...]:
+    """The sizes of a schedule; refused with a `ValueError` where one is no whole number of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise ValueError(f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an int.")
+        if size < 1:
+            raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
+    return tuple(int(size) for size in sizes.values())
 
 
 Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."], Int[np.ndarray, "..."]]  # ticks, stages, jobs, to be broadcast

@@ -1,7 +1,8 @@
 """Where what a job makes waits until it is used: slots, each for one chunk of one microbatch. NumPy only."""
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -32,3 +33,25 @@ def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str
     for table in places.values():
         table.setflags(write=False)
     return places
+
+
+class Interval(NamedTuple):
+    """The ticks in which something waits: from `start` on, no longer in `stop`."""
+
+    start: int
+    stop: int
+
+
+def fewest(intervals: Sequence[Interval]) -> list[int]:
+    """A slot for each interval, so that no two that overlap share one: as few slots as there can be."""
+    slots, busy, free = [0] * len(intervals), [], []
+    count = 0
+    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+        while busy and busy[0][0] <= intervals[i].start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            heapq.heappush(free, count)
+            count += 1
+        slots[i] = heapq.heappop(free)
+        heapq.heappush(busy, (intervals[i].stop, slots[i]))
+    return slots

@@ -136,6 +136,11 @@ class Schedule:
         """P, the number of columns."""
         return self.forward.shape[1]
 
+    @property
+    def placed(self) -> Int32[np.ndarray, "chunks stages"]:
+        """Where in the model chunk c of stage s stands: at c P + s."""
+        return np.arange(self.chunks * self.stages, dtype=np.int32).reshape(self.chunks, self.stages)
+
     @cached_property
     def microbatches(self) -> int:
         """M: every job up to the largest one in the tables must be there."""

@@ -1,0 +1,112 @@
+"""Schedules that others made: the tables of torch.distributed.pipelining (2.13), as the text that it writes, for 2 ranks and M = 4."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import EXACT, assert_close
+from test_branching import anywhere
+
+from parallax import draw
+from parallax.schedule import from_csv, one_f_one_b_in_turns, there_and_back, to_csv
+
+FILES = {path.stem: path for path in sorted((Path(__file__).parent / "schedules").glob("*.csv"))}
+IN_FLIGHT = {  # the tables' own numbers, and the ticks in which all of it runs
+    "1f1b_2_4": (14, [2, 1]),
+    "bfs_2_4": (26, [4, 4]),
+    "dualpipev_2_4": (25, [2.5, 2.5]),
+    "gpipe_2_4": (14, [4, 4]),
+    "interleaved_2_4": (26, [2.5, 1.5]),
+    "izb_2_4": (25, [2, 2]),
+    "zbv_2_4": (25, [2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tables_of_torch_load_and_are_drawn(name, tmp_path):
+    table = from_csv(FILES[name])
+    assert (table.ticks, table.in_flight.tolist()) == IN_FLIGHT[name]
+    assert table.microbatches == 4
+    to_csv(table, tmp_path / "again.csv")
+    again = from_csv(tmp_path / "again.csv")
+    for lane in table.lanes:
+        np.testing.assert_array_equal(again.lanes[lane], table.lanes[lane])
+    np.testing.assert_array_equal(again.placed, table.placed)
+    draw.timeline(table, tmp_path / "picture.svg", backward=1)
+    assert len(draw.text(table).splitlines()) == 2 + 3 * 2
+    draw.trace(table, tmp_path / "trace.json")
+    assert draw.summary(table, 1, 1, 1).startswith("2 stages")
+
+
+def test_torchs_1f1b_is_ours():
+    """Its last rank's forwards are numbered from 1."""
+    table, ours = from_csv(FILES["1f1b_2_4"]), one_f_one_b_in_turns(2, 4)
+    for lane in table.lanes:
+        np.testing.assert_array_equal(table.lanes[lane], ours.lanes[lane])
+
+
+def test_a_v_is_a_v():
+    for name in ("zbv_2_4", "dualpipev_2_4"):
+        np.testing.assert_array_equal(from_csv(FILES[name]).placed, there_and_back(2))
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_tables_of_torch_run_to_the_same_gradients(name):
+    found, expected = anywhere(from_csv(FILES[name]))
+    assert_close(found, expected, EXACT)
+
+
+REFUSED = {
+    "what is no job": ("0F0,0F1x\n1F0,1B0\n", "row 1, cell 2: '0F1x' is no job. Write one as 5F3: place, F, I, W or B, microbatch."),
+    "a long row": (
+        f"0F0,{'x' * 9866}\n1F0\n",
+        f"row 1, cell 2: '{'x' * 40}... (9866 characters)' is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+    ),
+    "a deadlock": (
+        "0B0,0F0\n1F0,1B0\n",
+        "stage 0 waits for ever before backward of microbatch 0 at place 0: it needs backward of microbatch 0 at place 1, on "
+        "stage 1, which comes in no tick before. Change the order of one of the two stages.",
+    ),
+    "one forward alone": (
+        "0F0,0B0\n1F0,1B0,1F1\n",
+        "stage 1 waits for ever before forward of microbatch 1 at place 1: it needs forward of microbatch 1 at place 0, on stage "
+        "0, which comes in no tick before. Change the order of one of the two stages.",
+    ),
+    "no weights": (
+        "0F0,0I0,0W0\n1F0,1I0\n",
+        "weight of microbatch 0 runs in no tick on stage 1. Add it, or leave that microbatch out.",
+    ),
+    "another number of places": (
+        "0F0,0B0,2F0,2B0\n1F0,1B0\n",
+        "All stages need as many places of the model; got 2, 1.",
+    ),
+    "the first elsewhere": (
+        "1F0,1B0\n0F0,0B0\n",
+        "Place 0 of the model must be on stage 0, where what enters is at hand; got [[1, 0]]. Number the stages from it on.",
+    ),
+    "B in a tick": (
+        "tick,stage 0\n0,0F0\n1,0B0\n",
+        "line 3, stage 0: a tick has room for one job. Write I and W in two ticks for B.",
+    ),
+    "too early": (
+        "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
+        "tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. Move it to tick 1 or "
+        "later.",
+    ),
+    "twice": (
+        "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",
+        "tick 1, stage 0: forward of microbatch 0 has already run in tick 0. Keep one.",
+    ),
+    "a tick left out": ("tick,stage 0\n0,0F0\n2,0I0\n", "line 3: needs tick 1 and 2 cells, got '2,0I0'."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_run_says_why_in_a_sentence(what, tmp_path):
+    text, message = REFUSED[what]
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        from_csv(tmp_path / "table.csv")
+    assert str(caught.value) == f"{tmp_path / 'table.csv'}: {message}"
