@@ -1,6 +1,7 @@
 """`python -m parallax plan --model xl --devices 64 --hardware a100`: what a run will need, which split is best, and is it so?
 
-plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one
+plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one; with a
+          program, FILE.py:FUNCTION, and --mesh: what any step needs, read from its trace
 compile   compiles --layout for --target, a machine that is not there: memory, bytes, estimated time, what is exposed
 compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
 estimates two published estimates, recomputed
@@ -8,6 +9,7 @@ estimates two published estimates, recomputed
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 from parallax import plan as plans
 from parallax.layout import Layout, nearest
 from parallax.models import gpt2
-from parallax.plan import estimates, hardware, layouts
+from parallax.plan import estimates, faults, hardware, layouts
 
 MODELS = {
     "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -46,17 +48,40 @@ def plan(options: argparse.Namespace) -> str:
     Raises:
         ValueError: neither a layout nor a number of devices, a chip that is not known, or a layout that does not fit.
     """
-    config, chip = model(options), hardware.named(options.hardware)
+    chip = hardware.named(options.hardware)
+    if options.program is not None:
+        return traced(options, chip)
+    config = model(options)
     if options.layout is not None:
         layout = laid_out(options, config, options.devices)
-        return str(plans.plan(config, layout, chip, batch=options.batch))
+        found = plans.plan(config, layout, chip, batch=options.batch)
+        return f"{found}{failures(options, layout.devices)}"
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
     says = lambda name, value: f"--{name} {value}"
     terms = nearest.Terms(says, lambda _, change: " ".join(says(*each) for each in change.items()))
     Layout.parse(f"precision={options.precision}", terms=terms)
     found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
-    return f"{layouts.table(found, options.top)}\n\n{found[0]}"
+    return f"{layouts.table(found, options.top)}\n\n{found[0]}{failures(options, options.devices)}"
+
+
+def traced(options: argparse.Namespace, chip: hardware.Hardware) -> str:
+    """What a step in a user's file needs and does. Raises `ValueError` without a mesh, or as `user_files.read` does."""
+    from parallax.plan import user_files
+
+    if options.mesh is None:
+        raise ValueError("plan needs the mesh of the step in a file. Take --mesh data=256, or other axes and sizes.")
+    world = user_files.world(options.mesh)
+    step, shapes = user_files.read(options.program, world)
+    return f"{plans.trace(step, shapes, world, hardware=chip)}{failures(options, math.prod(world.shape.values()))}"
+
+
+def failures(options: argparse.Namespace, devices: int) -> str:
+    """The best interval between checkpoints, where a rate of failures was given. Raises `ValueError` for one below 0."""
+    if options.failures_per_device_year is None:
+        return ""
+    between = faults.mean_time(options.failures_per_device_year, devices)
+    return f"\n\n{faults.plan(between, save=options.save_seconds, restart=options.restart_seconds)}"
 
 
 def compare(options: argparse.Namespace) -> str:
@@ -183,6 +208,11 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--picture", help="a PNG, SVG or PDF file for a picture of it")
             command.add_argument("--text", help="a file for the compiled program's text")
         if run is plan:
+            command.add_argument("program", nargs="?", help="path/to/file.py:function, which takes a mesh: any step, traced")
+            command.add_argument("--mesh", help="of such a step, as data=256,tensor=8")
+            command.add_argument("--failures-per-device-year", type=float, help="for the best interval between checkpoints")
+            command.add_argument("--save-seconds", type=float, default=20.0, help="that a save holds the steps up (20)")
+            command.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step (600)")
             command.add_argument("--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}")
             command.add_argument("--precision", default="bfloat16", help="of the search: full, bfloat16 or float16")
             command.add_argument("--top", type=int, default=8, help="layouts that the search prints")

@@ -14,12 +14,13 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from parallax import given
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
+AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
 
 
 def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
@@ -48,6 +49,18 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
+def abstract(**sizes: int) -> AbstractMesh:
+    """A mesh of devices that need not exist, to trace a step over: `abstract(data=256)`. `plan.trace` reads such a step.
+
+    Raises:
+        ValueError: there is no axis, or a size below 1.
+    """
+    if not sizes or any(size < 1 for size in sizes.values()):
+        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"mesh.abstract needs axes of size 1 or more, as in abstract(data=256); got ({asked}).")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     product = math.prod(sizes.values())
     fitting = [f"{name}={devices // (product // size)}" for name, size in sizes.items() if devices % (product // size) == 0]
@@ -57,7 +70,7 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     return f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. Either {', or '.join(cures)}."
 
 
-def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+def spmd(f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
 
     Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they are. Wrap the result in
@@ -95,7 +108,7 @@ def spmd(f: Callable[..., Any], *, mesh: Mesh, in_specs: PyTree, out_specs: PyTr
     return mapped
 
 
-def _in_context(mesh: Mesh) -> Mesh:
+def _in_context(mesh: AnyMesh) -> AnyMesh:
     """`mesh` with the axis types that `jax.set_mesh` gave it."""
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:
@@ -119,7 +132,7 @@ def _in_context(mesh: Mesh) -> Mesh:
     return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
 
 
-def _laid_out(arrays: Tree, specs: PyTree, mesh: Mesh) -> Tree:
+def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """`arrays` as `specs` say, where Explicit axes are part of their types; `shard_map` does so itself on Auto axes alone.
 
     On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit mesh on an Auto one.
@@ -204,7 +217,7 @@ def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
     return [each.indices(size)[:2] for each, size in zip(place, shape, strict=True)]
 
 
-def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
     """The `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
@@ -219,7 +232,7 @@ def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
-def check(tree: PyTree, specs: PyTree, mesh: Mesh) -> None:
+def check(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs` is a tree prefix."""
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
@@ -245,7 +258,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
             )
 
 
-def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: Mesh, rule: str = "") -> None:
+def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
     """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message where the spec is from."""
     of = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
     names = [name for entry in spec for name in entry_axes(entry)]

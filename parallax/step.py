@@ -339,7 +339,7 @@ def planned(
     make_model: Callable[[], PyTree],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
-    mesh_: Mesh,
+    mesh_: mesh.AnyMesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,

@@ -18,6 +18,10 @@ from parallax.__main__ import laid_out, main, model, parser
         ("plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3", ("seconds  of peak", "4 x TPU v5e")),
         ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
         ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
+        (
+            f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e --failures-per-device-year 0.2",
+            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "loses least"),
+        ),
     ],
 )
 def test_prints(arguments, words, capsys):
@@ -54,6 +58,10 @@ def test_prints(arguments, words, capsys):
         ("plan --devices 0", "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512."),
         ("plan --devices 8 --precision bf16", "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16."),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
+        ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
+        (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
+        (f"plan {__file__}:nothing", "Take --mesh data=256"),
+        (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
     ],
 )

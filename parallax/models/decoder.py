@@ -65,7 +65,7 @@ def prepare(
     config: Configuration,
     optimizer: optax.GradientTransformation,
     layout: Layout,
-    mesh_: Mesh,
+    mesh_: mesh.AnyMesh,
     *,
     batch: int,
     key: Key[Array, ""],
@@ -229,7 +229,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
     return lambda tree: jax.tree.map(lambda leaf: changed(leaf) if is_model(leaf) else leaf, tree, is_leaf=is_model)
 
 
-def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule: rules.Rule, mesh_: Mesh) -> Placed:
+def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule: rules.Rule, mesh_: mesh.AnyMesh) -> Placed:
     """Where the parts of the model live under `rule`."""
     specs = rules.specs(eqx.filter_eval_shape(make_model), rule, mesh_)
     return Placed(specs, family.where, does.stages.loops)
@@ -291,7 +291,7 @@ def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
     )
 
 
-def _check_mesh(layout: Layout, mesh_: Mesh) -> None:
+def _check_mesh(layout: Layout, mesh_: mesh.AnyMesh) -> None:
     for name, size in layout.axes.items():
         if mesh_.shape.get(name) != size:
             raise ValueError(

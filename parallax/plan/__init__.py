@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from parallax.plan.layouts import largest_batch, search
     from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, model_flops, plan, table
     from parallax.plan.quantities import quantity
+    from parallax.plan.traced import Trace, trace
 
 __all__ = [
     "ADAMW",
@@ -17,6 +18,7 @@ __all__ = [
     "Memory",
     "Plan",
     "Seconds",
+    "Trace",
     "Work",
     "check",
     "compare",
@@ -28,15 +30,18 @@ __all__ = [
     "quantity",
     "search",
     "table",
+    "trace",
 ]
 
 _FILES = {
     "Comparison": "comparison",
+    "Trace": "traced",
     "compare": "comparison",
     "compared": "comparison",
     "largest_batch": "layouts",
     "quantity": "quantities",
     "search": "layouts",
+    "trace": "traced",
 }
 
 

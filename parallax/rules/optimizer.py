@@ -7,10 +7,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import by_path, dotted, entry_axes
+from parallax.mesh import AnyMesh, by_path, dotted, entry_axes
 from parallax.rules.applied import is_inexact
 from parallax.rules.placement import padded, spec_of
 from parallax.typed import PyTree, Specs
@@ -49,7 +49,7 @@ def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
 
 
 def optimizer_specs(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs, mesh: Mesh | None = None
+    optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs, mesh: AnyMesh | None = None
 ) -> Specs:
     """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter, all else (counts) is `P()`.
 

@@ -1,0 +1,125 @@
+"""The best interval between checkpoints, and the share of time that faults take, from how often a device fails.
+
+    found = faults.plan(faults.mean_time(0.173, 16_384), save=60, restart=600)
+    print(found)
+
+A run of useful work T is cut into intervals of tau seconds, each with a save of delta seconds at its end. Failures come at
+random, one in M seconds on the mean, and each costs the work since the last save and R seconds until the job runs again. Then the
+run takes M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
+
+Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A higher order estimate of the
+optimum checkpoint interval for restart dumps (2006), for the run's time and the interval.
+"""
+
+import math
+from typing import NamedTuple
+
+YEAR = 365.25 * 86_400  # seconds
+
+
+class Faults(NamedTuple):
+    """What faults cost a run.
+
+    Attributes:
+        between: seconds between failures of any device, on the mean.
+        save: seconds that a save holds the steps up.
+        restart: seconds from a failure to the next step.
+        interval: seconds of work between two saves that lose least.
+        young: the same by Young's formula, sqrt(2 save between).
+        saves: the share of time that saves take.
+        restarts: the share that restarts take.
+        repeated: the share that steps take which are done again.
+    """
+
+    between: float
+    save: float
+    restart: float
+    interval: float
+    young: float
+    saves: float
+    restarts: float
+    repeated: float
+
+    @property
+    def lost(self) -> float:
+        """The share of time that is lost, from 0 to 1."""
+        return self.saves + self.restarts + self.repeated
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def mean_time(failures_per_device_year: float, devices: int) -> float:
+    """Seconds between failures of any of the devices, on the mean.
+
+    Raises:
+        ValueError: a rate below 0, or no device.
+    """
+    if failures_per_device_year < 0 or devices < 1:
+        raise ValueError(
+            "plan.faults needs a rate of 0 or more failures in a device's year, and 1 device or more; got "
+            f"{failures_per_device_year} and {devices}."
+        )
+    return YEAR / (failures_per_device_year * devices) if failures_per_device_year else math.inf
+
+
+def plan(between: float, *, save: float, restart: float) -> Faults:
+    """The interval between saves that loses least, and the time lost with it.
+
+    Args:
+        between: seconds between failures, as `mean_time` gives.
+        save: seconds that a save holds the steps up: of one that runs beside the steps, what it costs them.
+        restart: seconds from a failure to the next step: notice, start, restore, compile.
+
+    Raises:
+        ValueError: a time that is not above 0, or a restart below 0.
+    """
+    if not (between > 0 and save > 0 and restart >= 0):
+        raise ValueError(
+            "plan.faults needs seconds above 0 between failures and for a save, and 0 or more for a restart; got "
+            f"between={between}, save={save}, restart={restart}."
+        )
+    if math.isinf(between):
+        return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
+    interval = daly(between, save)
+    taken = wall(between, interval, save=save, restart=restart)
+    saves = save / interval / taken
+    restarts = -math.expm1(-restart / between)  # those that fail themselves too
+    return Faults(between, save, restart, interval, young(between, save), saves, restarts, 1 - 1 / taken - saves - restarts)
+
+
+def young(between: float, save: float) -> float:
+    """Young's interval, sqrt(2 save between): right where a save is short beside it."""
+    return math.sqrt(2 * save * between)
+
+
+def daly(between: float, save: float) -> float:
+    """Daly's interval: Young's with two terms more, less the save; `between` where a save takes twice that."""
+    if save >= 2 * between:
+        return between
+    part = math.sqrt(save / (2 * between))
+    return young(between, save) * (1 + part / 3 + part**2 / 9) - save
+
+
+def wall(between: float, interval: float, *, save: float, restart: float) -> float:
+    """Seconds that a second of useful work takes: M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
+    return between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
+
+
+def table(found: Faults) -> str:
+    """What faults cost, in two lines."""
+    if math.isinf(found.between):
+        return "no failure is expected: no interval between saves is best"
+    return (
+        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every {_spelt(found.interval)} loses least "
+        f"(Young: {_spelt(found.young)})\n"
+        f"lost: {found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, steps done again "
+        f"{found.repeated:.1%})"
+    )
+
+
+def _spelt(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

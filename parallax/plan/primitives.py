@@ -1,0 +1,72 @@
+"""What an equation of a traced program does on a device: arithmetic, messages, and whether it needs memory of its own."""
+
+import math
+from collections.abc import Mapping
+
+from jax.extend.core import JaxprEqn
+
+from parallax import jaxprs
+
+# Read where they lie, in another shape or order, or not all of them: they need no memory of their own.
+SAME = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "pvary",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "replicated",
+    "terms",
+    "reduce_precision",
+}
+PARTS = {"slice", "dynamic_slice"}
+VIEWS = SAME | PARTS | {"rev", "broadcast_in_dim", "iota", "pad"}
+# Element by element, and cheap enough that a compiler computes them again for each reader.
+CHEAP = {
+    *("add", "add_any", "sub", "mul", "neg", "sign", "abs", "max", "min", "select_n", "clamp", "and", "or", "not", "xor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "convert_element_type", "integer_pow", "square", "floor", "ceil", "round"),
+    *("real", "imag", "complex", "conj", "shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type"),
+    *("eq_to", "lt_to", "le_to", "population_count", "mul_add"),
+}
+# Element by element, computed once where several read them.
+DEAR = {
+    *("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "logistic", "erf", "erf_inv", "erfc", "rsqrt", "sqrt"),
+    *("div", "rem", "pow", "cbrt", "atan2", "asin", "acos", "atan", "sinh", "cosh", "lgamma", "digamma"),
+}
+FUSED = VIEWS | CHEAP | DEAR
+# These compute what they read as they read it.
+READERS = {"concatenate", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+UPDATES = {"dynamic_update_slice": 0, "scatter": 0, "scatter-add": 0, "scatter_add": 0}  # which operand is written
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+COLLECTIVES = {  # by the names that compiled programs have for them
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def nbytes(aval) -> int:
+    """Bytes of an array of this type; of what is no array, 0."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return itemsize * math.prod(getattr(aval, "shape", ()))
+
+
+def operations(eqn: JaxprEqn) -> int:
+    """Floating-point operations of a product: 2 for each pair of numbers that are multiplied and added."""
+    left, right = jaxprs.types(eqn.invars[:2])
+    out = math.prod(jaxprs.types(eqn.outvars)[0].shape)
+    if eqn.primitive.name == "dot_general":
+        (over, _), _ = eqn.params["dimension_numbers"]
+        return 2 * out * math.prod(left.shape[dim] for dim in over)
+    kernel = eqn.params["dimension_numbers"].rhs_spec  # of outputs, inputs, then space
+    return 2 * out * math.prod(right.shape[dim] for dim in kernel[1:])
+
+
+def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of more than one device along which a collective moves something, in the mesh's order."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name"))
+    named = named if isinstance(named, tuple) else (named,)
+    return tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)

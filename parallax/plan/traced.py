@@ -1,0 +1,250 @@
+"""What any step needs and does, read from its traced program: nothing is compiled, and the devices need not exist.
+
+    mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
+    print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
+
+The program is walked once. Operations of products and bytes of messages are those of the compiled program. Memory is that of a
+compiler which fuses elementwise operations and writes over what is read for the last time: `live` says how.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from parallax import jaxprs
+from parallax.plan import copies, live
+from parallax.plan.hardware import Hardware
+from parallax.plan.live import Buffer, Held, Operation
+from parallax.plan.primitives import nbytes
+from parallax.plan.quantities import quantity
+from parallax.plan.reading import Message, Reading, Value
+from parallax.plan.seconds import Seconds, seconds
+
+
+class Trace(NamedTuple):
+    """What a device needs and does in one step. `str` of it is a report.
+
+    Attributes:
+        mesh: the size of each axis.
+        operations: floating-point operations of products, by the type of what they multiply.
+        lines: the same, by the caller's line.
+        read: bytes read from memory, by what a compiler cannot fuse.
+        written: bytes written to it.
+        messages: how often each collective runs.
+        arguments: bytes of what the step takes.
+        donated: of them, bytes that the step may write over.
+        results: bytes that it returns, beside those in the place of a donated argument.
+        temporaries: bytes of all else at the fullest moment.
+        at_peak: what those are, the largest first.
+        unbounded: the lines of loops whose trips are not known: each counts one.
+        seconds: of a step, on the hardware that was given; None without.
+    """
+
+    mesh: dict[str, int]
+    operations: dict[str, int]
+    lines: dict[str, int]
+    read: int
+    written: int
+    messages: dict[Message, int]
+    arguments: int
+    donated: int
+    results: int
+    temporaries: int
+    at_peak: list[Held]
+    unbounded: list[str]
+    seconds: Seconds | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes on a device at the fullest moment."""
+        return self.arguments + self.results + self.temporaries
+
+    @property
+    def sent(self) -> dict[tuple[str, ...], int]:
+        """Bytes of the collectives' results, by axes."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for message, times in self.messages.items():
+            found[message.axes] += times * message.bytes
+        return dict(found)
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def trace(
+    step: Callable[..., Any],
+    shapes: Sequence[Any],
+    mesh: Mesh | AbstractMesh,
+    *,
+    hardware: Hardware | None = None,
+    platform: str = "",
+) -> Trace:
+    """What `step(*shapes)` needs and does on each device of `mesh`. It is traced, and neither compiled nor run.
+
+    Args:
+        step: any function under `mesh.spmd`, jitted or not; what `jax.jit` donates counts as donated.
+        shapes: its arguments; `jax.ShapeDtypeStruct`s will do for arrays. One that `mesh.spmd` splits counts as its block.
+        mesh: that of the step: its devices need not exist.
+        hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
+        platform: whose branch of `lax.platform_dependent` counts: "cpu", "tpu", "cuda"; by default the one for all others.
+
+    Raises:
+        ValueError: the step is not mapped over `mesh`.
+    """
+    plain = jax.tree.map(_unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    closed = eqx.filter_make_jaxpr(step)(*plain)[0]
+    jaxpr = jaxprs.opened(closed)
+    _check(jaxpr, dict(mesh.shape))
+    reading = Reading(platform or "other")
+    arguments = [_argument(var) for var in jaxpr.invars]
+    results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
+    donated = _donated(jaxpr)
+    own = {var: value.buffer for var, value in zip(jaxpr.invars, arguments, strict=True) if value.buffer}
+    pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
+    copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], platform)
+    reading.emit(Operation((), copied))
+    buffers = [reading.hold(value) for value in results]
+    reading.emit(Operation(copied))
+    given = set(own.values())
+    outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
+    for buffer in outputs:
+        buffer.fixed = True
+    peak = live.peak(reading.frames[0].operations, outputs)
+    found = Trace(
+        mesh=dict(mesh.shape),
+        operations=dict(reading.products),
+        lines=dict(reading.lines.most_common()),
+        read=reading.read,
+        written=reading.written,
+        messages=dict(reading.messages),
+        arguments=sum(buffer.bytes for buffer in own.values()),
+        donated=sum(buffer.bytes for var, buffer in own.items() if var in donated),
+        results=sum(value.bytes for value in left),
+        temporaries=peak.bytes,
+        at_peak=_told(peak.held),
+        unbounded=list(dict.fromkeys(reading.unbounded)),
+    )
+    return found if hardware is None else found._replace(seconds=seconds(found, hardware))
+
+
+def _unplaced(leaf: Any) -> Any:
+    """An argument without the devices that it lies on, which may be another mesh's."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _argument(var: Any) -> Value:
+    buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
+    return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
+
+
+def _donated(jaxpr: Jaxpr) -> set[Any]:
+    """The arguments that a jitted function of the program may write over."""
+    marked = [(eqn.invars, eqn.params["donated_invars"]) for eqn in jaxpr.eqns if "donated_invars" in eqn.params]
+    return {var for variables, flags in marked for var, flag in zip(variables, flags, strict=True) if flag}
+
+
+def _placed(results: Sequence[Value], free: Sequence[Buffer]) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
+    """Each result with the donated argument in whose place it is, the first of its size; and the results that have none."""
+    places: dict[int, list[Buffer]] = {}
+    for buffer in free:
+        places.setdefault(buffer.bytes, []).append(buffer)
+    pairs, left = [], []
+    for value in dict.fromkeys(value.root for value in results):
+        if places.get(value.bytes):
+            pairs.append((value, places[value.bytes].pop(0)))
+        else:
+            left.append(value)
+    return pairs, left
+
+
+def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
+    maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
+    if not maps:
+        raise ValueError(
+            "plan.trace needs a step that runs under mesh.spmd, since that says what each device has; this one has no map. "
+            "Wrap it: mesh.spmd(step, mesh=mesh, in_specs=..., out_specs=...)."
+        )
+    for eqn in maps:
+        over = dict(eqn.params["mesh"].shape)
+        if over != sizes:
+            raise ValueError(f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass that one.")
+
+
+def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
+    """The buffers at the peak, those of one line together."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for nbytes_, buffer in held:
+        eqn = buffer.eqn
+        what = eqn.primitive.name if eqn is not None else buffer.what
+        sums[what, jaxprs.source(eqn) if eqn is not None else jaxprs.UNKNOWN] += nbytes_
+    return [Held(size, what, line) for (what, line), size in sums.most_common() if size]
+
+
+# As text
+
+
+def report(trace: Trace, *, rows: int = 8) -> str:
+    """The trace, a line for each number."""
+    devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
+    of_memory = {
+        "arguments": trace.arguments,
+        "of which donated": trace.donated,
+        "results": trace.results,
+        "temporaries": trace.temporaries,
+        "peak": trace.peak,
+    }
+    lines = [
+        devices,
+        "",
+        "on each device             bytes",
+        *(f"  {name:<20} {quantity(size, 'B'):>9}" for name, size in of_memory.items()),
+        "",
+        "temporaries at the peak    bytes",
+        *(f"  {quantity(held.bytes, 'B'):>30}  {held.what}, {_short(held.line)}" for held in trace.at_peak[:rows]),
+        "",
+        "collectives                bytes     times  result",
+        *_of_messages(trace.messages, rows),
+        "",
+        "products                      operations",
+        *(f"  {name:<20} {quantity(count, 'FLOP'):>15}" for name, count in trace.operations.items()),
+        *(f"    {quantity(count, 'FLOP'):>33}  {_short(line)}" for line, count in list(trace.lines.items())[:rows]),
+        f"memory: {quantity(trace.read, 'B')} read, {quantity(trace.written, 'B')} written",
+    ]
+    if trace.unbounded:
+        lines.append(f"loops of unknown length, counted once: {', '.join(map(_short, trace.unbounded))}")
+    if trace.seconds is not None:
+        lines += ["", *_of_time(trace.seconds)]
+    return "\n".join(lines)
+
+
+def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
+    kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
+    for message, times in messages.items():
+        total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
+        total[0], total[1], total[2] = total[0] + times * message.bytes, total[1] + times, max(total[2], message.bytes)
+    largest = sorted(kinds.items(), key=lambda item: -item[1][0])
+    return [
+        f"  {' x '.join(axes):<20} {quantity(total, 'B'):>9} {times:>9,}  {quantity(most, 'B')} {kind}, {_short(line)}"
+        for (axes, kind, line), (total, times, most) in largest[:rows]
+    ]
+
+
+def _of_time(found: Seconds) -> list[str]:
+    bounds = found.bounds
+    longest = max(bounds, key=bounds.__getitem__)
+    parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())
+    along = ", ".join(f"{' x '.join(axes)} {taken:.3g}" for axes, taken in found.messages.items())
+    return [
+        f"{found.total:.4g} s a step, one thing after another: {parts}; {found.share:.1%} of peak",
+        f"at least {found.least:.4g} s, where all else hides behind it: bound by {longest}" + (f" ({along})" if along else ""),
+    ]
+
+
+def _short(line: str) -> str:
+    """A line with the last two parts of its path."""
+    return "/".join(line.split("/")[-2:])

@@ -1,0 +1,41 @@
+"""A step in a user's file, for the command line: in `path/to/file.py:function`, `function(mesh)` returns the step and its shapes."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from parallax import mesh
+
+FORM = "path/to/file.py:function, where function(mesh) returns (step, shapes), as plan.trace takes them"
+
+
+def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step and the shapes of its arguments, which the function named in `program` returns for a mesh.
+
+    Raises:
+        ValueError: there is no such file, or no such function in it, or it returns something else.
+    """
+    path, _, name = program.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ValueError(f"plan needs {FORM}; there is no file {path or program!r}.")
+    found = runpy.run_path(path).get(name)
+    if not callable(found):
+        raise ValueError(f"plan needs {FORM}; {path} has no function {name!r}.")
+    made = found(world)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+        raise ValueError(
+            f"plan needs {FORM}; {name} returned {type(made).__name__}. Return the step and a tuple of its arguments."
+        )
+    return made
+
+
+def world(sizes: str) -> AbstractMesh:
+    """The mesh that `data=256,tensor=8` describes. Raises `ValueError` where it describes none."""
+    try:
+        pairs = [part.split("=") for part in sizes.split(",")]
+        return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
+    except ValueError as error:
+        raise ValueError(f"--mesh needs axes and sizes of 1 or more, as data=256,tensor=8; got {sizes!r}.") from error
