@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from parallax import given
+from parallax import given, neighbours
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -26,7 +26,8 @@ AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over 
 def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
-    Devices of several TPU slices are taken slice by slice, so that the first axes cross the network between slices.
+    TPUs are laid so that a ring along an axis goes over single links of the torus where it can. Devices of several slices are
+    taken slice by slice, so that the first axes cross the network between slices; the last stay inside a slice or a machine.
 
     Args:
         devices: the devices to use; all of them by default.
@@ -42,11 +43,7 @@ def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
     types = (AxisType.Auto,) * len(sizes)
-    slice_of = lambda device: getattr(device, "slice_index", None) or 0
-    if len(set(map(slice_of, devices))) > 1:  # which jax.make_mesh refuses
-        ordered = np.array(sorted(devices, key=slice_of), dtype=object)
-        return Mesh(ordered.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    return Mesh(neighbours.arranged(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def abstract(**sizes: int) -> AbstractMesh:

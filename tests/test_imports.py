@@ -14,6 +14,7 @@ ORDER = (
         "typed",
         "given",
         "disk",
+        "neighbours",
         "mesh",
         "collectives",
         "jaxprs",

@@ -109,9 +109,11 @@ def turns(first, step, direction, bound, moved="add(%a, %b)"):
 
 
 def test_links_of_a_torus_and_of_a_switch():
-    ring = links.torus(rates.CHIPS["v4"], [(k, 0, 0) for k in range(4)])
-    assert ring.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
-    assert ring.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    cube = links.torus(rates.CHIPS["v4"], [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
+    assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
+    assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {"data": 1.25, "tensor": 1.0}  # row by row, not laid as rings
+    assert links.of_a_hop(links.switch(rates.CHIPS["h100"], 8), {"data": 8, "tensor": 1}) == {"data": 2.0}
     line = links.torus(rates.CHIPS["v5e"], [(k, 0) for k in range(4)])
     assert len(line.path(0, 3)) == 3  # too short to close
     assert line.path(2, 2) == []
@@ -358,6 +360,22 @@ class TestCompiled:
             text("tpu", "slices_ring"), mesh.make(far=2, near=4)
         )
         assert set(program.by_link()) == {"link", "network"}
+
+    @pytest.mark.parametrize(
+        ("name", "sizes"),
+        [
+            ("v5e:2x4", {"data": 8}),
+            ("v5e:8x8", {"data": 64}),
+            ("v5p:2x2x2", {"data": 2, "stage": 2, "tensor": 2}),
+            ("v5p:4x4x4", {"data": 8, "tensor": 8}),
+            ("v4:4x4x4", {"data": 16, "tensor": 8}),
+            ("tpu7x:2x2x1", {"data": 4, "tensor": 2}),
+        ],
+    )
+    def test_rings_are_of_neighbours(self, name, sizes):
+        there = targets.target(name)
+        hops = links.of_a_hop(there.machine(mesh.make(devices=there.devices, **sizes)), sizes)
+        assert max(hops.values()) <= 1.0
 
     @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
     def test_computed_once(self, what):

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from parallax import neighbours
 from parallax.compiled import hlo
 from parallax.compiled.rates import Rates
 
@@ -28,6 +30,7 @@ class Machine(NamedTuple):
         groups: the slice or machine of each.
         sizes: of the torus; empty for a switch.
         cores: devices that share a chip.
+        closed: whether each dim of the torus closes in a ring.
     """
 
     rates: Rates
@@ -35,6 +38,7 @@ class Machine(NamedTuple):
     groups: tuple[int, ...]
     sizes: tuple[int, ...] = ()
     cores: int = 1
+    closed: tuple[bool, ...] = ()
 
     def kind(self, source: int, target: int) -> str:
         """What joins two devices: "link", or "network" between slices or machines."""
@@ -51,7 +55,7 @@ class Machine(NamedTuple):
         links, here, group = [], list(self.places[source]), self.groups[source]
         for dim, size in enumerate(self.sizes):
             ahead = self.places[target][dim] - here[dim]
-            if size >= self.rates.wraps and abs(ahead) * 2 > size:  # shorter round the back
+            if self.closed[dim] and abs(ahead) * 2 > size:  # shorter round the back
                 ahead -= size if ahead > 0 else -size
             sign = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):
@@ -79,12 +83,26 @@ def torus(rates: Rates, coordinates: Sequence[Sequence[int]], groups: Sequence[i
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
-    return Machine(rates, places, groups, sizes, max(Counter(zip(groups, places, strict=True)).values()))
+    cores = max(Counter(zip(groups, places, strict=True)).values())
+    return Machine(rates, places, groups, sizes, cores, neighbours.closed(rates.name in neighbours.FLAT, sizes))
 
 
 def switch(rates: Rates, devices: int, in_machine: int = 8) -> Machine:
     """GPUs: machines of so many, each device with one port to its switch and one to the network."""
     return Machine(rates, tuple((k,) for k in range(devices)), tuple(k // in_machine for k in range(devices)))
+
+
+def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
+    """The links that a hop of a ring along each of a mesh's axes takes, in the mean: 1 where all hops go to neighbours.
+
+    It is less where devices share a chip, and of a switch it is 2: a port out and a port in.
+    """
+    numbers, found = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
+    for dim, (name, size) in enumerate(axes.items()):
+        if size > 1:
+            pairs = zip(numbers.flat, np.roll(numbers, -1, dim).flat, strict=True)
+            found[name] = float(np.mean([len(machine.path(int(a), int(b))) for a, b in pairs]))
+    return found
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:

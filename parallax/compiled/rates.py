@@ -33,7 +33,6 @@ class Rates(NamedTuple):
         network: bytes a second one way between slices or machines.
         far_hop: seconds a message takes beside its bytes, between slices or machines.
         clock: cycles a second; 0 where the compiler counts none.
-        wraps: the size from which a dim of the torus closes in a ring; 0 where a switch joins all chips.
         reached: the share of products, of bandwidth and of links that programs reach.
     """
 
@@ -47,12 +46,11 @@ class Rates(NamedTuple):
     network: float
     far_hop: float
     clock: float = 0.0
-    wraps: int = 0
     reached: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
 
-def _tpu(name, gib, tera, bandwidth, link, network, clock, wraps) -> Rates:
-    return Rates(name, "tpu", gib * GIB, tera * TERA, bandwidth * GB, link * GB, 1e-6, network * GB, 1e-5, clock * 1e9, wraps)
+def _tpu(name, gib, tera, bandwidth, link, network, clock) -> Rates:
+    return Rates(name, "tpu", gib * GIB, tera * TERA, bandwidth * GB, link * GB, 1e-6, network * GB, 1e-5, clock * 1e9)
 
 
 def _gpu(name, gb, tera, bandwidth, link, network) -> Rates:
@@ -61,11 +59,11 @@ def _gpu(name, gb, tera, bandwidth, link, network) -> Rates:
 
 
 CHIPS = {
-    "v4": _tpu("TPU v4", 32, 275, 1228, 45, 6.25, 1.05, 4),
-    "v5e": _tpu("TPU v5e", 16, 197, 819, 45, 3.125, 1.5, 16),
-    "v5p": _tpu("TPU v5p", 95, 459, 2765, 90, 6.25, 1.75, 4),
-    "v6e": _tpu("TPU v6e", 32, 918, 1640, 90, 12.5, 1.75, 16),
-    "tpu7x": _tpu("TPU7x", 192, 2307, 7380, 90, 12.5, 1.75, 4),
+    "v4": _tpu("TPU v4", 32, 275, 1228, 45, 6.25, 1.05),
+    "v5e": _tpu("TPU v5e", 16, 197, 819, 45, 3.125, 1.5),
+    "v5p": _tpu("TPU v5p", 95, 459, 2765, 90, 6.25, 1.75),
+    "v6e": _tpu("TPU v6e", 32, 918, 1640, 90, 12.5, 1.75),
+    "tpu7x": _tpu("TPU7x", 192, 2307, 7380, 90, 12.5, 1.75),
     "a100": _gpu("A100", 80, 312, 2039, 300, 25),
     "h100": _gpu("H100", 80, 989, 3350, 450, 50),
     "h200": _gpu("H200", 141, 989, 4800, 450, 50),

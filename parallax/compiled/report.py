@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from parallax.compiled import certificate
+from parallax.compiled import certificate, links
 from parallax.compiled.targets import Program
 from parallax.compiled.timeline import Timeline
 
@@ -20,11 +20,14 @@ def table(program: Program, *, operations: float | None = None, timeline: Timeli
     timeline = program.timeline() if timeline is None else timeline
     target = program.target
     peak = None if operations is None else operations / (target.rates.products / target.cores * program.mesh.size)
+    machine = target.machine(program.mesh)
+    hops = links.of_a_hop(machine, dict(program.mesh.shape)) if machine.sizes else {}
     shape = ", ".join(f"{name}={size}" for name, size in program.mesh.shape.items() if size > 1) or "one device"
     parts = [
         f"{target.name}: {program.mesh.size} devices of {target.rates.name}, {shape}",
         held(program.memory, target.memory),
         certificate.table(program.certificate()),
+        *([f"links a hop: {', '.join(f'{name} {count:.3g}' for name, count in hops.items())}"] if hops else []),
         *([f"over the network: {far / 1e6:,.1f} MB of all devices"] if (far := program.by_link().get("network")) else []),
         estimate(timeline, peak),
     ]

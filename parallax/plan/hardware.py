@@ -17,7 +17,7 @@ Figures are of one device (a TPU chip), in one direction of a link, in 10^9 byte
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh as meshes
+from parallax import neighbours
 from parallax.collectives import tuning
 from parallax.collectives.cost import Link
 from parallax.plan.compilers import IN_PLACE, XLA_CPU, XLA_H100, XLA_V5E, XLA_V5P, Compiler
@@ -52,6 +53,7 @@ class Hardware:
         fresh: seconds a byte of temporaries, where each step gets its memory anew from the system; 0 where it is kept.
         short: bytes of a number in `bfloat16` or `float16`: 4 where the compiler widens them.
         compiler: how often it holds what a step needs.
+        torus: chips along each dim of the slice that the mesh takes, as (2, 4); () counts every hop as one link.
     """
 
     name: str
@@ -66,10 +68,33 @@ class Hardware:
     fresh: float = 0.0
     short: int = 2
     compiler: Compiler = IN_PLACE
+    torus: tuple[int, ...] = ()
 
-    def link(self, span: int) -> Link:
-        """A hop in a group whose first and last device are `span` apart: slow where it leaves the domain."""
-        return self.fast if span <= self.domain else self.slow
+    def link(self, span: int, links: float = 1.0) -> Link:
+        """A hop in a group whose first and last device are `span` apart: slow where it leaves the domain.
+
+        One over several `links` takes so many times as long, since its bytes use them all.
+        """
+        return (
+            self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta) if span <= self.domain else self.slow
+        )
+
+    def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
+        """The links that a hop along each axis takes in the mean, where `mesh.make` lays them: 1 where no torus is given.
+
+        Raises:
+            ValueError: the axes multiply to another number than the torus has chips, or cores of chips.
+        """
+        cores, rest = divmod(math.prod(axes.values()), math.prod(self.torus))
+        if rest or (self.torus and cores not in (1, 2)):
+            raise ValueError(
+                f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} chips, and the layout "
+                f"{math.prod(axes.values())} devices. Take a layout of as many, or another torus."
+            )
+        if not self.torus:
+            return dict.fromkeys(axes, 1.0)
+        rings = neighbours.closed(self.name in neighbours.FLAT, self.torus)
+        return dict(zip(axes, neighbours.hops(self.torus, rings, cores, tuple(axes.values())), strict=True))
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network, compiler=IN_PLACE) -> Hardware:
@@ -109,11 +134,16 @@ KNOWN = {
 
 
 def named(name: str) -> Hardware:
-    """The record of a known chip, by a name such as `a100` or `v5p`. Raises `ValueError` for another."""
-    key = name.lower().replace("tpu", "").strip(" -_")
-    if key not in KNOWN:
+    """The record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as `v5e:2x4`, whose links then count.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    key, _, sizes = name.lower().replace("tpu", "").strip(" -_").partition(":")
+    torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
+    if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Take one, or hardware.measured(mesh).")
-    return KNOWN[key]
+    return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus)) if torus else KNOWN[key]
 
 
 def measured(mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5) -> Hardware:

@@ -267,9 +267,11 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
 def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[tuple[str, ...], Number]:
     """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind arithmetic."""
     found: dict[tuple[str, ...], Number] = {}
+    links = hardware.hops(layout.axes)
     for term in terms:
         if term.n > 1:
-            taken = term.times * cost.seconds(term.cost, hardware.link(span(layout, term.axes)))
+            hop = hardware.link(span(layout, term.axes), max(links[name] for name in term.axes))
+            taken = term.times * cost.seconds(term.cost, hop)
             found[term.axes] = found.get(term.axes, 0.0) + taken
     return found
 
