@@ -39,7 +39,7 @@ def test_axes_are_what_a_mesh_is_made_of():
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8), Layout(replica=2, data=2, tensor=2, zero=1)],
+    [Layout(data=2, stage=2, tensor=2), Layout(context=4, tensor=2), Layout(replica=2, data=2, tensor=2, zero=1)],
     ids=str,
 )
 def test_groups_are_those_of_the_mesh(layout):

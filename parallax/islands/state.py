@@ -1,5 +1,6 @@
 """What a step of islands changes: a state for each island, and the outer weights, which all islands have."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,13 +96,7 @@ def planned(
     trainable: PyTree = rules.is_inexact,
 ) -> step.Planned:
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
-    names = names_of(axis)
-    if strange := [name for name in names if name not in mesh_.shape]:
-        raise ValueError(f"islands.init: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
-    over = names[0] if len(names) == 1 else names
-    islands = 1
-    for name in names:
-        islands *= mesh_.shape[name]
+    over, islands = names_of(axis), count(axis, mesh_)
     arrays, static = eqx.partition(state, mesh.is_array)
     trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, mesh.is_array))
@@ -155,6 +150,14 @@ def names_of(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
     """The names of the islands' axis."""
     names = axis.axis_name if isinstance(axis, ErrorFeedback) else Axis.of(axis).names
     return names if isinstance(names, tuple) else (names,)
+
+
+def count(axis: AxisLike | ErrorFeedback, mesh_: Mesh) -> int:
+    """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
+    names = names_of(axis)
+    if strange := [name for name in names if name not in mesh_.shape]:
+        raise ValueError(f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
+    return math.prod(mesh_.shape[name] for name in names)
 
 
 def model_of(state: State) -> PyTree:

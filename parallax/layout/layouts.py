@@ -26,8 +26,8 @@ class Layout:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
-        replica: groups of replicas, each of which has all that ZeRO splits among `data`: gradients are reduced inside a group, and
-            the shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
+        replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients are reduced inside a group,
+            and then their shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
         context: devices among which the tokens of each sequence are split; attention goes round them. See `parallax.context`.
         microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
             are accumulated.
