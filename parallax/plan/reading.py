@@ -172,7 +172,7 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """A value behind a barrier: an array, and another than before it."""
-        buffer = self.hold(value)
+        buffer = self.hold(value) if value.root.reads else None
         return value if buffer is None else Value(value.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=value.eqn)
 
     def _plain(self, eqn: JaxprEqn, operands: list[Value], readers: Sequence[int]) -> list[Value]:
@@ -299,7 +299,7 @@ class Reading:
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):
-            if each:
+            if each and value.root.reads:  # what is made of literals alone is made in the loop
                 self.hold(value)
         carried = [self._start(eqn, value, var.aval, each) for value, var, each in self._carries(body, constants, starts, counts)]
         stacked = [
