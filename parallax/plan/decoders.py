@@ -43,5 +43,3 @@ def traced(
     prepared = decoder.prepare(family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options)
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     return trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware)
-
-

@@ -65,6 +65,11 @@ def operations(eqn: JaxprEqn) -> int:
     return 2 * out * math.prod(right.shape[dim] for dim in kernel[1:])
 
 
+def only_multiplies(eqn: JaxprEqn) -> bool:
+    """Whether it is a product over no dim: an elementwise multiplication, as compilers treat it."""
+    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
+
+
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of more than one device along which a collective moves something, in the mesh's order."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))

@@ -177,7 +177,7 @@ class Reading:
 
     def _plain(self, eqn: JaxprEqn, operands: list[Value], readers: Sequence[int]) -> list[Value]:
         name = eqn.primitive.name
-        if name in primitives.FUSED:
+        if name in primitives.FUSED or primitives.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
