@@ -185,10 +185,11 @@ class Reading:
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
             return [self._update(eqn, operands)]
-        for value in () if name in primitives.READERS else operands:
+        reads = name in primitives.READERS or (name in primitives.PRODUCTS and not primitives.is_product(eqn))
+        for value in () if reads else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
-        if name in primitives.PRODUCTS:
+        if primitives.is_product(eqn):
             count = self.times * primitives.operations(eqn)
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
