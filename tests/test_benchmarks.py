@@ -45,6 +45,10 @@ RUNS = {
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],
         ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],
     ),
+    "papers": (
+        ["--picture={folder}/papers.png"],
+        ["Narayanan, table 1: 529.6 B", "PaLM 540 B", "factors: products", "scored half, 17 rows: median", "Drawn in"],
+    ),
     "train_step": (
         ["--quick", "--data=2", "--layers=1", "--rounds=2"],
         ["a plain", "b ours", "c GSPMD", "d ours, psum", "e ours, ring", "of matrix rate", "(e/c)"],

@@ -25,7 +25,7 @@ from parallax.models import decoder, gpt2
 from parallax.plan import hardware
 
 MEDIAN, WORST = 0.15, 0.40  # of the peak: what `plan.trace` promises, in each family
-TINY = gpt2.Config(layers=2, heads=4, width=32, context=32, vocabulary=100, vocabulary_multiple=16)
+TINY = gpt2.Config(layers=4, heads=4, width=32, context=32, vocabulary=100, vocabulary_multiple=16)
 WIDTH = 64
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
+    from parallax.plan.decoders import traced
     from parallax.plan.layouts import largest_batch, search
     from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, model_flops, plan, table
     from parallax.plan.quantities import quantity
-    from parallax.plan.traced import Trace, trace
+    from parallax.plan.tracing import Trace, trace
 
 __all__ = [
     "ADAMW",
@@ -31,17 +32,19 @@ __all__ = [
     "search",
     "table",
     "trace",
+    "traced",
 ]
 
 _FILES = {
     "Comparison": "comparison",
-    "Trace": "traced",
+    "Trace": "tracing",
     "compare": "comparison",
     "compared": "comparison",
     "largest_batch": "layouts",
     "quantity": "quantities",
     "search": "layouts",
-    "trace": "traced",
+    "trace": "tracing",
+    "traced": "decoders",
 }
 
 

@@ -207,7 +207,8 @@ def known(config: Any) -> None:
         kind = type(config)
         raise ValueError(
             f"plan knows the memory and the work of a GPT-2 alone, by its gpt2.Config; got a {kind.__qualname__} of "
-            f"{kind.__module__}. For another model, compile the step of decoder.prepare for its shapes and read compiled.memory."
+            f"{kind.__module__}. For another decoder take plan.traced(family, config, layout, hardware, batch=...), and for "
+            "any step plan.trace."
         )
 
 

@@ -65,6 +65,19 @@ def operations(eqn: JaxprEqn) -> int:
     return 2 * out * math.prod(right.shape[dim] for dim in kernel[1:])
 
 
+def is_product(eqn: JaxprEqn) -> bool:
+    """Whether it multiplies matrices. Compilers take a product of vectors for a multiplication and a sum."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in PRODUCTS
+    (over, _), (batched, _) = eqn.params["dimension_numbers"]
+    return any(len(each.shape) > len(over) + len(batched) for each in jaxprs.types(eqn.invars))
+
+
+def only_multiplies(eqn: JaxprEqn) -> bool:
+    """Whether it is a product over no dim: an elementwise multiplication, as compilers treat it."""
+    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
+
+
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of more than one device along which a collective moves something, in the mesh's order."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))

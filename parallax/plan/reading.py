@@ -172,12 +172,12 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """A value behind a barrier: an array, and another than before it."""
-        buffer = self.hold(value)
+        buffer = self.hold(value) if value.root.reads else None
         return value if buffer is None else Value(value.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=value.eqn)
 
     def _plain(self, eqn: JaxprEqn, operands: list[Value], readers: Sequence[int]) -> list[Value]:
         name = eqn.primitive.name
-        if name in primitives.FUSED:
+        if name in primitives.FUSED or primitives.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
@@ -185,10 +185,11 @@ class Reading:
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
             return [self._update(eqn, operands)]
-        for value in () if name in primitives.READERS else operands:
+        reads = name in primitives.READERS or (name in primitives.PRODUCTS and not primitives.is_product(eqn))
+        for value in () if reads else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
-        if name in primitives.PRODUCTS:
+        if primitives.is_product(eqn):
             count = self.times * primitives.operations(eqn)
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
@@ -299,7 +300,7 @@ class Reading:
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):
-            if each:
+            if each and value.root.reads:  # what is made of literals alone is made in the loop
                 self.hold(value)
         carried = [self._start(eqn, value, var.aval, each) for value, var, each in self._carries(body, constants, starts, counts)]
         stacked = [

@@ -1,4 +1,4 @@
-"""A step in a user's file, for the command line: in `path/to/file.py:function`, `function(mesh)` returns the step and its shapes."""
+"""A step in a user's file, for the command line: `path/to/file.py:function`, where `function(mesh)` returns step and shapes."""
 
 import runpy
 from collections.abc import Callable

@@ -104,7 +104,9 @@ def trace(
     arguments = [_argument(var) for var in jaxpr.invars]
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
-    own = {var: value.buffer for var, value in zip(jaxpr.invars, arguments, strict=True) if value.buffer}
+    read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit leaves out the others
+    kept = [(var, value.buffer) for var, value, each in zip(jaxpr.invars, arguments, read, strict=True) if each]
+    own = {var: buffer for var, buffer in kept if buffer is not None}
     pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
     copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], platform)
     reading.emit(Operation((), copied))

@@ -1,0 +1,45 @@
+"""The trace of a decoder's train step under a layout, for families that have no closed formulas, such as Llama."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from parallax import mesh
+from parallax.layout import Layout
+from parallax.models import decoder
+from parallax.models.family import Family
+from parallax.plan.hardware import Hardware
+from parallax.plan.planned import ADAMW
+from parallax.plan.tracing import Trace, trace
+
+
+def traced(
+    family: Family,
+    config: Any,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    batch: int,
+    optimizer: optax.GradientTransformation = ADAMW,
+    **options: Any,
+) -> Trace:
+    """What `decoder.train_step` needs and does on each device, none of which need exist.
+
+    Args:
+        family: the kind of decoder, such as `llama.FAMILY`.
+        config: the model's sizes; a window has `config.context` tokens and one.
+        layout: which devices share what.
+        hardware: a device, such as `hardware.H100`.
+        batch: sequences in the global batch.
+        optimizer: as `decoder.prepare` takes it.
+        options: `axes` and `compute`, as `decoder.prepare` takes them.
+
+    Raises:
+        ValueError: as `decoder.prepare` does.
+    """
+    world = mesh.abstract(**layout.axes)
+    prepared = decoder.prepare(family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options)
+    windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+    return trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware)
