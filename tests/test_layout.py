@@ -392,8 +392,8 @@ def test_text_is_short():
     [
         ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
         ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
-        ("dta=2,zero=1", "Layout has the fields replica, data, stage, .*; got 'dta'. Take data=2,zero=1."),
-        ("{x}=2", "Layout has the fields replica, data, stage, .*; got '{x}'. Take "),
+        ("dta=2,zero=1", "Layout has the fields replica, data, expert, .*; got 'dta'. Take data=2,zero=1."),
+        ("{x}=2", "Layout has the fields replica, data, expert, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),

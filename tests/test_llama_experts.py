@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
+import flags
 import jax
 import jax.numpy as jnp
 import mixtures
@@ -74,7 +78,7 @@ def test_five_steps_are_those_of_all_experts_on_all_tokens(config, layout):
 
 
 TOLD = {
-    "dropping": (Layout(expert=4, tensor=2, sequence=True), experts.exchanged(0.6)),
+    "dropping": (Layout(expert=2, tensor=2, sequence=True), experts.exchanged(0.6)),
     "accumulated": (Layout(data=2, expert=2, context=2, microbatches=2), experts.gathered),
     "interleaved": (Layout(expert=2, stage=2, tensor=2, chunks=2, microbatches=2), experts.gathered),
 }
@@ -86,8 +90,8 @@ def test_the_info_of_a_step_tells_of_each_layer(case):
     (layout, dispatch), drops, config = TOLD[case], case == "dropping", TINY
 
     def kept(ids):
-        room = dispatch.room(BATCH // 4 * config.context, config.chosen, 1, 4)
-        by_hand = lambda ids: mixtures.dropping(np.asarray(ids), 4, 1, room, shared=False)
+        room = dispatch.room(BATCH // 2 * config.context, config.chosen, 2, 2)
+        by_hand = lambda ids: mixtures.dropping(np.asarray(ids), 2, 2, room, shared=False)
         return jax.pure_callback(by_hand, jax.ShapeDtypeStruct(ids.shape, bool), ids)
 
     compute, tokens = decoder.Compute(dtype=FLOAT64, dispatch=dispatch), windows(config, 0, 0, BATCH)
@@ -109,7 +113,7 @@ def test_an_evaluation_is_without_auxiliary_losses():
     layout, tokens = Layout(expert=2), windows(TINY, 0, 0, BATCH)
     model = llama.Llama(TINY, key=KEY)
     alone = decoder.loss_step(llama.FAMILY, TINY, layout, on(layout))(model, tokens)
-    loss = llama.loss(dataclasses.replace(model, config=dataclasses.replace(TINY, balance=0, z=0)), (tokens, None))
+    loss = llama.loss(dataclasses.replace(model, config=dataclasses.replace(TINY, balance=0.0, z=0.0)), (tokens, None))
     np.testing.assert_allclose(alone, loss, rtol=2e-6)  # a float32 has 7 digits
 
 
@@ -129,7 +133,7 @@ def test_auxiliary_losses_are_scaled_in_float16():
     [
         ({"experts": 2, "chosen": 3}, r"a token goes to chosen=3 experts, and there are experts=2\. Take chosen=2\."),
         ({"experts": 0}, r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or balance=0\."),
-        ({"experts": 0, "balance": 0, "z": 0, "shared": 4}, r"shared=4 belongs to a layer with experts"),
+        ({"experts": 0, "balance": 0.0, "z": 0.0, "shared": 4}, r"shared=4 belongs to a layer with experts"),
         ({"experts": -1}, r"needs experts of 0 or more; got -1"),
         ({"chosen": 0}, r"needs chosen of 1 or more; got 0"),
     ],
@@ -145,7 +149,7 @@ def test_a_layout_that_splits_no_experts_is_refused():
     layout = Layout(expert=8)
     with pytest.raises(ValueError, match=r"the model's experts \(experts=4\) must divide by expert=8\. Take expert=4"):
         prepare(llama.FAMILY, TINY)
-    dense = dataclasses.replace(TINY, experts=0, balance=0, z=0)
+    dense = dataclasses.replace(TINY, experts=0, balance=0.0, z=0.0)
     with pytest.raises(ValueError, match=r"the model's experts \(experts=1\) must divide by expert=8\. Take expert=1"):
         prepare(llama.FAMILY, dense)
 
@@ -159,3 +163,23 @@ def test_parameters_are_those_of_mixtral():
     count = lambda config: sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: llama.Llama(config, key=KEY))))
     for each in CONFIGS.values():
         assert count(each) == each.parameters + 2 * (each.rows - each.vocabulary) * each.width
+
+
+SIXTEEN = (
+    Layout(data=2, expert=2, stage=2, tensor=2, microbatches=2, zero=2, sequence=True),
+    Layout(data=2, expert=2, context=2, tensor=2, zero=3),
+)
+
+
+@pytest.mark.slow
+def test_four_axes_on_sixteen_devices():
+    """In a process of its own, set up by its environment, since arrays of the tests are made on import."""
+    settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}
+    environment = os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    for four in SIXTEEN:
+        test_five_steps_are_those_of_all_experts_on_all_tokens("2 of 4", four)
