@@ -1115,6 +1115,39 @@ EXPERTS = (
         "",
         "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
     ),
+    Mutant(
+        "Functions.reduced",
+        '("data", "expert", "context")',
+        '("data", "context")',
+        "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k sequence",
+    ),
+    Mutant(
+        "statistics",
+        "(sequences * counted)",
+        "sequences",
+        "test_llama_experts.py::test_the_info_of_a_step_tells_of_each_layer -k dropping",
+    ),
+    Mutant(
+        "_by_layer",
+        "leaf.reshape(-1, *leaf.shape[2:])",
+        "leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])",
+        "test_llama_experts.py::test_the_info_of_a_step_tells_of_each_layer -k interleaved",
+        long=True,
+    ),
+    Mutant(
+        "_scaled",
+        " * scale.astype(wide(made.loss.dtype))",
+        "",
+        "test_llama_experts.py::test_auxiliary_losses_are_scaled_in_float16",
+        long=True,
+    ),
+    Mutant("mixed", "normalised=True", "normalised=False", "test_llama_weights.py -k whole"),
+    Mutant(
+        "run_blocks",
+        "jnp.sum(losses)",
+        "losses[0]",
+        "test_llama_experts.py::test_the_info_of_a_step_tells_of_each_layer -k dropping",
+    ),
 )
 
 LLAMA = (

@@ -75,13 +75,14 @@ def compiled_layer(name):
     case, (dispatch, mover) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
     plain, split, tensor = case.plain, tuple(n for n in case.sizes if n != "tensor"), case.tensor or ()
     hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
-    shared = mover(tensor) if tensor else ()
-    of_sequence = case.sequence and context.joins(shared, context=case.sequence)
-    hows |= {"joins": of_sequence or tensor_joins(shared)}
+
+    def joins():
+        shared = mover(tensor) if tensor else ()
+        return context.joins(shared, context=case.sequence) if case.sequence else tensor_joins(shared)
 
     def loss(params, x):
         w, x = params["w"], x + jnp.sin(x @ params["before"])  # so that the cotangent of x is seen
-        y, told = experts.moe(x, w, mover(case.axis) if case.axis else (), **hows)
+        y, told = experts.moe(x, w, mover(case.axis) if case.axis else (), joins=joins(), **hows)
         return jnp.mean(jnp.sin(y) ** 2 + y) + told.balance + told.z / 9, told
 
     def whole(params, x):

@@ -15,7 +15,7 @@ from parallax import mesh
 from parallax.layout import Layout, nearest, words
 from parallax.schedule import gpipe, one_f_one_b, zero_bubble
 
-FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
+FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48, "experts": 12}
 FIELDS = {field.name: field.default for field in dataclasses.fields(Layout)}
 
 
@@ -33,8 +33,18 @@ def test_axes_are_what_a_mesh_is_made_of():
     assert (groups.replicas, groups.global_batch(4), groups.sequences(120)) == (6, 120, 4)
     assert (groups.batch_axes, layout.batch_axes) == (("replica", "data"), ("data",))
     assert Layout().axes == {"data": 1, "stage": 1, "tensor": 1}
+    mixed = Layout(data=2, expert=4, tensor=2, microbatches=3)
+    assert mixed.axes == {"data": 2, "expert": 4, "stage": 1, "tensor": 2}
+    assert (mixed.batch_axes, mixed.global_batch(5), mixed.sequences(120)) == (("data", "expert"), 120, 5)
     with pytest.raises(AttributeError):
         layout.data = 4
+
+
+def test_a_model_that_says_nothing_of_experts_has_none_to_split():
+    sizes = {name: size for name, size in FITTING.items() if name != "experts"}
+    Layout().check(**sizes)
+    with pytest.raises(ValueError, match=r"the model's experts \(experts=1\) must divide by expert=2\. Take expert=1, which"):
+        Layout(expert=2).check(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +62,7 @@ def test_groups_are_those_of_the_mesh(layout):
             assert layout.group(device, *names) == np.ravel(ids[along]).tolist()
     with pytest.raises(ValueError, match=r"devices 0 to 7; got device=8\."):
         layout.coordinates(8)
-    with pytest.raises(ValueError, match=r"has the axes replica, data, stage, context, tensor; got 'dat'\."):
+    with pytest.raises(ValueError, match=r"has the axes replica, data, expert, stage, context, tensor; got 'dat'\."):
         layout.group(0, "dat")
 
 
@@ -224,6 +234,16 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: batch=-4 is no whole number from 1 to 2147483647. Take batch=2.",
         ),
         (
+            Layout(expert=8),
+            {},
+            "Layout: the model's experts (experts=12) must divide by expert=8. Take expert=6, which divides it.",
+        ),
+        (
+            Layout(data=2, expert=2, microbatches=16),
+            {},
+            "Layout: the batch's sequences (batch=48) must divide by data=2 x expert=2 x microbatches=16. Take batch=64.",
+        ),
+        (
             Layout(context=4),
             {"tokens": 1020},
             "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 or tokens=1016.",
@@ -249,7 +269,7 @@ def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
 def wrong(fields, sizes) -> bool:
     """Whether a layout does not fit, as the axes' definitions have it."""
     f = fields
-    devices = f["replica"] * f["data"] * f["stage"] * f["context"] * f["tensor"]
+    devices = f["replica"] * f["data"] * f["expert"] * f["stage"] * f["context"] * f["tensor"]
     known = all(f[name] in values for name, values in nearest.KNOWN.items())
     if not known or min(f[name] for name in nearest.COUNTS) < 1 or devices % f["processes"]:
         return True
@@ -271,7 +291,8 @@ def wrong(fields, sizes) -> bool:
         "tokens": split if f["context"] == 1 else f["context"] * math.lcm(2, split),
         "layers": f["stage"] * f["chunks"],
         "rows": f["stage"] * f["tensor"],
-        "batch": f["replica"] * f["data"] * f["microbatches"],
+        "batch": f["replica"] * f["data"] * f["expert"] * f["microbatches"],
+        "experts": f["expert"],
     }
     machine = {"devices": devices, "processes": f["processes"]}
     return (
@@ -308,6 +329,7 @@ good_fields = st.fixed_dictionaries(
     {"data": small, "stage": small, "tensor": small, "microbatches": small},
     optional={
         "context": small,
+        "expert": small,
         "sequence": st.booleans(),
         "zero": st.integers(0, 3),
         "remat": st.sampled_from(nearest.KNOWN["remat"]),
@@ -370,8 +392,8 @@ def test_text_is_short():
     [
         ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
         ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
-        ("dta=2,zero=1", "Layout has the fields replica, data, stage, .*; got 'dta'. Take data=2,zero=1."),
-        ("{x}=2", "Layout has the fields replica, data, stage, .*; got '{x}'. Take "),
+        ("dta=2,zero=1", "Layout has the fields replica, data, expert, .*; got 'dta'. Take data=2,zero=1."),
+        ("{x}=2", "Layout has the fields replica, data, expert, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),

@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
+import flags
 import jax
 import jax.numpy as jnp
 import mixtures
@@ -16,7 +20,7 @@ from parallax import experts, mesh, tensor
 from parallax.layout import Layout
 from parallax.models import decoder, llama
 
-BATCH, STEPS, KEY = 8, 5, jax.random.key(0)
+BATCH, STEPS, KEY = 16, 5, jax.random.key(0)
 TINY = llama.Config(
     **{"layers": 4, "heads": 4, "groups": 2, "width": 16, "hidden": 12, "context": 8, "vocabulary": 61},
     **{"vocabulary_multiple": 64, "experts": 4, "chosen": 2, "balance": 0.3, "z": 0.05},  # far above what one takes
@@ -73,32 +77,55 @@ def test_five_steps_are_those_of_all_experts_on_all_tokens(config, layout):
     assert_same_run(gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain)
 
 
-def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
-    """A token that is dropped goes on by the residual alone, and the loss is that of one device that drops the same."""
-    layout, dispatch = Layout(expert=4), experts.exchanged(0.6)
-    config = dataclasses.replace(TINY, layers=2)
-    room = dispatch.room(BATCH // 4 * config.context, config.chosen, 1, 4)
+TOLD = {
+    "dropping": (Layout(expert=2, tensor=2, sequence=True), experts.exchanged(0.6)),
+    "accumulated": (Layout(data=2, expert=2, context=2, microbatches=2), experts.gathered),
+    "interleaved": (Layout(expert=2, stage=2, tensor=2, chunks=2, microbatches=2), experts.gathered),
+}
+
+
+@pytest.mark.parametrize("case", [name if name == "dropping" else pytest.param(name, marks=pytest.mark.slow) for name in TOLD])
+def test_the_info_of_a_step_tells_of_each_layer(case):
+    """Auxiliary losses and statistics are one device's; a token that is dropped goes on by the residual alone, and is counted."""
+    (layout, dispatch), drops, config = TOLD[case], case == "dropping", TINY
 
     def kept(ids):
-        by_hand = lambda ids: mixtures.dropping(np.asarray(ids), 4, 1, room, shared=False)
+        room = dispatch.room(BATCH // 2 * config.context, config.chosen, 2, 2)
+        by_hand = lambda ids: mixtures.dropping(np.asarray(ids), 2, 2, room, shared=False)
         return jax.pure_callback(by_hand, jax.ShapeDtypeStruct(ids.shape, bool), ids)
 
-    compute = decoder.Compute(dtype=FLOAT64, dispatch=dispatch)
-    options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
-    tokens = windows(config, 0, 0, BATCH)
+    compute, tokens = decoder.Compute(dtype=FLOAT64, dispatch=dispatch), windows(config, 0, 0, BATCH)
+    options = {"batch": BATCH, "key": KEY, "compute": compute}
     prepared = decoder.prepare(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), **options)
     state = prepared.init()
-    model = jax.tree.map(jnp.asarray, jax.device_get(state.model))
-    joins = functools.partial(all_on_all, kept=kept)
+    model = jax.tree.map(jnp.asarray, jax.device_get(decoder.joined(llama.FAMILY, layout, state.model)))
+    joins = functools.partial(all_on_all, kept=kept) if drops else all_on_all
     loss, told = jax.jit(functools.partial(llama.loss_and_statistics, joins=joins))(model, (tokens, None))
     _, info = prepared.train(state, tokens)
-    assert_close(info.aux.stages, told, EXACT)
     np.testing.assert_allclose(info.loss, loss, rtol=EXACT)
-    assert np.all(info.aux.stages.dropped > 0)
-    assert info.aux.stages.load.shape == (2, 4)
-    alone = decoder.loss_step(llama.FAMILY, config, layout, on(layout), compute=compute)(model, tokens)
-    added = config.balance * np.sum(told.balance) + config.z * np.sum(told.z)
-    np.testing.assert_allclose(alone + added, loss, rtol=EXACT)  # an evaluation is without the auxiliary losses
+    assert_close(info.aux.stages, told, EXACT)
+    assert np.all((info.aux.stages.dropped > 0) == drops)
+    assert info.aux.stages.load.shape == (config.layers, config.experts)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_without_auxiliary_losses():
+    layout, tokens = Layout(expert=2), windows(TINY, 0, 0, BATCH)
+    model = llama.Llama(TINY, key=KEY)
+    alone = decoder.loss_step(llama.FAMILY, TINY, layout, on(layout))(model, tokens)
+    loss = llama.loss(dataclasses.replace(model, config=dataclasses.replace(TINY, balance=0.0, z=0.0)), (tokens, None))
+    np.testing.assert_allclose(alone, loss, rtol=2e-6)  # a float32 has 7 digits
+
+
+@pytest.mark.slow
+def test_auxiliary_losses_are_scaled_in_float16():
+    """The gradient's norm is mostly theirs: unscaled, they would be lost beside a loss times 2^15."""
+    config, tokens, norms = dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1), windows(TINY, 0, 0, BATCH), []
+    for precision in ("full", "float16"):
+        layout = Layout(expert=2, precision=precision)
+        state, train = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        norms.append(float(train(state, tokens)[1].gradient_norm))
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-2)  # float16 has 3 digits
 
 
 @pytest.mark.parametrize(
@@ -106,7 +133,7 @@ def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
     [
         ({"experts": 2, "chosen": 3}, r"a token goes to chosen=3 experts, and there are experts=2\. Take chosen=2\."),
         ({"experts": 0}, r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or balance=0\."),
-        ({"experts": 0, "balance": 0, "z": 0, "shared": 4}, r"shared=4 belongs to a layer with experts"),
+        ({"experts": 0, "balance": 0.0, "z": 0.0, "shared": 4}, r"shared=4 belongs to a layer with experts"),
         ({"experts": -1}, r"needs experts of 0 or more; got -1"),
         ({"chosen": 0}, r"needs chosen of 1 or more; got 0"),
     ],
@@ -122,7 +149,7 @@ def test_a_layout_that_splits_no_experts_is_refused():
     layout = Layout(expert=8)
     with pytest.raises(ValueError, match=r"the model's experts \(experts=4\) must divide by expert=8\. Take expert=4"):
         prepare(llama.FAMILY, TINY)
-    dense = dataclasses.replace(TINY, experts=0, balance=0, z=0)
+    dense = dataclasses.replace(TINY, experts=0, balance=0.0, z=0.0)
     with pytest.raises(ValueError, match=r"the model's experts \(experts=1\) must divide by expert=8\. Take expert=1"):
         prepare(llama.FAMILY, dense)
 
@@ -136,3 +163,23 @@ def test_parameters_are_those_of_mixtral():
     count = lambda config: sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: llama.Llama(config, key=KEY))))
     for each in CONFIGS.values():
         assert count(each) == each.parameters + 2 * (each.rows - each.vocabulary) * each.width
+
+
+SIXTEEN = (
+    Layout(data=2, expert=2, stage=2, tensor=2, microbatches=2, zero=2, sequence=True),
+    Layout(data=2, expert=2, context=2, tensor=2, zero=3),
+)
+
+
+@pytest.mark.slow
+def test_four_axes_on_sixteen_devices():
+    """In a process of its own, set up by its environment, since arrays of the tests are made on import."""
+    settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}
+    environment = os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    for four in SIXTEEN:
+        test_five_steps_are_those_of_all_experts_on_all_tokens("2 of 4", four)

@@ -28,6 +28,9 @@ class Layout:
         tensor: devices that share each layer's heads and hidden units.
         replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients are reduced inside a group,
             and then their shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
+        expert: devices, each of which sees a part of the batch too, among which each layer's experts are split: tokens travel to
+            their experts. All else is the same on them, as on `data`; ZeRO's shares are among `data` and `context` alone. See
+            `parallax.experts`.
         context: devices among which the tokens of each sequence are split; attention goes round them. See `parallax.context`.
         microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
             are accumulated.
@@ -64,6 +67,7 @@ class Layout:
     processes: int = 1
     context: int = 1
     replica: int = 1
+    expert: int = 1
 
     def __post_init__(self):
         for name, value in _plain(vars(self)).items():
@@ -83,8 +87,8 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, each of which sees a part of the batch."""
-        return self.data * self.replica
+        """Copies of the model, of all but what experts it splits, each of which sees a part of the batch."""
+        return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -142,6 +146,7 @@ class Layout:
         rows: int,
         batch: int,
         tokens: int,
+        experts: int | None = None,
         devices: int | None = None,
         processes: int | None = None,
     ) -> None:
@@ -151,8 +156,8 @@ class Layout:
         machine have as many of its devices each.
         """
         sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
-        machine = {"devices": devices, "processes": processes}
-        self._refuse(sizes | {name: size for name, size in machine.items() if size is not None})
+        more = {"experts": experts, "devices": devices, "processes": processes}
+        self._refuse(sizes | {name: size for name, size in more.items() if size is not None})
 
     def _refuse(self, sizes: dict[str, Any]) -> None:
         message = nearest.refusal(vars(self), _plain(sizes))

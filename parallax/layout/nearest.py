@@ -16,8 +16,8 @@ from parallax.layout import words
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 Order = Literal["one_f_one_b", "gpipe", "zero_bubble"]
-AXES = ("replica", "data", "stage", "context", "tensor")
-BATCH = ("replica", "data")  # those that split the batch by sequences
+AXES = ("replica", "data", "expert", "stage", "context", "tensor")
+BATCH = ("replica", "data", "expert")  # those that split the batch by sequences
 ALWAYS = ("data", "stage", "tensor")  # a mesh has the other axes where a layout splits something over them
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, remat from the least to the most again
@@ -89,11 +89,12 @@ def refusal(fields: Fields, sizes: Fields, terms: Terms = PYTHON, *, written: Fi
     Args:
         fields: a layout's, by name.
         sizes: of the model, the batch and the machine: none, or layers, heads, hidden, rows, batch and tokens, with or without
-            devices and processes.
+            experts, devices and processes.
         terms: in which the message is.
         written: those of the fields that the caller wrote.
         read: what was wrong with the text in which he wrote them, and is put right in `fields`.
     """
+    sizes = {"experts": 1} | sizes if "layers" in sizes else sizes  # a model that does not say has none to split
     fault = Fault(quoted(read), ({},)) if read else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -226,12 +227,15 @@ def _misfits(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     for name, what, by, of in (
         ("layers", "the model's layers", P * fields["chunks"], "{stage} x {chunks}"),
         ("rows", "the vocabulary's padded rows", P * t, "{stage} x {tensor}"),
+        ("experts", "the model's experts", fields["expert"], "{expert}"),
         ("batch", "the batch's sequences", *_of_batch(fields)),
         ("tokens", *does.contexts.of(whole=_tokens_whole, share=_tokens_split)(does.tokens.of(whole=1, share=t), c)),
     ):
         if name in sizes and sizes[name] % by:
             why = f", the vocabulary padded to a multiple of {by}" if name == "rows" else ""
             changes = _multiples(name, sizes[name], by)[: 1 if name == "rows" else 2]
+            if name == "experts":
+                changes, why = ({"expert": _closest_divisor(sizes[name], by)},), ", which divides it"
             yield Fault(f"Layout: {what} ({{{name}}}) must divide by {of}.", changes, why)
 
 
@@ -294,21 +298,22 @@ def _candidates(fields: Fields, sizes: Fields) -> Iterator[dict[str, Any]]:
     tensors = divisors(shared) if shared else given("tensor")
     ways = divisors(sizes["layers"]) if "layers" in sizes else given("stage") | given("chunks")
     contexts = divisors(sizes["tokens"] // 2) if fields["context"] > 1 and sizes.get("tokens", 1) > 1 else given("context")
-    for r, t, c, P, v in itertools.product(
-        given("replica"), few(tensors, "tensor"), few(contexts, "context"), few(ways, "stage"), few(ways, "chunks")
+    experts = few(divisors(sizes["experts"]), "expert") if fields["expert"] > 1 and "experts" in sizes else given("expert")
+    for r, e, t, c, P, v in itertools.product(
+        given("replica"), experts, few(tensors, "tensor"), few(contexts, "context"), few(ways, "stage"), few(ways, "chunks")
     ):
-        others = r * P * c * t
+        others = r * e * P * c * t
         if sizes.get("layers", P * v) % (P * v) or (devices is not None and devices % others) or (v > 1 and P == 1):
             continue
         choices = divisors(batch) if batch else given("data")
         for d in [devices // others] if devices is not None else few(choices, "data"):
-            if batch is not None and batch % (d * r):
+            if batch is not None and batch % (d * r * e):
                 continue
             asked = fields["microbatches"]
-            parts = set(divisors(batch // (d * r))) if batch else {asked, -(-asked // P) * P}
+            parts = set(divisors(batch // (d * r * e))) if batch else {asked, -(-asked // P) * P}
             fit = [M for M in parts if v == 1 or M % P == 0]
             for M in sorted(fit, key=lambda M: abs(math.log(M / asked)))[:1]:
-                change = {"replica": r, "data": d, "stage": P, "context": c, "tensor": t, "microbatches": M, "chunks": v}
+                change = dict(zip(AXES, (r, d, e, P, c, t), strict=True)) | {"microbatches": M, "chunks": v}
                 processes = sizes.get("processes") or _closest_divisor(d * others, fields["processes"])
                 yield dict(fields) | _consistent(fields, change | {"processes": processes})
 

@@ -17,7 +17,7 @@ from parallax.schedule import Schedule
 from parallax.typed import PyTree, Specs
 
 Choice = Callable[..., Any]
-EVERYWHERE = ("replica", "data", "context")  # the axes that split a batch
+EVERYWHERE = ("replica", "data", "expert", "context")  # the axes that split a batch
 PARTS = ("data", "context")  # the axes that split a batch by sequences and by tokens: over all of them gradients are means
 
 
@@ -384,7 +384,12 @@ class Functions(NamedTuple):
     @property
     def sequences(self) -> Axis:
         """The axes that split the batch by sequences."""
-        return joined(*(self.axes[name] for name in ("replica", "data") if name in self.axes))
+        return joined(*(self.axes[name] for name in ("replica", "data", "expert") if name in self.axes))
+
+    @property
+    def reduced(self) -> Axis:
+        """`parts` and the axis of experts: a gradient is summed over those of them along which its parameter is the same."""
+        return joined(*(self.axes[name] for name in ("data", "expert", "context") if name in self.axes))
 
     def joins(self, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
         """How the blocks join. Where their tokens are split over a context axis, `around(attend, axis)` attends over that."""
@@ -414,7 +419,7 @@ class Functions(NamedTuple):
         grad = self.tokens.grad(grad, self.axes["tensor"])
         grad = self.replicas.ends(grad, self.parts, placed)
         grad = self.numbers.grad(grad)
-        return self.copies.grad(self.replicas.outside(grad, self.parts, placed), self.axes.get("replica"))
+        return self.copies.grad(self.replicas.outside(grad, self.reduced, placed), self.axes.get("replica"))
 
     def optimizer(self, optimizer: Any, placed: Placed) -> Any:
         """`optimizer`, on shares where the replicas split its state."""

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import context, cross_entropy, mesh, precision, rules
+from parallax import context, cross_entropy, experts, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import wide
 from parallax.grads import Grad, on_parts
@@ -206,9 +206,9 @@ def loss_step(
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`,
-    `documents` and `schedule`; `axes` as in `prepare`.
+    `documents`, `dispatch` and `schedule`; `axes` as in `prepare`.
     """
-    compute = Compute(compute.attend, schedule=compute.schedule, around=compute.around, documents=compute.documents)
+    compute = dataclasses.replace(compute, remat=None)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
     _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
@@ -253,7 +253,8 @@ def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
 def rules_of(family: Family, layout: Layout) -> tuple[rules.Rule, rules.Rule]:
     """The rule of a layout's model, and the rule of what the replicas share (ZeRO)."""
     does = words.read(layout)
-    rule = family.rules("tensor", stage=does.stages.axis, size=layout.tensor)
+    split = {"expert": "expert"} if layout.expert > 1 else {}
+    rule = family.rules("tensor", stage=does.stages.axis, size=layout.tensor, **split)
     keep = {f"{family.blocks}.**": tuple(range(does.stages.loops))}
     size = layout.data * layout.context
     return rule, does.replicas.state(whole=rule, share=rules.fsdp(does.parts.names, size=size, keep=keep, inside=rule))
@@ -298,7 +299,9 @@ def _stages(family: Family, config: Configuration, does: Functions, placed: Plac
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
-        joins=does.joins(around),
+        joins=functools.partial(
+            experts.joins, experts=does.axes.get("expert", ()), inner=does.joins(around), dispatch=compute.dispatch
+        ),
         attend=does.again.attend(compute.attend or family.attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,

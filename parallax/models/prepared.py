@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
-from parallax import mesh, rules
+from parallax import experts, mesh, rules
 from parallax.models.documents import Documents
 from parallax.schedule import Schedule
 from parallax.step import Info, InfoWithAux, State
@@ -26,6 +26,7 @@ class Compute:
             `context.ulysses`, instead of the family's.
         documents: from windows to the number of each token's document, such as `documents.ended_by(token)`: tokens see those of
             their own, and the loss leaves out a target that follows a cut. By default a window is one document.
+        dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`.
         remat: wraps each block, instead of what `layout.remat` says; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
@@ -41,6 +42,7 @@ class Compute:
     trainable: PyTree = rules.is_inexact
     around: Callable[..., Any] | None = None
     documents: Documents | None = None
+    dispatch: experts.Dispatch = experts.gathered
 
 
 PLAIN = Compute()
