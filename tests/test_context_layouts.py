@@ -138,6 +138,13 @@ REFUSED = {
 }
 
 
+def test_gathered_weights_are_no_attention():
+    """ZeRO-3 sends along the axis too, weights that is."""
+    family = dataclasses.replace(bare.FAMILY, around=context.causal)
+    with pytest.raises(ValueError, match=re.escape("the layers send nothing along ['context'], which splits their tokens")):
+        lowered(family, bare.Config(), Layout(data=2, context=2, zero=3))
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_attention_that_ignores_the_axis_is_refused(message):
     family, config, compute = REFUSED[message]

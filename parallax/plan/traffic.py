@@ -193,8 +193,10 @@ class _Step:
         size, kept, n = self.size, self.does.kept, self.layout.context
         both = 2 * size.tokens * self.config.width // self.layout.tensor  # numbers of keys and values on a device
         again = size.backward * size.layers * (kept.sums > 0 or self.does.again.in_stages)
-        passes = size.layers * (size.forward + size.backward) + again
-        yield self.term("keys and values", ("context",), send_next, both * self.compute, (n - 1) * passes)
+        passes = size.layers * (size.forward + size.backward)
+        # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
+        hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
+        yield self.term("keys and values", ("context",), send_next, both * self.compute, hops)
         gradients = (n - 1) * size.layers * size.backward
         yield self.term("their gradients", ("context",), send_next, both * self.wide, gradients, self.wide)
 
