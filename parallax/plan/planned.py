@@ -256,7 +256,9 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     """
     size = traffic.sizes(config, layout, batch)
     D, T, t = config.width, config.context, layout.tensor
-    weights, scores = 24 * D * D * size.tokens / t, 4 * D * T * size.tokens / t  # a layer's forward pass
+    n = layout.context
+    of_pairs = words.read(layout).contexts.of(whole=1, share=(2 * n + 1) / (4 * n))  # zigzag leaves out those after the query
+    weights, scores = 24 * D * D * size.tokens / t, of_pairs * 4 * D * T * size.tokens / t  # a layer's forward pass
     forward = weights + scores
     does = words.read(layout).again
     again = does.weights * weights + does.scores * scores
