@@ -15,7 +15,7 @@ from parallax.layout import words
 
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
-Order = Literal["one_f_one_b", "gpipe", "zero_bubble"]
+Order = Literal["one_f_one_b", "gpipe", "zero_bubble", "one_f_one_b_in_turns", "zero_bubble_in_turns"]
 AXES = ("data", "stage", "tensor")
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 KNOWN: dict[str, tuple] = {  # zero from what splits least to what splits most, remat from the least to the most again

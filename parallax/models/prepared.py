@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from parallax import mesh, rules
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.step import Info, InfoWithAux, State
 from parallax.typed import PyTree
 
@@ -31,7 +31,7 @@ class Compute:
     attend: Callable[..., Any] | None = None
     remat: Callable[..., Any] | None = None
     dtype: DTypeLike = jnp.float32
-    schedule: Schedule | None = None
+    schedule: AnySchedule | None = None
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
 
