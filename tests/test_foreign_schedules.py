@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import EXACT, assert_close
-from test_branching import anywhere
+from test_branching import anywhere, assert_memory_is_that_of_the_slots
 
 from parallax import draw
 from parallax.schedule import from_csv, one_f_one_b_in_turns, there_and_back, to_csv
@@ -57,6 +57,13 @@ def test_a_v_is_a_v():
 def test_tables_of_torch_run_to_the_same_gradients(name):
     found, expected = anywhere(from_csv(FILES[name]))
     assert_close(found, expected, EXACT)
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_their_memory_is_that_of_their_slots(name):
+    assert_memory_is_that_of_the_slots(from_csv(FILES[name]))
 
 
 REFUSED = {
