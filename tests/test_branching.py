@@ -232,7 +232,7 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
         "all_gather": lambda x: jnp.sum(lax.all_gather(x, "tensor"), axis=0),
         "reduce_scatter": lambda x: jnp.tile(lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True), (1, 2)),
         "all_to_all": lambda x: lax.all_to_all(x, "tensor", 1, 1, tiled=True),
-        "pmax": lambda x: x * lax.stop_gradient(lax.pmax(jnp.mean(x), "tensor")),
+        "pmax": lambda x: x * lax.pmax(lax.stop_gradient(jnp.mean(x)), "tensor"),
     }[move]
 
     def together(y):
