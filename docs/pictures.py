@@ -18,6 +18,9 @@ PICTURES = {
     "one_f_one_b.svg": schedule.one_f_one_b(stages=4, microbatches=8),
     "interleaved.svg": schedule.one_f_one_b(stages=4, microbatches=8, chunks=2),
     "zero_bubble.svg": schedule.zero_bubble(stages=4, microbatches=8),
+    "one_f_one_b_in_turns.svg": schedule.one_f_one_b_in_turns(stages=4, microbatches=8),
+    "zero_bubble_in_turns.svg": schedule.zero_bubble_in_turns(stages=4, microbatches=8),
+    "there_and_back.svg": schedule.as_soon_as_can_be(schedule.there_and_back(4), 8, held=[8] * 4),
 }
 
 ROUTES = {

@@ -53,6 +53,10 @@ RUNS = {
         ["--quick", "--data=2", "--layers=1", "--rounds=2"],
         ["a plain", "b ours", "c GSPMD", "d ours, psum", "e ours, ring", "of matrix rate", "(e/c)"],
     ),
+    "schedules": (
+        ["--stages=2", "--microbatches=4"],
+        ["P = 2, M = 4", "F = I = W", "zero_bubble_in_turns, 2 chunks, 3 in flight", "there_and_back, 2 in flight"],
+    ),
     "pipeline": (
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
         ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],

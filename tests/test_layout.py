@@ -93,7 +93,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"schedule": "1f1b"},
-            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '1f1b'. Take schedule='one_f_one_b'.",
+            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns; got "
+            "'1f1b'. Take schedule='one_f_one_b'.",
         ),
         ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 or data=2."),
         (
@@ -143,8 +144,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"schedule": "{x}"},
-            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble; got '{x}'. Take schedule='one_f_one_b', the "
-            "nearest that works.",
+            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns; got "
+            "'{x}'. Take schedule='one_f_one_b', the nearest that works.",
         ),
         ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
         (

@@ -155,24 +155,29 @@ CONFIG = gpt2.Config(layers=4, heads=2, width=32, context=16, vocabulary=8)
 ROWS, STAGES_, M = 2, 2, 6
 
 
+def scanned_blocks():
+    """A pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
+    block = functools.partial(gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention)
+    static = eqx.filter(gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks, eqx.is_array, inverse=True)
+    stage = lambda params, x, part, position: gpt2.run_blocks(eqx.combine(params, static), x, None, block)
+    return lambda params, part: part, stage, lambda params, x, part: jnp.mean(x**2)
+
+
+def of_scanned_blocks(microbatches, rows):
+    """Their mesh, the specs of their arrays, the arrays and the batch."""
+    arrays = eqx.filter(gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks, eqx.is_array)
+    batch = jax.ShapeDtypeStruct((rows * microbatches, CONFIG.context, CONFIG.width), jnp.float32)
+    world = mesh.make(stage=STAGES_, devices=jax.devices()[:STAGES_])
+    return world, P(None, "stage"), jax.tree.map(lambda w: w[None], arrays), batch
+
+
 @functools.cache
 def program(make, microbatches=M, rows=ROWS):
-    """A compiled pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
-    block = functools.partial(gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention)
-
-    def stage(params, x, part, position):
-        return gpt2.run_blocks(params, x, None, block)
-
-    head = lambda params, x, part: jnp.mean(x**2)
-    blocks = gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks
-    arrays, static = eqx.partition(blocks, eqx.is_array)
-    arrays = jax.tree.map(lambda w: w[None], arrays)
-    own = lambda params, x, part, position: stage(eqx.combine(params, static), x, part, position)
+    """That pipeline, compiled."""
     table = make(STAGES_, microbatches)
-    grad = pipeline.value_and_grad(lambda params, part: part, own, head, table, "stage", where=lambda params: params)
-    world, specs = mesh.make(stage=STAGES_, devices=jax.devices()[:STAGES_]), P(None, "stage")
+    grad = pipeline.value_and_grad(*scanned_blocks(), table, "stage", where=lambda params: params)
+    world, specs, arrays, batch = of_scanned_blocks(microbatches, rows)
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
-    batch = jax.ShapeDtypeStruct((rows * microbatches, CONFIG.context, CONFIG.width), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
         return run.lower(arrays, batch).compile()
 
@@ -196,13 +201,31 @@ def operations(compiled):
     return of(module.entry)
 
 
+def tokens_of_a_stage():
+    """The operations of a microbatch in a stage's products: those of weights, and those of attention's scores."""
+    tokens, width, layers = ROWS * CONFIG.context, CONFIG.width, CONFIG.layers // STAGES_
+    return layers * 2 * tokens * 12 * width**2, layers * 2 * 2 * tokens * CONFIG.context * width
+
+
 @pytest.mark.slow
 def test_operations_are_those_of_the_table():
     """(M + P - 1)(F + I) + M W of 1F1B's (M + P - 1)(F + B), counted in both compiled programs: not one more."""
-    tokens, width, layers = ROWS * CONFIG.context, CONFIG.width, CONFIG.layers // STAGES_
-    weight = layers * 2 * tokens * 12 * width**2
-    scores = layers * 2 * 2 * tokens * CONFIG.context * width
+    weight, scores = tokens_of_a_stage()
     F, B = weight + scores, 2 * (weight + scores)
     ticks = M + STAGES_ - 1
     assert operations(program(one_f_one_b)) == ticks * (F + B)
     assert operations(program(zero_bubble)) == ticks * (F + B - weight) + M * weight
+
+
+@pytest.mark.parametrize("keep", [pipeline.residuals, pipeline.inputs])
+def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
+    """GPT-2's blocks: F + I + W = F + B exactly, and with all computed again I has F once more."""
+    weight, scores = tokens_of_a_stage()
+    found = pipeline.counted(*scanned_blocks(), one_f_one_b(STAGES_, M), "stage", where=lambda params: params, keep=keep)
+    world, specs, arrays, batch = of_scanned_blocks(M, ROWS)
+    with jax.numpy_dtype_promotion("standard"):
+        work = found(arrays, batch, mesh=world, in_specs=(specs, P()))
+    again = weight + scores if keep is pipeline.inputs else 0
+    assert (work.forward, work.backward - again, work.weight) == (weight + scores, weight + 2 * scores, weight)
+    assert work.head == 0
+    assert work.costs(2) == (2 * work.forward, 2 * work.backward, 2 * work.weight)

@@ -117,7 +117,9 @@ def timeline(
         figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
-def trace(schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> None:
+def trace(
+    schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1
+) -> None:
     """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms.
 
     Of a `Branching` for lockstep alone.

@@ -15,7 +15,7 @@ from parallax.layout import words
 
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
-Order = Literal["one_f_one_b", "gpipe", "zero_bubble"]
+Order = Literal["one_f_one_b", "gpipe", "zero_bubble", "one_f_one_b_in_turns", "zero_bubble_in_turns"]
 AXES = ("replica", "data", "expert", "stage", "context", "tensor")
 BATCH = ("replica", "data", "expert")  # those that split the batch by sequences
 ALWAYS = ("data", "stage", "tensor")  # a mesh has the other axes where a layout splits something over them

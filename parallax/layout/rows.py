@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jax.typing import DTypeLike
 
 from parallax import pipeline, precision, remat, rules, tensor, zero
-from parallax.collectives import Axis, joined
+from parallax.collectives import Axis, Mover, joined, ring, xla
 from parallax.grads import Grad
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.typed import PyTree, Specs
 
 Choice = Callable[..., Any]
@@ -273,16 +273,24 @@ class Order(NamedTuple):
         weights: the ticks in which gradients of the stages' weights are made; closed form.
         handed: places for what the input's gradient hands on to that of the weights; closed form.
         interleaves: whether a stage may have several chunks.
+        together: whether all stages run the same lanes in a tick; else each has a job of its own, and the closed forms are of
+            what one device runs.
         needs: what it needs to act on.
     """
 
-    table: Callable[[int, int, int], Schedule]
+    table: Callable[[int, int, int], AnySchedule]
     ticks: Callable[[int, int, int], tuple[int, int, int, int]]
     slots: Callable[[int, int, int], int]
     weights: Callable[[int, int, int], int]
     handed: Callable[[int, int, int], int] = lambda P, M, v: 0
     interleaves: bool = True
+    together: bool = True
     needs: tuple[Need, ...] = ()
+
+    @property
+    def mover(self) -> Mover:
+        """Who moves data inside a stage: rings need all devices at once, which a stage with a job of its own has not."""
+        return ring if self.together else xla
 
 
 class Rows(NamedTuple):
@@ -367,7 +375,7 @@ class Functions(NamedTuple):
     again: Again
     kept: Kept
     order: Order
-    table: Callable[[], Schedule]
+    table: Callable[[], AnySchedule]
     microbatches: int
     chunks: int
 

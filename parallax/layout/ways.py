@@ -17,7 +17,7 @@ from parallax import context, grads, mesh, pipeline, precision, rules, schedule,
 from parallax.collectives import Axis
 from parallax.grads import Grad
 from parallax.layout.rows import Functions, Placed
-from parallax.schedule import Schedule
+from parallax.schedule import Branching, Schedule
 from parallax.typed import PyTree
 
 # The blocks on one stage, or on several
@@ -161,6 +161,15 @@ def ticks_of_one_f_one_b(P: int, M: int, v: int) -> tuple[int, int, int, int]:
 def slots_of_one_f_one_b(P: int, M: int, v: int) -> int:
     """2P - 1 in one chunk, whatever M is; fewer where there are few microbatches."""
     return min(M * v + 1, v * P + P - 1)
+
+
+def one_f_one_b_in_turns(P: int, M: int, v: int) -> Branching:
+    """The table; `Layout` refuses chunks."""
+    return schedule.one_f_one_b_in_turns(P, M)
+
+
+# Of schedules in which each stage has its own job in a tick, `plan` counts none: ticks, slots, ticks of weights.
+IN_TURNS = (lambda P, M, v: (M * v, M * v, M, M * v), lambda P, M, v: P * v, lambda P, M, v: M * v, lambda P, M, v: P * v)
 
 
 def gpipe(P: int, M: int, v: int) -> Schedule:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax import context, grads, pipeline, precision, remat, schedule, sequence
-from parallax.collectives import Axis, AxisLike, ring
+from parallax.collectives import Axis, AxisLike, Mover, ring
 from parallax.layout import ways
 from parallax.layout.rows import (
     Again,
@@ -168,6 +168,8 @@ ORDERS = {
         ways.handed_of_zero_bubble,
         needs=SEVERAL,
     ),
+    "one_f_one_b_in_turns": Order(ways.one_f_one_b_in_turns, *ways.IN_TURNS, interleaves=False, together=False, needs=SEVERAL),
+    "zero_bubble_in_turns": Order(schedule.zero_bubble_in_turns, *ways.IN_TURNS, together=False, needs=SEVERAL),
 }
 
 # stage: 1, or more
@@ -206,14 +208,14 @@ def read(layout: Sized, axes: Mapping[str, AxisLike] | None = None) -> Functions
 
     Args:
         layout: the layout.
-        axes: who moves data along which axis; rings along those that are left out.
+        axes: who moves data along which axis; rings along those that are left out, or, where stages take turns, `jax.lax`.
 
     Raises:
         ValueError: an axis that no layout has, or one that is bound to another name.
     """
     does = rows(vars(layout))
     return Functions(
-        axes=_bound(layout, axes or {}),
+        axes=_bound(layout, axes or {}, does.order.mover),
         stages=does.stages,
         replicas=does.replicas,
         tokens=does.tokens,
@@ -230,9 +232,9 @@ def read(layout: Sized, axes: Mapping[str, AxisLike] | None = None) -> Functions
     )
 
 
-def _bound(layout: Sized, axes: Mapping[str, AxisLike]) -> dict[str, Axis]:
-    """Each axis of `layout` with who moves data along it: what `axes` say, and rings along the rest."""
-    found = {name: ring(name) for name in layout.axes}
+def _bound(layout: Sized, axes: Mapping[str, AxisLike], mover: Mover) -> dict[str, Axis]:
+    """Each axis of `layout` with who moves data along it: what `axes` say, and `mover` along the rest."""
+    found = {name: mover(name) for name in layout.axes}
     for name, axis in axes.items():
         if name not in found or Axis.of(axis).names != name:
             raise ValueError(

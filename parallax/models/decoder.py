@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -269,6 +270,11 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute) -> Functions:
     """`layout` as functions, with what `compute` puts in their place."""
     does, table, block = words.read(layout, axes), compute.schedule, compute.remat
+    if table is not None and not np.array_equal(table.placed.reshape(-1), np.arange(table.placed.size)):
+        raise ValueError(
+            "decoder: its blocks are looped, chunk c of stage s at place c P + s; this schedule has them at "
+            f"{table.placed.tolist()}. Take a looped schedule, or pipeline.value_and_grad with blocks that are pipeline.arranged."
+        )
     does = does if table is None else does._replace(table=lambda: table)
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
 

@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, Float, Int
 
 from parallax import experts, mesh, rules
 from parallax.models.documents import Documents
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.step import Info, InfoWithAux, State
 from parallax.typed import PyTree
 
@@ -37,7 +37,7 @@ class Compute:
     attend: Callable[..., Any] | None = None
     remat: Callable[..., Any] | None = None
     dtype: DTypeLike = jnp.float32
-    schedule: Schedule | None = None
+    schedule: AnySchedule | None = None
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
     around: Callable[..., Any] | None = None

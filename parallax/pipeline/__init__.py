@@ -5,6 +5,7 @@ from parallax.pipeline.checks import Output
 from parallax.pipeline.exchange import WHOLE, Exchange, split_over
 from parallax.pipeline.kept import inputs, residuals
 from parallax.pipeline.on_disk import stored
+from parallax.pipeline.operations import Work, counted
 from parallax.pipeline.traced import Misused
 from parallax.pipeline.uneven import arranged, dealt, in_model_order, padded, run_layers, unpadded
 
@@ -14,8 +15,10 @@ __all__ = [
     "Exchange",
     "Misused",
     "Output",
+    "Work",
     "arranged",
     "at_once",
+    "counted",
     "dealt",
     "from_last",
     "in_model_order",

@@ -8,7 +8,7 @@ waits in a slot until the job that needs it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -216,8 +216,8 @@ def _run(model: Model, choices: Choices, table: Turn, jobs: dict[str, Part], tog
 def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:
     """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
 
-    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The loop's number,
-    0, is added to the row: what does not depend on it XLA would compute before the loop, whether there is a trip or not.
+    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The number of the
+    trip, 0, is added to the row: what does not depend on it XLA would compute before the loop, whether there is a trip or not.
     """
     part_of = lambda trip, carry: part(carry, jax.tree.map(lambda column: column + trip, row))
     count = runs.astype(jnp.int32)

@@ -1,7 +1,7 @@
 """Whether a function may run on some stages only: what its collectives do inside a group of devices that all run it.
 
-A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A `ppermute` is one operation of all devices,
-and hangs or gives wrong numbers where some of them run something else.
+A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A `ppermute` is one operation of all
+devices, and hangs or gives wrong numbers where some of them run something else.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,16 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         along = _along(eqn)
         over = ", ".join(map(repr, along))
         crosses = sorted(set(along) & set(axes_of(axis)))
+        runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {over} ({line})"
+        cure = "take a schedule in which the stages keep step, such as schedule.one_f_one_b"
         if crosses:
             raise ValueError(
-                f"pipeline: in this schedule each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over "
-                f"{over} ({line}), with stages that run something else. Do it in enter or head, or take a schedule in which "
-                "the stages keep step, such as schedule.one_f_one_b."
+                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in enter or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
-                f"pipeline: in this schedule each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over "
-                f"{over} ({line}), which all devices must run at once. Let jax.lax move the data there (pass {over} for the "
-                "axis), or take a schedule in which the stages keep step, such as schedule.one_f_one_b."
+                f"pipeline: in this schedule {runs}, which all devices must run at once. Let jax.lax move the data there (pass "
+                f"{over} for the axis), or {cure}."
             )
 
 

@@ -155,8 +155,8 @@ def _reordered(blocks: Tree, places: Layers, order: Int[np.ndarray, " places"]) 
     def leaf(w):
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
-                f"pipeline.arranged: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with L / {v} a "
-                f"multiple of {P}; got {w.shape}."
+                f"pipeline.arranged: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with "
+                f"L / {v} a multiple of {P}; got {w.shape}."
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 

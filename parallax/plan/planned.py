@@ -217,6 +217,11 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
     known(config)
     layout.check(**config.sizes, batch=batch, devices=devices)
     does = words.read(layout)
+    if not does.order.together:
+        raise ValueError(
+            f"plan counts schedules in which the stages keep step; got {layout}. Count this one by its table, "
+            "schedule.zero_bubble_in_turns(...).makespan(forward=F, backward=I, weight=W), or compile its step."
+        )
     waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
     if waits and (does.again.passes or does.again.gathers_alone or does.kept.gathers):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself, and CSV files of it."""
 
 from parallax.schedule.branching import Branching, Job, in_order
+from parallax.schedule.choice import Time, compared
 from parallax.schedule.files import from_csv, to_csv
 from parallax.schedule.makers import gpipe, one_f_one_b, zero_bubble
 from parallax.schedule.orders import as_soon_as_can_be, looped, one_f_one_b_in_turns, there_and_back, zero_bubble_in_turns
@@ -18,7 +19,9 @@ __all__ = [
     "Phase",
     "Schedule",
     "Span",
+    "Time",
     "as_soon_as_can_be",
+    "compared",
     "from_csv",
     "gpipe",
     "in_order",

@@ -9,6 +9,7 @@ in the model, so the message that a job sends may go to any stage.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -71,7 +72,11 @@ class Branching:
                 )
             object.__setattr__(self, lane, _frozen(table))
         places = np.arange(shape[1])[None] if self.places is None else np.array(self.places)
-        if places.ndim != 2 or places.shape[1] != shape[1] or not np.array_equal(np.sort(places, axis=None), np.arange(places.size)):
+        if (
+            places.ndim != 2
+            or places.shape[1] != shape[1]
+            or not np.array_equal(np.sort(places, axis=None), np.arange(places.size))
+        ):
             raise ValueError(
                 f"The places must be [chunks, stages], each of 0 to chunks x stages - 1 once, for {shape[1]} stages; got "
                 f"{places.tolist()}."
@@ -189,7 +194,7 @@ class Branching:
         forward, backward, _ = self._when
         found = []
         for when, walk in ((forward, range(len(stages))), (backward, range(len(stages))[::-1])):
-            for here, there in zip(walk[:-1], walk[1:], strict=True):
+            for here, there in itertools.pairwise(walk):
                 pairs = zip(when[:, here].tolist(), when[:, there].tolist(), strict=True)
                 found += [Message(sent, used, int(stages[here]), int(stages[there])) for sent, used in pairs]
         return tuple(found)
@@ -199,7 +204,8 @@ class Branching:
         """The cotangents that the head makes, in the tick in which the last place's F ends, on that stage."""
         last = self.last
         forward, backward, _ = self._when
-        return tuple(Message(sent, used, last, last) for sent, used in zip(forward[:, -1].tolist(), backward[:, -1].tolist(), strict=True))
+        pairs = zip(forward[:, -1].tolist(), backward[:, -1].tolist(), strict=True)
+        return tuple(Message(sent, used, last, last) for sent, used in pairs)
 
     @cached_property
     def arrivals(self) -> Mapping[Message, int]:
@@ -275,8 +281,8 @@ def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks
             job = orders[s][begun[s]]
             missing = next(each for each in needs(job, last) if each not in done)
             raise ValueError(
-                f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, which "
-                "comes in no tick before. Change the order of one of the two stages."
+                f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, "
+                "which comes in no tick before. Change the order of one of the two stages."
             )
         for s in np.flatnonzero((row >= 0).any(axis=0)).tolist():
             done[orders[s][begun[s]]] = tick
@@ -346,5 +352,7 @@ def _once(schedule: Branching, lane: str) -> Int[np.ndarray, "microbatches place
         m, place = np.argwhere(when < 0)[0].tolist()
         stages, chunks = schedule._homes
         name = job_name(m, int(chunks[place]), schedule.chunks)
-        raise ValueError(f"{lane} of microbatch {name} runs in no tick on stage {stages[place]}. Add it, or leave that microbatch out.")
+        raise ValueError(
+            f"{lane} of microbatch {name} runs in no tick on stage {stages[place]}. Add it, or leave that microbatch out."
+        )
     return when

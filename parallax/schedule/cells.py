@@ -1,4 +1,4 @@
-"""Schedules whose files name each job by its place in the model: `5F3` is F of microbatch 3 at place 5, `5I3` and `5W3` its gradients.
+"""Schedules whose files name each job by its place in the model: `5F3` is F of microbatch 3 at place 5, `5I3`, `5W3` its I, W.
 
 Two forms: a row a tick under the columns `tick,stage 0,stage 1,...`, which `to_csv` writes of a `Branching`; and the form of
 `torch.distributed.pipelining`, a row a rank and a cell a job, without a header.

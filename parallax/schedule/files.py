@@ -31,8 +31,8 @@ def to_csv(schedule: Schedule | Branching, path: str | os.PathLike[str]) -> None
 def from_csv(path: str | os.PathLike[str]) -> Schedule | Branching:
     """The schedule that `to_csv`, or a person, or torch, wrote to `path`; chunks and places are read off its cells.
 
-    Files of `torch.distributed.pipelining`, which have a row a rank, are read as the orders of their ranks' jobs: each job gets the
-    first tick in which it can run.
+    Files of `torch.distributed.pipelining`, which have a row a rank, are read as the orders of their ranks' jobs: each job gets
+    the first tick in which it can run.
 
     Raises:
         ValueError: the file is no table, or its table cannot run; the message names the line.

@@ -42,16 +42,19 @@ def one_f_one_b_in_turns(stages: int, microbatches: int) -> Branching:
     return in_order(orders, looped(P))
 
 
-def zero_bubble_in_turns(stages: int, microbatches: int, *, in_flight: int | None = None) -> Branching:
+def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Branching:
     """Each stage runs I as soon as it can, F while it holds fewer than `in_flight` microbatches, by default P, and else W.
+
+    With chunks a microbatch in flight is v of them.
 
     Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241): with P in flight their ZB-H1.
 
     Raises:
         ValueError: a size below 1 or that is no whole number.
     """
-    P, M, held = checked_sizes(stages=stages, microbatches=microbatches, in_flight=stages if in_flight is None else in_flight)
-    return as_soon_as_can_be(looped(P), M, [held] * P)
+    P, M, v = checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
+    (held,) = checked_sizes(in_flight=P if in_flight is None else in_flight)
+    return as_soon_as_can_be(looped(P, v), M, [held * v] * P)
 
 
 def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Branching:
@@ -59,7 +62,7 @@ def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: in
 
     Of F the furthest place comes first, of I the microbatch that began first.
     """
-    (v, P), M, last = places.shape, microbatches, places.size - 1
+    P, M, last = places.shape[1], microbatches, places.size - 1
     done: dict[Job, int] = {}
     orders: list[list[Job]] = [[] for _ in range(P)]
     waiting = [

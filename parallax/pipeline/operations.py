@@ -1,0 +1,114 @@
+"""How much work the parts of a pipeline are: the operations of all products of F, I, W and the head, counted in what JAX traces.
+
+Legend: F a chunk's forward pass, I the input's cotangent, W the gradients of its weights.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
+
+from parallax import mesh as meshes
+from parallax import rules
+from parallax.collectives import Axis, AxisLike
+from parallax.jaxprs import inner, types
+from parallax.pipeline import kept
+from parallax.pipeline.lanes import differentiated_head, two_of
+from parallax.pipeline.model import Functions, Model
+from parallax.schedule import AnySchedule
+from parallax.typed import PyTree
+
+
+class Work(NamedTuple):
+    """Operations in products, of one microbatch on one device: 2 for each term of each sum.
+
+    Attributes:
+        forward: of F, of one chunk.
+        backward: of I, of one chunk; with `keep=inputs`, what is computed again is in it.
+        weight: of W, of one chunk.
+        head: of the head and its gradient.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    head: int
+
+    def costs(self, chunks: int = 1) -> tuple[int, int, int]:
+        """F, I and W of a whole stage, as `Schedule.makespan` takes them."""
+        return self.forward * chunks, self.backward * chunks, self.weight * chunks
+
+
+def counted(
+    enter: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    schedule: AnySchedule,
+    axis: AxisLike,
+    *,
+    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    trainable: PyTree = rules.is_inexact,
+    keep: kept.Keep = kept.residuals,
+) -> Callable[..., Work]:
+    """The function `(params, batch, *, mesh, in_specs) -> Work` of a pipeline; arrays may be shapes, since nothing runs.
+
+    The arguments are those of `value_and_grad`, and `in_specs` those of its `mesh.spmd`. F + I + W is what F and the whole
+    backward pass have: no product is computed twice.
+    """
+    axis = Axis.of(axis)
+
+    def work(params: PyTree, batch: PyTree) -> Work:
+        model = Model(Functions(enter, stage, head, where, trainable), schedule, axis, params, batch)
+        halves, zero = keep(model.stage), model.index * 0
+        in_two, _ = two_of(model, halves)
+        trained, given = model.at_hand(model.params, zero, zero)
+        ((moving, loss), _), residuals = halves.forward(trained, model.x, given)
+        ct = jax.tree.map(jnp.zeros_like, (moving, loss))
+        _, passed = in_two.inputs(trained, given, residuals, ct)
+        return Work(
+            _of(lambda x: halves.forward(trained, x, given), model.x),
+            _of(lambda ct: in_two.inputs(trained, given, residuals, ct), ct),
+            _of(lambda passed: in_two.weights(trained, given, residuals, passed), passed),
+            _of(lambda x: differentiated_head(model, model.params, x, zero), model.x),
+        )
+
+    def counts(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> Work:
+        found: list[Work] = []
+
+        def traced(params, batch):
+            found.append(work(params, batch))
+            return ()
+
+        arrays, static = eqx.partition(params, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+        over = meshes.spmd(
+            lambda params, batch: traced(eqx.combine(params, static), batch), mesh=mesh, in_specs=in_specs, out_specs=()
+        )
+        jax.eval_shape(over, arrays, batch)
+        return found[-1]
+
+    return counts
+
+
+def _of(f: Callable[[Any], Any], x: PyTree) -> int:
+    return _products(jax.make_jaxpr(f)(x).jaxpr)
+
+
+def _products(jaxpr: Jaxpr) -> int:
+    """The operations in a program's products, its loops counted out; of a loop of unknown length one trip."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left, out = types(eqn.invars)[0].shape, types(eqn.outvars)[0]
+            total += 2 * out.size * math.prod(left[i] for i in contracted)
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel, numbers = types(eqn.invars)[1].shape, eqn.params["dimension_numbers"]
+            total += 2 * types(eqn.outvars)[0].size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += trips * sum(map(_products, inner(eqn)))
+    return total
