@@ -8,6 +8,7 @@ from typing import Any
 from gpt2_run.plan import Plan
 from parallax import draw
 from parallax.compiled import certificate, memory
+from parallax.draw import canvas
 
 
 def write(path: Path, plan: Plan, train: Any, *, described: str, sample: str, seconds: Mapping[str, float]) -> None:
@@ -41,7 +42,7 @@ def write(path: Path, plan: Plan, train: Any, *, described: str, sample: str, se
             "Traffic": ["The bytes that a device sends in a step:", *pictured("traffic"), traffic],
             "Certificate": ["The collectives of the compiled step:", certificate.table(entries)],
             "Memory": ["The memory of a device in a step, as compiled:", *pictured("memory"), used],
-            "Times": [draw.canvas.columns(times)],
+            "Times": [canvas.columns(times)],
         }
         title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}"
         draw.page(path, title, {name: parts for name, parts in sections.items() if parts})

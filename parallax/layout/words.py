@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax import context, grads, pipeline, precision, remat, schedule, sequence
-from parallax.collectives import Axis, AxisLike, Mover, ring
+from parallax.collectives import Axis, AxisLike, Mover
 from parallax.layout import ways
 from parallax.layout.rows import (
     Again,
