@@ -2,7 +2,7 @@
 
 from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Fragments, Stream, by_layers, by_path, whole
 from parallax.islands.rounds import local, nesterov
-from parallax.islands.state import Sent, State, count, init, model_of, names_of, planned, regrouped
+from parallax.islands.state import Sent, State, count, init, model_of, names_of, of_others, planned, regrouped
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -19,6 +19,7 @@ __all__ = [
     "model_of",
     "names_of",
     "nesterov",
+    "of_others",
     "planned",
     "regrouped",
     "whole",
