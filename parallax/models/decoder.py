@@ -100,7 +100,7 @@ def prepare(
     state = planned(
         *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
     )
-    enter, stage, head = _stages(family, config, does, placed, compute)
+    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, mesh_.devices.flat[0].platform))
 
     def grad_of(scale):
         of_loss = head if scale is None else precision.scaled(head, scale)
@@ -148,7 +148,7 @@ def loss_step(
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
-    enter, stage, head = _stages(family, config, does, placed, compute)
+    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, mesh_.devices.flat[0].platform))
 
     def loss_alone(*arguments):
         value = head(*arguments)
@@ -221,14 +221,20 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
     return Placed(specs, family.where, does.stages.loops)
 
 
-def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
+def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
+    """The attention function: what was asked for, or the family's, on TPUs by its kernel."""
+    own = family.kernel if platform == "tpu" else None
+    return compute.attend or own or family.attend
+
+
+def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, attend: Callable[..., Any]):
     """The family's `(enter, stage, head)` under a layout."""
     return family.stages(
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
         joins=does.tokens.joins,
-        attend=does.again.attend(compute.attend or family.attend),
+        attend=does.again.attend(attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )

@@ -20,7 +20,7 @@ class Compute:
     """How a step computes, beside what its layout says.
 
     Args:
-        attend: the attention function, instead of the family's.
+        attend: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
         remat: wraps each block, instead of what `layout.remat` says; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.

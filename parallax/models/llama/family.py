@@ -2,7 +2,7 @@
 
 import functools
 
-from parallax.models import pieces
+from parallax.models import flash, pieces
 from parallax.models.attention import grouped
 from parallax.models.cached import cached
 from parallax.models.family import Family
@@ -10,4 +10,12 @@ from parallax.models.llama.forward import PIECES, logits
 from parallax.models.llama.model import Llama, rules
 
 stages = functools.partial(pieces.stages, PIECES)
-FAMILY = Family(model=Llama, stages=stages, rules=rules, logits=logits, attend=grouped, cached=functools.partial(cached, PIECES))
+FAMILY = Family(
+    model=Llama,
+    stages=stages,
+    rules=rules,
+    logits=logits,
+    attend=grouped,
+    kernel=flash.attention,
+    cached=functools.partial(cached, PIECES),
+)
