@@ -37,6 +37,7 @@ RUNS = {
         ["--quick", "--processes=2", "--rounds=1"],
         ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "psum, leaf by leaf", "ring, buckets"],
     ),
+    "compiled": ([], ["local ms", "0.5 x links", "psum_kernel", "v5e:2x4"]),
     "experts": (
         ["--quick", "--rounds=1"],
         ["2 of 4 experts", "blocks of 128", "lax.ragged_dot", "exchanged, all", "c k < n = 8"],

@@ -141,7 +141,7 @@ def local_step(
     state = planned(
         *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
     )
-    enter, stage, head = _stages(family, config, does, placed, compute)
+    enter, stage, head = _stages(family, config, does, placed, compute, attention_of(family, compute, mesh_.devices.flat[0].platform))
 
     def grad_of(scale):
         of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
@@ -215,7 +215,7 @@ def loss_step(
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
-    enter, stage, head = _stages(family, config, does, placed, compute)
+    enter, stage, head = _stages(family, config, does, placed, compute, attention_of(family, compute, mesh_.devices.flat[0].platform))
 
     def loss_alone(*arguments):
         value = head(*arguments)
@@ -298,7 +298,15 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
     return Placed(specs, family.where, does.stages.loops)
 
 
-def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
+def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
+    """The attention function: what was asked for, or the family's, on TPUs by its kernel."""
+    own = family.kernel if platform == "tpu" else None
+    return compute.attend or own or family.attend
+
+
+def _stages(
+    family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute, attend: Callable[..., Any]
+):
     """The family's `(enter, stage, head)` under a layout."""
     around = compute.around or family.around or context.causal  # `prepare` refuses none where there is a context axis
     enter, stage, head = family.stages(
@@ -308,7 +316,7 @@ def _stages(family: Family, config: Configuration, does: Functions, placed: Plac
         joins=functools.partial(
             experts.joins, experts=does.axes.get("expert", ()), inner=does.joins(around), dispatch=compute.dispatch
         ),
-        attend=does.again.attend(compute.attend or family.attend),
+        attend=does.again.attend(attend),
         remat=lambda block: does.block(block, placed),
         unroll=does.replicas.unroll,
     )

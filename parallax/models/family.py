@@ -65,6 +65,7 @@ class Family:
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
         cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
         attend: the attention function, given to `stages` unless `Compute` has another.
+        kernel: the same by a kernel for TPUs, taken instead on a mesh of them; None: there is none.
         blocks: the path of the blocks in the model.
         around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it: `context.causal`
             where `attend` is softmax(q k^T / sqrt(K)) v of each token and those before it; None: it has no context axis.
@@ -76,6 +77,7 @@ class Family:
     rules: Callable[..., Rule]
     logits: Callable[..., Float[Array, "batch tokens vocabulary"]]
     attend: Callable[..., Any]
+    kernel: Callable[..., Any] | None = None
     cached: Callable[[Any], Any] | None = None
     blocks: str = "blocks"
     around: Callable[..., Any] | None = None

@@ -21,7 +21,7 @@ class Compute:
     """How a step computes, beside what its layout says.
 
     Args:
-        attend: the attention function, instead of the family's.
+        attend: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
         around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
             `context.ulysses`, instead of the family's.
         documents: from windows to the number of each token's document, such as `documents.ended_by(token)`: tokens see those of

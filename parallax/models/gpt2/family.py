@@ -3,6 +3,7 @@
 import functools
 
 from parallax.context import causal
+from parallax.models import flash
 from parallax.models.cached import cached
 from parallax.models.family import Family
 from parallax.models.gpt2.forward import PIECES, logits
@@ -20,6 +21,7 @@ FAMILY = Family(
     rules=rules,
     logits=logits,
     attend=attention,
+    kernel=flash.attention,
     cached=functools.partial(cached, PIECES),
     drops=_drops,
     around=causal,

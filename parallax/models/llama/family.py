@@ -3,7 +3,7 @@
 import functools
 
 from parallax.context import causal
-from parallax.models import pieces
+from parallax.models import flash, pieces
 from parallax.models.attention import grouped
 from parallax.models.cached import cached
 from parallax.models.family import Family
@@ -17,6 +17,7 @@ FAMILY = Family(
     rules=rules,
     logits=logits,
     attend=grouped,
+    kernel=flash.attention,
     cached=functools.partial(cached, PIECES),
     around=causal,
 )

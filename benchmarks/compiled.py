@@ -1,0 +1,126 @@
+"""What the accelerators' compilers say of our steps: the time of each layout, and what of it waits for messages. Nothing runs.
+
+    python benchmarks/compiled.py                                     # prints the table of the steps that FILE has
+    python benchmarks/compiled.py --target v5e:2x4 --row psum         # compiles a row anew, a minute, and puts it in FILE
+    python benchmarks/compiled.py --target v5e:2x4 --save FOLDER      # compiles all rows, and keeps their texts in FOLDER
+
+Compiling needs the target's compiler (`parallax-jax[tpu]` or `[gpu-compile]`), printing nothing. GPT-2 of width 768, 4 layers,
+T 1,024, vocabulary 8,192, bfloat16. See benchmarks/README.md.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh, plan
+from parallax.compiled import targets
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
+from parallax.models.attention import grouped
+from parallax.models.prepared import Compute
+
+FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "steps.jsonl"
+CONFIG = gpt2.Config(layers=4, heads=12, width=768, context=1024, vocabulary=8192)
+# The name of a row, sequences, layout, who moves data, and attention: "kernel" is the target's own, "scores" the plain one.
+ROWS = """
+    psum            64 data=8                                      lax  scores
+    psum_block      64 data=8,remat=block                          lax  scores
+    psum_kernel     64 data=8                                      lax  kernel
+    ring_kernel     64 data=8                                      ring kernel
+    zero3_kernel    64 data=8,zero=3                               lax  kernel
+    zero3_block     64 data=8,zero=3,remat=block                   lax  scores
+    stage           64 data=2,stage=4,microbatches=8               lax  scores
+    stage_block     64 data=2,stage=4,microbatches=8,remat=block   lax  scores
+    stage_kernel    64 data=2,stage=4,microbatches=8               lax  kernel
+    tensor_kernel   32 data=4,tensor=2                             lax  kernel
+    tensor_ring     32 data=4,tensor=2                             ring kernel
+"""
+
+
+Row = Mapping[str, Any]
+
+
+def main():
+    arguments = parse()
+    if arguments.target:
+        jax.config.update("jax_platforms", "cpu")
+        for text in ROWS.strip().splitlines():
+            if not arguments.row or text.split()[0] in arguments.row:
+                program = compiled(arguments.target, text)
+                put(figures(program, text), arguments.file)
+                if arguments.save:
+                    name = f"{arguments.target} {text.split()[0]}.hlo.gz".replace(" ", "_").replace(":", "_")
+                    (arguments.save / name).write_bytes(gzip.compress(program.text.encode(), mtime=0))
+    print(measure.table([line(row) for row in read(arguments.file)]))
+
+
+def compiled(target: str, text: str) -> targets.Program:
+    """A row's step, compiled for the target."""
+    _, batch, words, mover, attend = text.split()
+    there, layout = targets.target(target), Layout.parse(f"{words},precision=bfloat16")
+    world = mesh.make(devices=there.devices, **layout.axes)
+    axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else None
+    compute = Compute(attend=grouped if attend == "scores" else None)
+    prepared = decoder.prepare(
+        *(gpt2.FAMILY, CONFIG, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), axes=axes, compute=compute
+    )
+    windows = jax.ShapeDtypeStruct((int(batch), CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    return targets.compile(prepared.train, prepared.shapes, windows, target=there)
+
+
+def figures(program: targets.Program, text: str) -> Row:
+    """What the table says of a row's program."""
+    name, batch, words, mover, attend = text.split()
+    found = program.timeline()
+    peak = plan.model_flops(CONFIG, int(batch)) / (program.target.rates.products / program.target.cores * program.mesh.size)
+    return {
+        "target": program.target.name,
+        "row": name,
+        "layout": words,
+        "moves": mover,
+        "attention": attend,
+        "ms": round(1e3 * found.seconds, 2),
+        "local ms": round(1e3 * found.compute, 2),
+        "0.5 x links": round(1e3 * found.at_speed[0.5], 2),
+        "2 x links": round(1e3 * found.at_speed[2.0], 2),
+        "of peak": f"{peak / found.seconds:.1%}",
+        "temporaries GB": round(program.memory["temporaries"] / 1e9, 2),
+    }
+
+
+def line(row: Row) -> dict[str, object]:
+    """One line of the table."""
+    return dict(row) | {"waits": f"{1 - row['local ms'] / row['ms']:.1%}"}
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a file."""
+    return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def put(row: Row, file: Path):
+    """The row in the file, instead of the one of its target and name that was there."""
+    key = lambda each: (each["target"], each["row"])
+    rows = sorted([each for each in read(file) if key(each) != key(row)] + [row], key=key)
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", help="compile for this one, as v5e:2x4 or '8 x h100'")
+    parser.add_argument("--row", action="append", help="compile this row alone; may be repeated")
+    parser.add_argument("--file", type=Path, default=FILE, help="the steps' figures")
+    parser.add_argument("--save", type=Path, help="a folder for the programs' texts")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Attention by a kernel: the plain one's values and gradients, under the check of replication types, in Pallas's interpreter."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas.ops.tpu import flash_attention as kernels
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh
+from parallax.models import flash, gpt2, llama
+from parallax.models.attention import grouped
+from parallax.models.decoder import attention_of
+from parallax.models.prepared import Compute
+
+# Of the largest number. float32: sums of some hundred terms in another order; bfloat16: its rounding, 2^-8, of the scores and of
+# what they weigh, forward and backward.
+BOUNDS = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Pallas's kernels on a CPU."""
+    here = vars(kernels.pl) | {"pallas_call": functools.partial(kernels.pl.pallas_call, interpret=True)}
+    monkeypatch.setattr(kernels, "pl", SimpleNamespace(**here))
+
+
+def numbers(tokens, heads, groups, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = (heads, groups, groups, heads)
+    return [jax.random.normal(key, (2, tokens, n, 16), dtype) for key, n in zip(keys, sizes, strict=True)]
+
+
+def value_and_gradients(attend, specs, arguments):
+    """The output, and the gradients of its sum over devices, each number weighed by another."""
+
+    def loss(q, k, v, w):
+        out = attend(q, k, v)
+        return lax.psum(jnp.sum((out * w).astype(jnp.float32)), ("data", "tensor")), out
+
+    def both(q, k, v, w):
+        gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v, w)
+        return out, *gradients
+
+    world = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
+    return jax.jit(mesh.spmd(both, mesh=world, in_specs=specs, out_specs=(specs[0], *specs[:3])))(*arguments)
+
+
+def check(tokens, heads, groups, dtype, specs):
+    arguments = numbers(tokens, heads, groups, dtype)
+    mine, plain = (value_and_gradients(attend, specs, arguments) for attend in (flash.attention, grouped))
+    for a, b in zip(mine, plain, strict=True):
+        assert a.dtype == b.dtype
+        apart, largest = np.abs(np.float64(a) - np.float64(b)).max(), np.abs(np.float64(b)).max()
+        assert apart <= BOUNDS[dtype] * largest
+
+
+HEADS = P("data", None, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "dtype"),
+    [(384, 4, 2, jnp.float32), (256, 2, 2, jnp.bfloat16)],  # three blocks of 128, and one of 256
+)
+def test_the_kernel_is_the_plain_attention(tokens, heads, groups, dtype):
+    check(tokens, heads, groups, dtype, (HEADS, HEADS, HEADS, HEADS))
+
+
+def test_keys_that_are_the_same_on_several_devices():
+    """Their gradient is the sum over the devices that used them, once."""
+    shared = P("data")
+    check(128, 2, 1, jnp.float32, (HEADS, shared, shared, HEADS))
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(100, jnp.float32), (128, jnp.float64)])
+def test_what_the_kernel_cannot_is_computed_plainly(tokens, dtype):
+    q, k, v, _ = numbers(tokens, 2, 2, dtype)
+    np.testing.assert_array_equal(flash.attention(q, k, v), grouped(q, k, v))
+
+
+def test_a_fault_in_the_kernel_is_told():
+    with pytest.raises(ZeroDivisionError):
+        flash.typed(lambda x: x / (1 // 0))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY])
+def test_a_mesh_of_tpus_takes_the_kernel(family):
+    own = lambda q, k, v: q
+    assert attention_of(family, Compute(), "tpu") is flash.attention
+    assert attention_of(family, Compute(), "cpu") is family.attend
+    assert attention_of(family, Compute(attend=own), "tpu") is own
