@@ -17,6 +17,7 @@ ORDER = (
         "mesh",
         "collectives",
         "jaxprs",
+        "bisect",
         "rules",
         "elementwise",
         "schedule",

@@ -24,6 +24,7 @@ from parallax import cross_entropy, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
+from parallax.models import tapped
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.step import State, make_scaled, planned
@@ -106,7 +107,7 @@ def prepare(
         of_loss = head if scale is None else precision.scaled(head, scale)
         grad = does.outside(does.grad(enter, stage, of_loss, placed, compute.trainable), placed)
         grad = grad if scale is None else precision.unscaled(grad, scale)
-        return lambda model, batch: grad(model, _weighted(batch, does.axes["data"]))
+        return tapped.gradients(lambda model, batch: grad(model, _weighted(batch, does.axes["data"])), placed.specs)
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
@@ -223,15 +224,16 @@ def _placed(family: Family, make_model: Callable[[], Any], does: Functions, rule
 
 def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute):
     """The family's `(enter, stage, head)` under a layout."""
-    return family.stages(
+    enter, stage, head = family.stages(
         config,
         does.stages.of(alone=(), piped=does.axes["stage"]),
         does.axes["tensor"],
         joins=does.tokens.joins,
         attend=does.again.attend(compute.attend or family.attend),
-        remat=lambda block: does.block(block, placed),
+        remat=lambda block: does.block(tapped.block(block, placed), placed),
         unroll=does.replicas.unroll,
     )
+    return tapped.ends(enter, "enter", placed), stage, tapped.ends(head, "head", placed)
 
 
 def _weighted(batch: Batch, data: Axis) -> Batch:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from parallax import bisect
 from parallax.remat import none
 from parallax.rules import Rule
 from parallax.typed import PyTree
@@ -111,6 +112,11 @@ def run_blocks(
         unroll: blocks in the loop's body.
     """
     arrays, static = eqx.partition(blocks, eqx.is_array)
-    body = remat(lambda weights, x, layer: apply(eqx.combine(weights, static), x, keys, layer))
+
+    def one(weights, x, layer):
+        with bisect.at(layer=layer):
+            return apply(eqx.combine(weights, static), x, keys, layer)
+
+    body = remat(one)
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
     return lax.scan(lambda x, each: (body(each[0], x, each[1]), None), x, (arrays, layers), unroll=unroll)[0]

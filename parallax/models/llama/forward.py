@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces
+from parallax.models import pieces, tapped
 from parallax.models.attention import grouped
 from parallax.models.family import Batch
 from parallax.models.llama.model import Attention, Block, Linear, Llama, Norm
@@ -82,7 +82,8 @@ def embed(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
-    return across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
+    x = across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
+    return tapped.residual(x, "embedding", joins)
 
 
 def block(
@@ -103,13 +104,19 @@ def block(
     """
     attention, mlp = weights.attention, weights.mlp
 
-    y = joins.enter(weights.attention_norm(x, config.epsilon))
-    y = joins.attends(attend)(*queries_keys_values(attention, y, turns, config, joins))
-    x = x + joins.row(y, attention.out.weight, None)
+    x = tapped.residual(x, "blocks.*.in", joins)
+    y = joins.enter(tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins))
+    q, k, v = queries_keys_values(attention, y, turns, config, joins)
+    y = joins.attends(attend)(tapped.split(q, "blocks.*.attention.query", joins, dim=2), k, v)
+    y = tapped.split(y, "blocks.*.attention.heads", joins, dim=2)
+    y = tapped.residual(joins.row(y, attention.out.weight, None), "blocks.*.attention.out", joins)
+    x = tapped.residual(x + y, "blocks.*.middle", joins)
 
-    y = joins.enter(weights.mlp_norm(x, config.epsilon))
+    y = joins.enter(tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins))
     y = jax.nn.silu(_projected(y, mlp.gate)) * _projected(y, mlp.up)
-    return x + joins.row(y, mlp.down.weight, None)
+    y = tapped.split(y, "blocks.*.mlp.up", joins, dim=2)
+    y = tapped.residual(joins.row(y, mlp.down.weight, None), "blocks.*.mlp.down", joins)
+    return tapped.residual(x + y, "blocks.*.out", joins)
 
 
 def queries_keys_values(
@@ -197,7 +204,7 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    x = tapped.whole(joins.enter(across(model.norm(x, model.config.epsilon))), "head.in", joins)
     return pieces.mean_loss(x, model.unembedding, targets, weights, joins, model.config.vocabulary)
 
 
