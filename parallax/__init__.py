@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax import (
+        bisect,
         collectives,
         compiled,
         context,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "bisect",
     "collectives",
     "compiled",
     "context",

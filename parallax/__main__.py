@@ -5,6 +5,7 @@ plan      without --layout: the best layouts of --devices, and the plan of the f
 compile   compiles --layout for --target, a machine that is not there: memory, bytes, estimated time, what is exposed
 compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
 estimates two published estimates, recomputed
+bisect    runs a step of --layout and one of one device, in float64, and names the first value that differs
 """
 
 import argparse
@@ -105,6 +106,39 @@ def compare(options: argparse.Namespace) -> str:
     return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
 
 
+def first_difference(options: argparse.Namespace) -> str:
+    """The first value of a layout's step that differs from one device's, or from a record.
+
+    Raises:
+        ValueError: a layout that does not fit.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from parallax import bisect, mesh
+    from parallax.models import decoder
+
+    config = model(options)
+    layout = laid_out(options, config, options.devices)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", layout.devices)
+    windows = np.random.default_rng(0).integers(0, config.vocabulary, (options.batch, config.context + 1)).astype(np.int32)
+
+    def run(layout: Layout):
+        mesh_ = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
+        settings = {"batch": options.batch, "key": jax.random.key(0), "compute": decoder.Compute(dtype=jnp.float64)}
+        prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, **settings)
+        return prepared.train, (prepared.init(), windows)
+
+    right = bisect.load(options.record) if options.record else bisect.record(lambda: run(Layout()))
+    split = bisect.record(lambda: run(layout))
+    if options.save:
+        split.save(options.save)
+    return str(bisect.compare(right, split))
+
+
 def compile_for(options: argparse.Namespace) -> str:
     """The table of a step compiled for a machine that is not there.
 
@@ -191,10 +225,11 @@ def parser() -> argparse.ArgumentParser:
         ("plan", plan, "what a layout needs, or which is best"),
         ("compile", compile_for, "a step compiled for a TPU or GPU machine that is not there"),
         ("compare", compare, "predictions beside the program compiled for virtual CPU devices"),
+        ("bisect", first_difference, "the first value of a layout's step that differs from one device's"),
     ):
         command = commands.add_parser(name, help=words)
         command.set_defaults(run=run)
-        command.add_argument("--model", choices=MODELS, default="tiny" if run is compare else "small")
+        command.add_argument("--model", choices=MODELS, default="tiny" if run in (compare, first_difference) else "small")
         command.add_argument("--context", type=int, help="tokens of a sequence, where other than the model's")
         command.add_argument("--layers", type=int, help="of the model, where other than the model's")
         command.add_argument("--layout", help="as data=2,tensor=4,zero=1")
@@ -202,6 +237,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--batch", type=int, default={plan: 512, compile_for: 64}.get(run, 16), help="sequences of the global batch"
         )
+        if run is first_difference:
+            command.add_argument("--record", help="a record that an earlier run saved, instead of one device")
+            command.add_argument("--save", help="a file for the record of the layout's run")
         if run is compile_for:
             command.add_argument("--target", required=True, help="as v5e:2x4, v5p:2x2x2, 8 x h100")
             command.add_argument("--trace", help="a file for a trace of the estimated time, which Perfetto opens")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from parallax import mesh
+from parallax import bisect, mesh
 from parallax.collectives import Axis, AxisLike, joined, types, xla
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import varying, varying_axes, wide
@@ -77,13 +77,15 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
     def wrapped(params, batch):
         parts = in_parts(batch, microbatches)
 
-        def add(sums, part):
-            value, gradients = grad(params, part)
+        def add(sums, each):
+            part, microbatch = each
+            with bisect.at(microbatch=microbatch):
+                value, gradients = grad(params, part)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), value
 
         shapes = jax.eval_shape(lambda: grad(params, jax.tree.map(lambda leaf: leaf[0], parts))[1])
         zeros = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=wide(g.dtype)), shapes)
-        sums, values = lax.scan(add, zeros, parts)
+        sums, values = lax.scan(add, zeros, (parts, bisect.numbered(microbatches)))
         value = on_parts(values, jnp.mean, aux)
         return value, jax.tree.map(lambda total: total / microbatches, sums)
 

@@ -18,6 +18,7 @@ ORDER = (
         "mesh",
         "collectives",
         "jaxprs",
+        "bisect",
         "rules",
         "elementwise",
         "schedule",

@@ -27,7 +27,7 @@ from parallax.collectives.types import wide
 from parallax.grads import Grad, on_parts
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
-from parallax.models import documents
+from parallax.models import documents, tapped
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.pipeline import Aux, Output
@@ -141,13 +141,14 @@ def local_step(
     state = planned(
         *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
     )
-    enter, stage, head = _stages(family, config, does, placed, compute, attention_of(family, compute, mesh_.devices.flat[0].platform))
+    attend = attention_of(family, compute, mesh_.devices.flat[0].platform)
+    enter, stage, head = _stages(family, config, does, placed, compute, attend)
 
     def grad_of(scale):
         of_stage, of_loss = (stage, head) if scale is None else (_scaled(stage, scale), precision.scaled(head, scale))
         grad = does.outside(does.grad(enter, of_stage, of_loss, placed, compute.trainable), placed)
         grad = _by_layer(grad if scale is None else precision.unscaled(grad, scale))
-        return lambda model, batch: grad(model, _weighted(batch, does.sequences, compute))
+        return tapped.gradients(lambda model, batch: grad(model, _weighted(batch, does.sequences, compute)), placed.specs)
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
@@ -215,7 +216,8 @@ def loss_step(
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
-    enter, stage, head = _stages(family, config, does, placed, compute, attention_of(family, compute, mesh_.devices.flat[0].platform))
+    attend = attention_of(family, compute, mesh_.devices.flat[0].platform)
+    enter, stage, head = _stages(family, config, does, placed, compute, attend)
 
     def loss_alone(*arguments):
         value = head(*arguments)
@@ -317,11 +319,11 @@ def _stages(
             experts.joins, experts=does.axes.get("expert", ()), inner=does.joins(around), dispatch=compute.dispatch
         ),
         attend=does.again.attend(attend),
-        remat=lambda block: does.block(block, placed),
+        remat=lambda block: does.block(tapped.block(block, placed), placed),
         unroll=does.replicas.unroll,
     )
     stage = stage if compute.documents is None else documents.minded(stage)
-    return enter, does.checked(stage), head
+    return tapped.ends(enter, "enter", placed), does.checked(stage), tapped.ends(head, "head", placed)
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from parallax import bisect
 from parallax.pipeline import Output
 from parallax.remat import none
 from parallax.rules import Rule
@@ -124,7 +125,12 @@ def run_blocks(
         unroll: blocks in the loop's body.
     """
     arrays, static = eqx.partition(blocks, eqx.is_array)
-    body = remat(lambda weights, x, layer: apply(eqx.combine(weights, static), x, keys, layer))
+
+    def block(weights, x, layer):
+        with bisect.at(layer=layer):
+            return apply(eqx.combine(weights, static), x, keys, layer)
+
+    body = remat(block)
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
 
     def one(x, each):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from parallax import cross_entropy, given, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
+from parallax.models import tapped
 from parallax.models.family import Batch, run_blocks, seen
 from parallax.pipeline.checks import output
 from parallax.remat import none
@@ -164,7 +165,7 @@ def mean_loss(
     """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
     targets = joins.tokens(targets, dim=1)
     weights = None if weights is None else joins.tokens(weights, dim=1)
-    return cross_entropy.mean(x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary)
+    return tapped.loss(cross_entropy.mean(x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary))
 
 
 def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:

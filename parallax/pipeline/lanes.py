@@ -58,7 +58,7 @@ def forward(model: Model, params: Parameters, choices: Choices) -> Lane:
         microbatch, chunk, valid = model.job(row.forward)
         entering = model.enter(params, row.entering)
         x = chosen(model.first & (chunk == 0), entering, choices.exchange.whole(carry.x, model.x))
-        trained, given = model.at_hand(params, microbatch, chunk)
+        trained, given = model.at_hand(params, microbatch, chunk, valid)
         ((moving, loss), (still, aux)), kept = choices.halves.forward(trained, x, given)
         return carry._replace(
             y=eqx.combine(moving, still),
@@ -111,7 +111,7 @@ def backward(model: Model, params: Parameters, choices: Choices) -> Lane:
     def lane(carry, row):
         microbatch, chunk, valid = model.job(row.backward)
         ct = _cotangent(model, choices, carry, row, chunk, valid)
-        trained, given = model.at_hand(params, microbatch, chunk)
+        trained, given = model.at_hand(params, microbatch, chunk, valid)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
         gradients, ct = choices.halves.backward(trained, given, kept)((ct, seed(model, valid)))
         carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
@@ -131,7 +131,7 @@ def backward_input(model: Model, params: Parameters, choices: Choices) -> Lane:
     def lane(carry, row):
         microbatch, chunk, valid = model.job(row.backward)
         ct = _cotangent(model, choices, carry, row, chunk, valid)
-        trained, given = model.at_hand(params, microbatch, chunk)
+        trained, given = model.at_hand(params, microbatch, chunk, valid)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
         ct, handed = inputs(trained, given, kept, (ct, seed(model, valid)))
         carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
@@ -149,7 +149,7 @@ def backward_weight(model: Model, params: Parameters, choices: Choices) -> Lane:
 
     def lane(carry, row):
         microbatch, chunk, valid = model.job(row.weight)
-        trained, given = model.at_hand(params, microbatch, chunk)
+        trained, given = model.at_hand(params, microbatch, chunk, valid)
         kept = waiting(carry.slots, choices.kinds, row.weighed[model.index])
         handed = waiting(carry.handed, choices.handed, row.taken_up[model.index])
         gradients = weights(trained, given, kept, handed)
@@ -179,7 +179,7 @@ def kept_by(model: Model, halves: Halves) -> list[Any]:
     zero = model.index * 0
 
     def kept():
-        trained, given = model.at_hand(model.params, zero, zero)
+        trained, given = model.at_hand(model.params, zero, zero, zero == 0)
         return halves.forward(trained, model.x, given)[1]
 
     return jax.eval_shape(kept)
@@ -190,7 +190,7 @@ def two_of(model: Model, halves: Halves) -> tuple[InTwo, tuple[Any, ...]]:
     zero, found = model.index * 0, []
 
     def handed():
-        trained, given = model.at_hand(model.params, zero, zero)
+        trained, given = model.at_hand(model.params, zero, zero, zero == 0)
         ((moving, loss), _), kept = halves.forward(trained, model.x, given)
         ct = jax.tree.map(jnp.zeros_like, (moving, loss))
         found[:] = [in_two(halves, trained, given, kept, ct)]

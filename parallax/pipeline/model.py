@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from parallax import bisect
 from parallax.collectives import Axis
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying, varying_axes
@@ -66,6 +67,7 @@ class Given(NamedTuple):
     params: Parameters
     part: PyTree
     chunk: Int[Array, ""]
+    job: Int[Array, ""] | None = None  # the microbatch, or -1: for taps, while a record is made
 
 
 class Model:
@@ -100,11 +102,13 @@ class Model:
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         return microbatch, chunk, job >= 0
 
-    def at_hand(self, params: Parameters, microbatch: Int[Array, ""], chunk: Int[Array, ""]) -> tuple[Trained, Given]:
+    def at_hand(
+        self, params: Parameters, microbatch: Int[Array, ""], chunk: Int[Array, ""], valid: Bool[Array, ""]
+    ) -> tuple[Trained, Given]:
         """What the stage is differentiated in, and what else it is given."""
         params = self._of_chunk(params, chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self.read))
-        return trained, Given(params, self.part(microbatch), chunk)
+        return trained, Given(params, self.part(microbatch), chunk, bisect.job(microbatch, valid))
 
     def position(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
         """The place in the model of one of this stage's chunks."""
@@ -119,18 +123,21 @@ class Model:
 
     def enter(self, params: Parameters, microbatch: Int[Array, ""]) -> PyTree:
         """What enters the first stage."""
-        return like(self._enter(params, self.part(microbatch)), self.x)
+        with bisect.at(microbatch=microbatch):
+            return like(self._enter(params, self.part(microbatch)), self.x)
 
     def stage(self, trained: Trained, x: PyTree, given: Given) -> tuple[PyTree, PyTree]:
         """A chunk of layers, as `kept` takes it: `((moving, loss), (still, aux))`, floating-point leaves of x moving."""
         params = given.params._replace(blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends))
-        made = self._stage(params, x, given.part, given.chunk)
+        with bisect.at(microbatch=given.job):
+            made = self._stage(params, x, given.part, given.chunk)
         moving, still = eqx.partition(like(made.x, self.x), eqx.is_inexact_array)
         return (moving, varying(made.loss, self.axis.names)), (still, made.aux)
 
     def head(self, params: Parameters, x: PyTree, microbatch: Int[Array, ""]) -> tuple[Float[Array, ""], PyTree]:
         """A microbatch's loss, and auxiliary values: None if there are none."""
-        return self._head(params, x, self.part(microbatch))
+        with bisect.at(microbatch=microbatch):
+            return self._head(params, x, self.part(microbatch))
 
     def shared_out(self, value: Array) -> bool:
         """Whether all stages have the head's value together; else it counts on the last."""

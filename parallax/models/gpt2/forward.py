@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces
+from parallax.models import pieces, tapped
 from parallax.models.family import Batch
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
@@ -92,7 +92,8 @@ def embed(
     T = tokens.shape[1]
     positions = model.wpe[first : first + T] if isinstance(first, int) else lax.dynamic_slice_in_dim(model.wpe, first, T)
     x = x + joins.own(positions, dim=0)[None]
-    return _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
+    x = _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
+    return tapped.residual(x, "embedding", joins)
 
 
 def block(
@@ -108,8 +109,9 @@ def block(
     """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
     qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
 
-    y = weights.attention_norm(x, config.epsilon)
-    y = joins.column(y, qkv.weight, qkv.bias)
+    x = tapped.residual(x, "blocks.*.in", joins)
+    y = tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins)
+    y = tapped.split(joins.column(y, qkv.weight, qkv.bias), "blocks.*.attention.qkv", joins, dim=3)
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
         if joins.contexts > 1:
@@ -120,14 +122,14 @@ def block(
         first_head = joins.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
         attend = functools.partial(attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
-    y = joins.attends(attend)(q, k, v)
-    y = joins.row(y, out.weight, out.bias)
-    x = x + _dropped(y, keys, config.dropout, joins, layer, site=1)
+    y = tapped.split(joins.attends(attend)(q, k, v), "blocks.*.attention.heads", joins, dim=2)
+    y = tapped.residual(joins.row(y, out.weight, out.bias), "blocks.*.attention.out", joins)
+    x = tapped.residual(x + _dropped(y, keys, config.dropout, joins, layer, site=1), "blocks.*.middle", joins)
 
-    y = weights.mlp_norm(x, config.epsilon)
-    y = jax.nn.gelu(joins.column(y, up.weight, up.bias), approximate=True)
-    y = joins.row(y, down.weight, down.bias)
-    return x + _dropped(y, keys, config.dropout, joins, layer, site=2)
+    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins)
+    y = jax.nn.gelu(tapped.split(joins.column(y, up.weight, up.bias), "blocks.*.mlp.up", joins, dim=2), approximate=True)
+    y = tapped.residual(joins.row(y, down.weight, down.bias), "blocks.*.mlp.down", joins)
+    return tapped.residual(x + _dropped(y, keys, config.dropout, joins, layer, site=2), "blocks.*.out", joins)
 
 
 def head(
@@ -143,7 +145,7 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    x = tapped.whole(joins.enter(across(model.norm(x, model.config.epsilon))), "head.in", joins)
     return pieces.mean_loss(x, model.wte, targets, weights, joins, model.config.vocabulary)
 
 
@@ -167,7 +169,8 @@ def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
         return x
     T, D = x.shape[1] * joins.parts, x.shape[2]
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
-    return jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
+    x = jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
+    return tapped.residual(x, f"blocks.*.dropped.{site}" if site else "embedding.dropped", joins)
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import experts, pipeline, tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces
+from parallax.models import pieces, tapped
 from parallax.models.attention import grouped
 from parallax.models.family import Batch
 from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm
@@ -97,7 +97,8 @@ def embed(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
-    return across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
+    x = across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
+    return tapped.residual(x, "embedding", joins)
 
 
 def block(
@@ -120,15 +121,21 @@ def block(
     """
     attention = weights.attention
 
-    y = joins.enter(weights.attention_norm(x, config.epsilon))
-    y = joins.attends(attend)(*queries_keys_values(attention, y, turns, config, joins))
-    x = x + joins.row(y, attention.out.weight, None)
+    x = tapped.residual(x, "blocks.*.in", joins)
+    y = joins.enter(tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins))
+    q, k, v = queries_keys_values(attention, y, turns, config, joins)
+    y = joins.attends(attend)(tapped.split(q, "blocks.*.attention.query", joins, dim=2), k, v)
+    y = tapped.split(y, "blocks.*.attention.heads", joins, dim=2)
+    y = tapped.residual(joins.row(y, attention.out.weight, None), "blocks.*.attention.out", joins)
+    x = tapped.residual(x + y, "blocks.*.middle", joins)
 
-    y = weights.mlp_norm(x, config.epsilon)
+    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins)
     if isinstance(weights.mlp, MLP):
-        return x + fed_forward(weights.mlp, y, joins)
+        y = tapped.residual(fed_forward(weights.mlp, y, joins), "blocks.*.mlp.down", joins)
+        return tapped.residual(x + y, "blocks.*.out", joins)
     y, told = mixed(weights.mlp, y, config, joins)
-    return pipeline.Output(x + y, loss=config.balance * told.balance + config.z * told.z, aux=told)
+    x = tapped.residual(x + tapped.residual(y, "blocks.*.mlp.down", joins), "blocks.*.out", joins)
+    return pipeline.Output(x, loss=config.balance * told.balance + config.z * told.z, aux=told)
 
 
 def fed_forward(
@@ -136,7 +143,7 @@ def fed_forward(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What the feed-forward adds to the residual stream."""
     y = joins.enter(y)
-    y = jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up)
+    y = tapped.split(jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up), "blocks.*.mlp.up", joins, dim=2)
     return joins.row(y, weights.down.weight, None)
 
 
@@ -235,7 +242,7 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = joins.enter(across(model.norm(x, model.config.epsilon)))
+    x = tapped.whole(joins.enter(across(model.norm(x, model.config.epsilon))), "head.in", joins)
     return pieces.mean_loss(x, model.unembedding, targets, weights, joins, model.config.vocabulary)
 
 

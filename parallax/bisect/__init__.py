@@ -1,0 +1,30 @@
+"""Where a split run goes wrong: values of a model have names, and two runs are compared name by name.
+
+x = bisect.tap(x, "blocks.3.attention.out", P("batch"))       # in the model; free while nothing is recorded
+print(bisect.compare(one_device, split))                      # the first value that differs, and what lies before it
+"""
+
+from parallax.bisect.comparison import Comparison, Finding, compare, rounding
+from parallax.bisect.records import Key, Record, Value, load, of_tree, record
+from parallax.bisect.taps import AFTER, BATCH, at, is_on, job, numbered, tap, tap_tree
+
+__all__ = [
+    "AFTER",
+    "BATCH",
+    "Comparison",
+    "Finding",
+    "Key",
+    "Record",
+    "Value",
+    "at",
+    "compare",
+    "is_on",
+    "job",
+    "load",
+    "numbered",
+    "of_tree",
+    "record",
+    "rounding",
+    "tap",
+    "tap_tree",
+]

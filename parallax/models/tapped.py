@@ -1,0 +1,82 @@
+"""The taps of a decoder: its values by their logical places, however rows, tokens, heads and hidden units are split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from parallax import bisect
+from parallax.collectives.types import axes
+from parallax.layout.rows import Placed
+from parallax.tensor import Joins
+from parallax.typed import PyTree
+
+GATHERED = ("data", "context")  # over these a weight is whole when it is used
+
+
+def residual(x: Any, path: str, joins: Joins) -> Any:
+    """`x` of the residual stream, [B, T, D], with a tap."""
+    if not bisect.is_on():
+        return x
+    return bisect.tap(x, path, P(bisect.BATCH), places={1: _places(x.shape[1] * joins.parts, joins, joins.own)})
+
+
+def whole(x: Any, path: str, joins: Joins) -> Any:
+    """`x` of all the layers' tokens, [B, T, ...], with a tap."""
+    return x if not bisect.is_on() else _whole(x, path, joins, P(bisect.BATCH))
+
+
+def split(x: Any, path: str, joins: Joins, dim: int) -> Any:
+    """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
+    names = axes(joins.axis.names)
+    return x if not bisect.is_on() else _whole(x, path, joins, P(bisect.BATCH, *[None] * (dim - 1), names or None))
+
+
+def loss(value: Any) -> Any:
+    """The loss of a part of the batch, with a tap."""
+    return bisect.tap(value, "loss", P(unreduced=frozenset({bisect.BATCH})))
+
+
+def block(apply: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
+    """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them."""
+
+    def tapped(weights, x, layer):
+        specs = placed.where(placed.specs)
+        with bisect.at(layer=layer):
+            return apply(bisect.tap_tree(weights, "blocks.*", specs, without=GATHERED, loops=placed.loops), x, layer)
+
+    return tapped
+
+
+def ends(f: Callable[..., Any], name: str, placed: Placed) -> Callable[..., Any]:
+    """`enter` or `head`, with taps of the weights that are in no block."""
+
+    def tapped(model, *others):
+        if not bisect.is_on():
+            return f(model, *others)
+        rest = eqx.tree_at(placed.where, model, None)
+        rest = bisect.tap_tree(rest, name, placed.specs, without=GATHERED)
+        return f(eqx.tree_at(placed.where, rest, placed.where(model), is_leaf=lambda x: x is None), *others)
+
+    return tapped
+
+
+def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
+    """A grad arrow, with taps of the gradients that the optimizer is given."""
+
+    def tapped(*arguments):
+        value, found = grad(*arguments)
+        return value, bisect.tap_tree(found, "gradients", specs, way=bisect.AFTER)
+
+    return tapped
+
+
+def _whole(x: Any, path: str, joins: Joins, spec: P) -> Any:
+    return bisect.tap(x, path, spec, places={1: _places(x.shape[1], joins, lambda x, dim: x)})
+
+
+def _places(tokens: int, joins: Joins, own: Callable[..., Any]) -> Any:
+    """Where this device's tokens are in the sequence."""
+    return own(joins.tokens(jnp.arange(tokens * joins.contexts, dtype=jnp.int32), dim=0), dim=0)
