@@ -84,7 +84,7 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="short sequences, to see that it runs")
     quick = parser.parse_args().quick
     jax.config.update("jax_num_cpu_devices", 8)
-    lengths = (128, 256) if quick else (2048, 4096, 8192)
+    lengths = (256,) if quick else (2048, 4096, 8192)
     memory(lengths)
     balance()
     train(lengths[-1], 3 if quick else 6)

@@ -646,8 +646,8 @@ TOLD = (
     Mutant("model_flops", "12 * L * D * T)", "6 * L * D * T)", "test_plan.py::test_operations_are_those_of_the_papers"),
     Mutant(
         "span",
-        '"stage": layout.tensor, "data": layout.tensor * layout.stage',
-        '"stage": layout.tensor, "data": layout.tensor',
+        "math.prod(sizes[inner] for inner in strides)",
+        "max([sizes[inner] for inner in strides], default=1)",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
     Mutant("handed_of_zero_bubble", "min(M * v + 1, P)", "P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
@@ -696,8 +696,8 @@ TOLD = (
     ),
     Mutant(
         "Layout.coordinates",
-        "for name in reversed(AXES):",
-        "for name in AXES:",
+        "for name in reversed(self.axes):",
+        "for name in self.axes:",
         "test_layout.py::test_groups_are_those_of_the_mesh",
     ),
     Mutant("_misfits", '"the vocabulary\'s padded rows", P * t', '"the vocabulary\'s padded rows", t', "test_layout.py"),
@@ -1243,6 +1243,28 @@ CONTEXT = (
     Mutant("block", "if joins.contexts > 1:", "if False:", "test_context_models.py::test_refusals"),
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
     Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
+    Mutant(
+        "Functions.parts", "in PARTS if", "in PARTS[:1] if", "test_context_layouts.py::test_a_context_axis_trains_as_one_device"
+    ),
+    Mutant(
+        "checked",
+        "if not any(",
+        "if False and not any(",
+        "test_context_layouts.py -k ignores_the_axis",
+    ),
+    Mutant("_moves_along", "found <= names", "found & names", "test_context_layouts.py -k gathered_weights"),
+    Mutant(
+        "_check_attention",
+        "family.around is not None and compute.attend is None",
+        "family.around is not None",
+        "test_context_layouts.py -k ignores_the_axis",
+    ),
+    Mutant("_tokens_split", "math.lcm(2, by)", "by", "test_layout.py::test_what_a_refusal_proposes_works"),
+    Mutant("ended_by", "jnp.cumsum(ends, axis=1) - ends", "jnp.cumsum(ends, axis=1)", "test_documents.py -k packed_window"),
+    Mutant("apart", "jnp.where(same, weights, jnp.zeros_like(weights))", "weights", "test_documents.py -k packed_window"),
+    Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context"),
+    Mutant("minded", "== [True]", "!= []", "test_documents.py::test_layers_that_do_not_read_the_documents_are_refused"),
+    Mutant("attention", "sees & (segments", "sees | (segments", "test_documents.py -k dropped_within"),
 )
 
 BY_NUMPY = "test_islands.py::test_islands_are_those_of_numpy"

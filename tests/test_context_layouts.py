@@ -1,7 +1,11 @@
 """Layouts with a context axis train GPT-2 and Llama as one device does, with data, stage, tensor and what else a layout says."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import bare
 import jax
@@ -16,6 +20,7 @@ from parallax.collectives import ring, xla
 from parallax.layout import Layout, nearest
 from parallax.models import decoder, gpt2, llama
 
+ROOT = Path(__file__).resolve().parent.parent
 STEPS, BATCH = 5, 4
 SIZES = {"layers": 2, "heads": 4, "width": 16, "context": 16, "vocabulary": 61, "vocabulary_multiple": 8}
 KINDS = {"gpt2": (gpt2, gpt2.Config(**SIZES, dropout=0.1)), "llama": (llama, llama.Config(**SIZES, groups=2, hidden=24))}
@@ -90,6 +95,28 @@ def test_drawn_layouts_train_as_one_device(sizes, microbatches, words, kind):
     check(Layout(**fields), kind, mover=xla)
 
 
+@pytest.mark.slow
+def test_all_four_axes_on_sixteen_devices():
+    """In a process of its own, which has so many."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SIXTEEN]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+SIXTEEN = """
+import jax
+
+jax.config.update("jax_num_cpu_devices", 16)
+jax.config.update("jax_enable_x64", True)
+from test_context_layouts import check
+from parallax.layout import Layout
+
+check(Layout(data=2, stage=2, context=2, tensor=2, microbatches=2, zero=1, sequence=True), "gpt2")
+"""
+
+
 # Refusals
 
 
@@ -109,6 +136,13 @@ REFUSED = {
         {},
     ),
 }
+
+
+def test_gathered_weights_are_no_attention():
+    """ZeRO-3 sends along the axis too, weights that is."""
+    family = dataclasses.replace(bare.FAMILY, around=context.causal)
+    with pytest.raises(ValueError, match=re.escape("the layers send nothing along ['context'], which splits their tokens")):
+        lowered(family, bare.Config(), Layout(data=2, context=2, zero=3))
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -96,6 +96,8 @@ LAYOUTS = {
     "data": [None, 1, 2, 3, 4, 8],
     "stage": [None, 1, 2, 4, 5],
     "tensor": [None, 1, 2, 3, 4],
+    "context": [1, 1, 2, 3, 8],
+    "dropout": [0.0, 0.0, 0.1],
     "microbatches": [1, 2, 3, 4, 8],
     "chunks": [None, 1, 2, 3],
     "batch": [8, 10, 16, 31],

@@ -20,6 +20,7 @@ GALLERY = [
     "custom_training",
     "lora",
     "experts",
+    "long_context",
     "inside_jit",
 ]
 PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory", "experts": "loads"}
@@ -179,6 +180,16 @@ def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printe
     assert mixture < twin
     first, last = numbers(text, r"step   1  layer 0: #, "), numbers(text, r"step 200  layer 0: #, ")
     assert last < first
+
+
+@pytest.mark.sweep(3, "together")
+@pytest.mark.slow
+def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(printed):
+    text = printed("long_context", "--quick")
+    alone, ring = numbers(text, r"\n +256 +above # +#.*")[1], numbers(text, r"\n +256 +above \S+ +\S+ +#")[0]
+    assert alone > 2.5 * ring
+    assert "zigzag: every device computes 9 blocks, of which the four need 8, 8, 8, 8" in text
+    assert numbers(text, "step  3  loss #")[0] < numbers(text, "step  1  loss #")[0]
 
 
 @pytest.mark.sweep(3, "together")

@@ -78,6 +78,9 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble")),
     "zero bubble in chunks": (16, Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
     "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
+    "context": (16, Layout(data=2, context=2, tensor=2, zero=1)),
+    "context, blocks again": (8, Layout(context=4, remat="block", microbatches=2)),
+    "context in stages": (16, Layout(data=2, context=2, stage=2, microbatches=4, zero=3)),
     "sends split in chunks": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True)),
 }
 

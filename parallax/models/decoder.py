@@ -285,7 +285,8 @@ def _weighted(batch: Batch, data: Axis, compute: Compute) -> Batch:
 
 def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
     """Refuse a context axis where nothing says how attention goes over it."""
-    if layout.context == 1 or compute.around is not None or (family.around is not None and compute.attend is None):
+    by_family = family.around is not None and compute.attend is None
+    if layout.context == 1 or compute.around is not None or by_family:
         return
     who = f"{family.model.__name__}'s family has no `around`" if compute.attend is None else "Compute has `attend` alone"
     raise ValueError(

@@ -124,13 +124,13 @@ def _slots(kinds: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     return [zeros if alike(zeros) else _stacked(zeros, count) for zeros in map(empty, kinds)]
 
 
-def written(slots: list[Array], arrays: Sequence[Any], slot: Array) -> list[Array]:
+def written(slots: list[Any], arrays: Sequence[Any], slot: Array) -> list[Any]:
     """The slots after these arrays, one of each kind, have gone into one of them."""
     put = lambda all, one: one if all.ndim == one.ndim else lax.dynamic_update_index_in_dim(all, one, slot, 0)
     return [put(all, raw(one)) for all, one in zip(slots, arrays, strict=True)]
 
 
-def waiting(slots: list[Array], kinds: Sequence[Any], slot: Array) -> list[Array]:
+def waiting(slots: list[Any], kinds: Sequence[Any], slot: Array) -> list[Any]:
     """What lies in a slot, of these types."""
 
     def taken(all, kind):

@@ -91,7 +91,7 @@ class InTwo(NamedTuple):
     weights: Callable[[PyTree, PyTree, list[Array], list[Array]], PyTree]
 
 
-def in_two(halves: Halves, trained: PyTree, given: PyTree, kept: list[Array], ct: PyTree) -> InTwo:
+def in_two(halves: Halves, trained: PyTree, given: PyTree, kept: list[Any], ct: PyTree) -> InTwo:
     """The backward half, traced on these and taken apart; of `kept` each part reads what it needs."""
     arrays = lambda trained, given: eqx.filter((trained, given), eqx.is_array)
     static = eqx.filter((trained, given), eqx.is_array, inverse=True)
@@ -123,7 +123,7 @@ def raw(kept: Any) -> Any:
     return jax.random.key_data(kept) if _is_key(kept) else kept
 
 
-def typed(numbers: Array, kind: Any) -> Array:
+def typed(numbers: Any, kind: Any) -> Any:
     """The inverse of `raw`, for an array of the type `kind`."""
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(jnp.zeros((), kind.dtype))) if _is_key(kind) else numbers
 

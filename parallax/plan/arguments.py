@@ -55,7 +55,7 @@ def shapes(config: gpt2.Config, stages: Stages, chunks: int) -> tuple[tuple[str,
 
 def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:
     """The model's arrays as a device of `layout` has them."""
-    replicas = words.read(layout).replicas.state(whole=1, share=layout.data)
+    replicas = words.read(layout).replicas.state(whole=1, share=layout.data * layout.context)
     return _leaves(config, replicas, layout.stage, layout.tensor, layout.chunks)
 
 

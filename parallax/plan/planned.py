@@ -14,8 +14,7 @@ Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operati
 """
 
 import dataclasses
-import itertools
-import operator
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -255,7 +254,9 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     """
     size = traffic.sizes(config, layout, batch)
     D, T, t = config.width, config.context, layout.tensor
-    weights, scores = 24 * D * D * size.tokens / t, 4 * D * T * size.tokens / t  # a layer's forward pass
+    n = layout.context
+    of_pairs = words.read(layout).contexts.of(whole=1, share=(2 * n + 1) / (4 * n))  # zigzag leaves out those after the query
+    weights, scores = 24 * D * D * size.tokens / t, of_pairs * 4 * D * T * size.tokens / t  # a layer's forward pass
     forward = weights + scores
     does = words.read(layout).again
     again = does.weights * weights + does.scores * scores
@@ -276,9 +277,10 @@ def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[
 
 def span(layout: Layout, axes: Sequence[str]) -> int:
     """How far apart the devices of a group along `axes` are numbered, both ends counted; the last axis runs fastest."""
-    sizes = layout.axes
-    strides = dict(zip(reversed(sizes), itertools.accumulate(reversed(sizes.values()), operator.mul, initial=1), strict=False))
-    return 1 + sum(strides[name] * (layout.axes[name] - 1) for name in axes)
+    sizes, strides = layout.axes, {}
+    for name in reversed(sizes):
+        strides[name] = math.prod(sizes[inner] for inner in strides)
+    return 1 + sum(strides[name] * (sizes[name] - 1) for name in axes)
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:

@@ -25,6 +25,7 @@ from parallax.plan.compilers import IN_PLACE, Compiler, Number
 from parallax.plan.traffic import BLOCK_TOKENS
 
 FLOAT = 4  # bytes of what is summed
+TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
 
 class Temporary(NamedTuple):
@@ -74,9 +75,10 @@ class Sizes(NamedTuple):
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     """The sizes of a microbatch on a device; `batch` and `short` are those of `temporary`."""
-    b, t, T = layout.sequences(batch), layout.tensor, config.context
-    A, S = b * T * config.width, b * config.heads * T * T
+    b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     does = words.read(layout)
+    tile = min(TILE, T) ** 2  # around the ring, scores are made a tile at a time
+    A, S = b * T * config.width, b * config.heads * does.contexts.of(whole=T * T, share=tile)
     stream = does.tokens.of(whole=A, share=A / t)
     narrow = does.numbers.of(full=FLOAT, short=short)
     return Sizes(A, A / t, S / t, narrow, stream, does.kept.gathered(whole=A, share=stream))
@@ -88,7 +90,7 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
     Norms keep four activations (two in float32), column-parallel layers their inputs, attention q, k, v and its result, GELU
     some of four times the width; the softmax its result in both types and two numbers a row.
     """
-    size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context
+    size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context // layout.context
     does = words.read(layout)
     own = does.tokens.of(whole=1, share=layout.tensor)
     kept = (
@@ -97,8 +99,9 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
         + 4 * (1 + results_of_gelu()) * size.narrow * size.split
     )
     kept += 4 * FLOAT * b * T / own
-    scores = (FLOAT + size.narrow) * size.scores + 2 * FLOAT * b * config.heads * T / layout.tensor
-    return kept + does.kept.scores * scores
+    rows = FLOAT * b * config.heads * T / layout.tensor  # a number for each query and head
+    scores = (FLOAT + size.narrow) * size.scores + 2 * rows
+    return kept + does.contexts.of(whole=does.kept.scores * scores, share=rows)
 
 
 @functools.cache
@@ -191,12 +194,16 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * replicas.state(whole=0, share=B)
     of_stage += replicas.parameters(whole=c.chunk * B / chunks, share=0.0)
     of_whole = c.gradients * B + many * c.gradients_again * sums + (c.ends + many * c.ends_again) * E
-    of_whole += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data > 2)
+    of_whole += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data * layout.context > 2)
     of_shares = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
     gradients = does.stages.of(alone=replicas.parameters(whole=of_whole, share=of_shares), piped=of_stage)
     update = c.update[0] * state + c.update[1] * replicas.parameters(whole=B, share=B_share)
-    update += (c.update[3] if layout.data > 1 else c.update[2]) * E
+    update += (c.update[3] if layout.data * layout.context > 1 else c.update[2]) * E
     update = does.stages.of(alone=update, piped=0.0)
-    logits = min(BLOCK_TOKENS, layout.sequences(batch) * config.context) * config.rows / (layout.stage * layout.tensor)
+    logits = (
+        min(BLOCK_TOKENS, layout.sequences(batch) * config.context // layout.context)
+        * config.rows
+        / (layout.stage * layout.tensor)
+    )
     loss = 2 * FLOAT * logits + E
     return Temporary(in_flight * one + waiting, block, gradients, gathered, loss, update)

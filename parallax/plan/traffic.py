@@ -1,8 +1,8 @@
 """What a GPT-2 train step sends, collective by collective: the closed forms, which the compiled program's bytes equal.
 
-Legend: b sequences of a microbatch, T tokens, D width, A = b T D numbers (an activation), L layers, P stages, M microbatches,
-t tensor devices, n replicas. A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S, a reduce-scatter half of it, and
-an all-gather to S bytes as much.
+Legend: b sequences of a microbatch, T tokens (of a device, where a context axis splits them), D width, A = b T D numbers (an
+activation), L layers, P stages, M microbatches, t tensor devices, n replicas. A ring's all-reduce of S bytes over n devices sends
+2 (n - 1)/n S, a reduce-scatter half of it, and an all-gather to S bytes as much.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2; Rajbhandari et al.
 (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
@@ -17,6 +17,7 @@ from jax import lax
 
 from parallax.collectives import AxisLike, cost, ring, send_next
 from parallax.collectives.cost import Cost
+from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout, words
 from parallax.layout.rows import Choice
 from parallax.models import gpt2
@@ -68,7 +69,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         sequences: of the microbatch.
-        tokens: of all of these.
+        tokens: of all of these, on a device of the context axis.
         layers: that one call of a stage runs.
         forward: calls of a stage forward.
         backward: calls of a stage backward.
@@ -98,10 +99,8 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     forward, backward, heads, last = order.ticks(P, M, v)
     # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
     hops = forward + backward - (last == 1)
-    layers = config.layers // (P * v)
-    return Sizes(
-        b, b * config.context, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v)
-    )
+    layers, tokens = config.layers // (P * v), b * config.context // layout.context
+    return Sizes(b, tokens, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v))
 
 
 def terms(
@@ -124,7 +123,10 @@ def terms(
         itemsize: bytes of a parameter, and of a number that is computed in full precision.
     """
     step = _Step(config, layout, batch, axes, short, itemsize)
-    parts = (step.inside_layers(), step.at_the_ends(), step.between_stages(), step.over_replicas(), step.over_all())
+    parts = (
+        *(step.inside_layers(), step.around_context(), step.at_the_ends()),
+        *(step.between_stages(), step.over_replicas(), step.over_all()),
+    )
     return [term for part in parts for term in part if term.times and (term.n > 1 or term.collective is lax.pmax)]
 
 
@@ -163,11 +165,11 @@ class _Step:
             mover = self.axes[together[0]].mover if together else ring
             yield self.term(what, together, mover.all_reduce, nbytes, times, itemsize)
 
-    def reduce_scatter(self, what, axis, nbytes, times, itemsize=None) -> Term:
-        return self.term(what, (axis,), self.axes[axis].mover.reduce_scatter, nbytes, times, itemsize)
+    def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Term:
+        return self.term(what, over, self.axes[over[0]].mover.reduce_scatter, nbytes, times, itemsize)
 
-    def all_gather(self, what, axis, nbytes, times, itemsize=None) -> Term:
-        return self.term(what, (axis,), self.axes[axis].mover.all_gather, nbytes, times, itemsize)
+    def all_gather(self, what, over, nbytes, times, itemsize=None) -> Term:
+        return self.term(what, over, self.axes[over[0]].mover.all_gather, nbytes, times, itemsize)
 
     def inside_layers(self) -> Iterator[Term]:
         """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
@@ -183,8 +185,20 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """All-gathers and reduce-scatters of the residual stream over the tensor axis."""
-        yield self.all_gather(gathered, "tensor", self.stream, gathers)
-        yield self.reduce_scatter(scattered, "tensor", self.stream * self.parts, scatters)
+        yield self.all_gather(gathered, ("tensor",), self.stream, gathers)
+        yield self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
+
+    def around_context(self) -> Iterator[Term]:
+        """Keys and values, which go round the ring in each pass, and their gradients, which follow them in float32 or wider."""
+        size, kept, n = self.size, self.does.kept, self.layout.context
+        both = 2 * size.tokens * self.config.width // self.layout.tensor  # numbers of keys and values on a device
+        again = size.backward * size.layers * (kept.sums > 0 or self.does.again.in_stages)
+        passes = size.layers * (size.forward + size.backward)
+        # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
+        hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
+        yield self.term("keys and values", ("context",), send_next, both * self.compute, hops)
+        gradients = (n - 1) * size.layers * size.backward
+        yield self.term("their gradients", ("context",), send_next, both * self.wide, gradients, self.wide)
 
     def at_the_ends(self) -> Iterator[Term]:
         """The embedding and the head, whose vocabulary is split over stage and tensor."""
@@ -207,7 +221,7 @@ class _Step:
         sent = self.does.sends.of(whole=self.stream, share=part)
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
         yield from self.does.sends.of(
-            whole=(), share=(self.all_gather("parts of hops gathered", "tensor", part, size.forward + size.backward),)
+            whole=(), share=(self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward),)
         )
         yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.backward + size.heads)
         split_too = self.does.tokens.of(whole=(), share=("tensor",))
@@ -228,7 +242,7 @@ class _Step:
 
     def over_replicas(self) -> Iterator[Term]:
         """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
-        held, over, chunks = self.does.replicas.parameters, ("data",), self.does.chunks
+        held, over, chunks = self.does.replicas.parameters, axes_of(self.does.parts.names), self.does.chunks
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:
@@ -239,8 +253,8 @@ class _Step:
             if leaf.block:
                 part = self.summed(leaf)(whole=whole, share=whole // chunks)
                 gathers, share = held(whole=1, share=self._gathers(leaf)), held(whole=share, share=share // chunks)
-            yield self.reduce_scatter("gradients scattered", "data", part, scatters, self.wide)
-            yield self.all_gather("parameters gathered", "data", share // self.wide * gathered, gathers, gathered)
+            yield self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
+            yield self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
@@ -267,7 +281,7 @@ class _Step:
         """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them."""
         sets = {}
         for leaf in self.leaves:
-            axes = set(leaf.axes) | ({"data"} if leaf.split else set())
+            axes = set(leaf.axes) | (set(axes_of(self.does.parts.names)) if leaf.split else set())
             sets[frozenset(axes)] = None
         for axes in sets:
             yield from self.all_reduce("squared norms", axes, self.wide, 1, self.wide)
