@@ -66,6 +66,18 @@ def loads(name: str, by_step: np.ndarray) -> Path:
     return _saved(figure, name)
 
 
+def losses(name: str, of: Mapping[str, Mapping[int, float]]) -> Path:
+    """Held-out losses by step, one curve over the other."""
+    figure, axes = _subplots(1, 1, figsize=(7, 4))
+    for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
+        axes.plot(list(curve), list(curve.values()), linewidth=width, color=colour, label=label)
+    axes.set(xlabel="steps", ylabel="held-out loss (nats a token)")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _saved(figure, name)
+
+
 def _subplots(*arguments, **options):
     try:
         import matplotlib

@@ -49,7 +49,7 @@ def test_a_model_that_says_nothing_of_experts_has_none_to_split():
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(data=2, stage=2, tensor=2), Layout(data=4, tensor=2), Layout(stage=8), Layout(replica=2, data=2, tensor=2, zero=1)],
+    [Layout(data=2, stage=2, tensor=2), Layout(context=4, tensor=2), Layout(replica=2, data=2, tensor=2, zero=1)],
     ids=str,
 )
 def test_groups_are_those_of_the_mesh(layout):

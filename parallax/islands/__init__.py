@@ -2,7 +2,7 @@
 
 from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Fragments, Stream, by_layers, by_path, whole
 from parallax.islands.rounds import local, nesterov
-from parallax.islands.state import Sent, State, init, model_of, planned, regrouped
+from parallax.islands.state import Sent, State, count, init, model_of, names_of, of_others, planned, regrouped
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -13,10 +13,13 @@ __all__ = [
     "Stream",
     "by_layers",
     "by_path",
+    "count",
     "init",
     "local",
     "model_of",
+    "names_of",
     "nesterov",
+    "of_others",
     "planned",
     "regrouped",
     "whole",

@@ -1,5 +1,6 @@
 """What a step of islands changes: a state for each island, and the outer weights, which all islands have."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,13 +96,7 @@ def planned(
     trainable: PyTree = rules.is_inexact,
 ) -> step.Planned:
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
-    names = names_of(axis)
-    if strange := [name for name in names if name not in mesh_.shape]:
-        raise ValueError(f"islands.init: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
-    over = names[0] if len(names) == 1 else names
-    islands = 1
-    for name in names:
-        islands *= mesh_.shape[name]
+    over, islands = names_of(axis), count(axis, mesh_)
     arrays, static = eqx.partition(state, mesh.is_array)
     trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, mesh.is_array))
@@ -157,39 +152,69 @@ def names_of(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
+def count(axis: AxisLike | ErrorFeedback, mesh_: Mesh) -> int:
+    """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
+    names = names_of(axis)
+    if strange := [name for name in names if name not in mesh_.shape]:
+        raise ValueError(f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
+    return math.prod(mesh_.shape[name] for name in names)
+
+
 def model_of(state: State) -> PyTree:
     """The model that the islands train together: the outer weights, and what is not trained as the first island has it."""
     first = jax.tree.map(lambda x: x[0] if mesh.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
-def regrouped(state: State, islands: int) -> tuple[State, list[str]]:
-    """`state` for another number of islands, and what was lost, in sentences. Place it with the specs of the new mesh.
+def of_others(shapes: State, islands: int) -> State:
+    """The shapes of a state of another number of islands, to restore it from a checkpoint: each device has all islands' parts."""
+
+    def leaf(x):
+        whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
+
+    each = lambda tree: jax.tree.map(lambda x: leaf(x) if mesh.is_array(x) else x, tree)
+    sent = lambda one: None if one is None else Sent(one.mean, one.some, each(one.here))
+    inner = eqx.tree_at(_step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none)
+    return State(inner, shapes.model, shapes.optimizer, each(shapes.error), tuple(map(sent, shapes.sent)))
+
+
+def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
+    """`state` for another number of islands, in the places of `shapes`, and what was lost, in sentences.
+
+        like = islands.of_others(prepared.shapes, 2)                               # a run of two islands
+        state, lost = islands.regrouped(checkpoints.restore(like).state, prepared.shapes)
 
     All islands go on from the outer weights. Island i takes the inner optimizer's state of island i mod n, of n that there
     were. What is under way or was rounded away is dropped.
-
-    Raises:
-        ValueError: `islands` is below 1.
     """
-    if islands < 1:
-        raise ValueError(f"islands.regrouped needs islands of 1 or more; got {islands}.")
-    before = next(leaf.shape[0] for leaf in jax.tree.leaves(state.inner.model) if mesh.is_array(leaf))
+    first = lambda tree: next(leaf.shape[0] for leaf in jax.tree.leaves(tree) if mesh.is_array(leaf))
+    before, islands = first(state.inner.model), first(shapes.inner.model)
     chosen = jnp.arange(islands) % before
-    taken = lambda tree: jax.tree.map(lambda x: x[chosen] if mesh.is_array(x) else x, tree)
-    inner = state.inner
-    copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
-    new = step.State(eqx.combine(copies, taken(inner.model)), taken(inner.optimizer), inner.step, taken(inner.scale))
+    taken = lambda tree: jax.tree.map(lambda x: x[chosen], tree)
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
-    sent = tuple(
-        None if each is None else Sent(jax.tree.map(jnp.zeros_like, each.mean), jnp.asarray(False), jnp.zeros(islands, bool))
-        for each in state.sent
-    )
+    arrays, static = eqx.partition(state, mesh.is_array)
+
+    def change(state):
+        inner = state.inner
+        copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
+        new = step.State(eqx.combine(copies, taken(inner.model)), taken(inner.optimizer), inner.step, taken(inner.scale))
+        none = lambda sent: Sent(*jax.tree.map(jnp.zeros_like, (sent.mean, sent.some)), zeros(sent.here))
+        sent = tuple(None if each is None else none(each) for each in state.sent)
+        return State(new, state.model, state.optimizer, zeros(state.error), sent)
+
+    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, mesh.is_array))
     lost = ["the inner steps since the last round, on every island, where there were any"]
-    if islands < before:
-        lost.append(f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone")
-    if islands > before:
-        lost.append(f"nothing else: islands {before} to {islands - 1} begin with copies of the inner optimizer's states")
-    lost += ["what int8 had rounded away"] * any(jax.tree.leaves(each) for each in state.error)
+    lost += [f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"] * (islands < before)
+    lost += [f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"] * (islands > before)
+    lost += ["what int8 had rounded away"] * any(jax.tree.leaves(state.error))
     lost += ["the exchanges under way"] * any(each is not None for each in state.sent)
-    return State(new, state.model, state.optimizer, tuple(map(zeros, state.error)), sent), lost
+    return eqx.combine(jax.jit(change, out_shardings=places)(arrays), static), lost
+
+
+def _step(state: Any) -> Any:
+    return state.step
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

@@ -26,8 +26,8 @@ class Layout:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
-        replica: groups of replicas, each of which has all that ZeRO splits among `data`: gradients are reduced inside a group,
-            and the shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
+        replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients are reduced inside a group,
+            and then their shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
         expert: devices, each of which sees a part of the batch too, among which each layer's experts are split: tokens travel to
             their experts. All else is the same on them, as on `data`; ZeRO's shares are among `data` and `context` alone. See
             `parallax.experts`.

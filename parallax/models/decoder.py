@@ -9,7 +9,7 @@ It is short on purpose: copy it, and change a line. What a layout's words mean i
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -31,7 +31,7 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
-from parallax.step import State, make_scaled, planned
+from parallax.step import Planned, State, Step, make_scaled, planned
 
 __all__ = [
     "PLAIN",
@@ -94,6 +94,39 @@ def prepare(
         ValueError: the layout does not divide the model or the batch, or is not the mesh's; `axes` names another axis; or a
             context axis splits the tokens, and the attention does not go over it.
     """
+    made = local_step(family, config, optimizer, layout, mesh_, batch=batch, key=key, axes=axes, compute=compute)
+    keys = lambda number: sequence_keys(made.dropout, number, batch) if family.drops(config) else None
+    train = compiled(made.step, made.state, mesh_, keys, split=P(layout.batch_axes))
+    return Prepared(made.state.init, made.state.shapes, train)
+
+
+class Local(NamedTuple):
+    """A decoder's step on local blocks, for another wrapper than `mesh.spmd` alone.
+
+    Attributes:
+        step: `(state, batch, limit) -> (state, info)`, of a `Batch`.
+        state: the state that it changes, which can be made.
+        dropout: the key of the dropout masks.
+    """
+
+    step: Step
+    state: Planned
+    dropout: Key[Array, ""]
+
+
+def local_step(
+    family: Family,
+    config: Configuration,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    mesh_: Mesh,
+    *,
+    batch: int,
+    key: Key[Array, ""],
+    axes: Mapping[str, AxisLike] | None = None,
+    compute: Compute = PLAIN,
+) -> Local:
+    """The step that `prepare` compiles, before it is; arguments and errors as there. The mesh may have more axes."""
     layout.check(**config.sizes, batch=batch)
     _check_mesh(layout, mesh_)
     _check_attention(family, layout, compute)
@@ -118,21 +151,44 @@ def prepare(
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
     local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
-    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, P(layout.batch_axes), P()), out_specs=(state.specs, P()))
-    drops = family.drops(config)
+    cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))
+    init = lambda model=None: state.init() if model is None else state.init(cut(model))
+    return Local(local, state._replace(init=init), dropout_key)
 
+
+def compiled(
+    local: Callable[..., Any],
+    state: Planned,
+    mesh_: Mesh,
+    keys: Callable[[Array], Any],
+    *,
+    split: P,
+    of_info: P = P(),  # noqa: B008
+    options: int = 1,
+) -> Train:
+    """The compiled step of a local one: it donates the state.
+
+    Args:
+        local: `(state, batch, *options) -> (state, info)`, of a `Batch`.
+        state: the state that it changes.
+        mesh_: the mesh.
+        keys: from the step's number to the random keys of the global batch, or to None.
+        split: the spec of the batch.
+        of_info: the spec of what the step measured.
+        options: how many options it takes, each the same on all devices, or None.
+    """
+    given = (P(),) * options
+    step = mesh.spmd(local, mesh=mesh_, in_specs=(state.specs, split, *given), out_specs=(state.specs, of_info))
     static = eqx.filter(state.shapes, mesh.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(arrays, windows, weights=None, limit=None):
-        keys = sequence_keys(dropout_key, arrays.step, batch) if drops else None
-        new, info = step(eqx.combine(arrays, static), Batch(windows, keys, weights), limit)
+    def train(arrays, windows, weights=None, *chosen):
+        chosen = (*chosen, *(None,) * (options - len(chosen)))
+        new, info = step(eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *chosen)
         return eqx.filter(new, mesh.is_array), info
 
-    cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))
-    init = lambda model=None: state.init() if model is None else state.init(cut(model))
-    compiled = cast("Train", train)
-    return Prepared(init, state.shapes, Partly(compiled, static) if jax.tree.leaves(static) else compiled)
+    made = cast("Train", train)
+    return Partly(made, static) if jax.tree.leaves(static) else made
 
 
 def loss_step(

@@ -89,13 +89,13 @@ class Partly(NamedTuple):
     """A `Train` of a state that holds other things than arrays: they stay as they are."""
 
     train: Train
-    static: State
+    static: Any
 
-    def __call__(self, state: State, windows: Any, weights: Any = None, limit: Any = None) -> tuple[State, Info | InfoWithAux]:
+    def __call__(self, state: Any, windows: Any, *options: Any) -> tuple[Any, Info | InfoWithAux]:
         """The state after the step, and what the step measured."""
-        new, info = self.train(eqx.filter(state, mesh.is_array), windows, weights, limit)
+        new, info = self.train(eqx.filter(state, mesh.is_array), windows, *options)
         return eqx.combine(new, self.static), info
 
-    def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None) -> Any:
+    def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
         """The program, of the state's arrays alone."""
-        return self.train.lower(eqx.filter(state, mesh.is_array), windows, weights, limit)
+        return self.train.lower(eqx.filter(state, mesh.is_array), windows, *options)

@@ -1,0 +1,129 @@
+"""Decoders on islands: whatever the layout inside, it is the same run; killed, it goes on as it was."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from reference import EXACT, FLOAT64, assert_close, windows
+
+from parallax import islands, mesh
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2, on_islands
+from parallax.run.checkpoint import Checkpoints
+
+CONFIG = gpt2.Config(layers=2, heads=2, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1)
+STEPS, BATCH = 6, 8
+STREAM = islands.Stream(islands.by_layers(1), delay=1, mixing=0.25)
+
+
+def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLOAT64, axis="island", every=3):
+    layout = Layout.parse(text)
+    mesh_ = mesh.make(island=count, **layout.axes, devices=jax.devices()[: count * layout.devices])
+    with jax.numpy_dtype_promotion("standard"):
+        return on_islands.prepare(
+            *(gpt2.FAMILY, config, optax.adamw(1e-3, eps=1e-6), layout, mesh_, islands.nesterov()),
+            every=every,
+            batch=BATCH,
+            key=jax.random.key(0),
+            axis=axis,
+            stream=stream,
+            compute=decoder.Compute(dtype=dtype, max_norm=1.0),
+        )
+
+
+def ran(text, stream=islands.ALL_AT_ONCE):
+    """The losses, and the outer weights at the end."""
+    made = prepared(text, stream=stream)
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):
+        state = made.init()
+        for number in range(STEPS):
+            state, info = made.train(state, windows(CONFIG, 0, number, BATCH))
+            losses.append(np.asarray(info.loss))
+    model = decoder.joined(gpt2.FAMILY, Layout.parse(text), islands.model_of(state))
+    return np.stack(losses), jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
+
+
+@functools.cache
+def plain(stream):
+    return ran("", stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "stream"),
+    [
+        ("data=2,tensor=2,zero=1", islands.ALL_AT_ONCE),
+        ("data=2,stage=2,zero=3,microbatches=2", islands.ALL_AT_ONCE),
+        ("replica=2,data=2,zero=2", STREAM),
+    ],
+)
+def test_each_layout_inside_an_island_is_the_same_run(text, stream):
+    losses, model = ran(text, stream)
+    expected, weights = plain(stream)
+    np.testing.assert_allclose(losses, expected, rtol=EXACT)
+    assert_close(model, weights, EXACT)
+    assert losses.shape == (STEPS, 2)
+    assert len(set(losses[0])) == 2  # each island has rows of its own
+
+
+# Killed, and gone on
+
+
+def goes_on(folder, count=2, was=2, kill_at=None):
+    """Train to the end from the newest checkpoint, saved at step 4, between two rounds. Returns the state, and what was lost."""
+    made, lost = prepared("stage=2,microbatches=2", count, STREAM), []
+    saved = on_islands.stored(gpt2.FAMILY, Layout.parse("stage=2,microbatches=2"))
+    with jax.numpy_dtype_promotion("standard"), Checkpoints(folder, settings={}, **saved, say=lambda line: None) as checkpoints:
+        like = made.shapes if was == count else islands.of_others(made.shapes, was)
+        restored = checkpoints.restore(like)
+        state = made.init() if restored is None else restored.state
+        if restored is not None and was != count:
+            state, lost = islands.regrouped(state, made.shapes)
+        for number in range(0 if restored is None else restored.step, STEPS):
+            state, _ = jax.block_until_ready(made.train(state, windows(CONFIG, 0, number, BATCH)))
+            if number + 1 == 4 and restored is None:
+                checkpoints.save(4, state)
+                checkpoints.wait()
+            if number + 1 == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return state, lost
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
+    """It was saved between the exchange of a fragment and its use. And two islands go on as one, and as four."""
+    whole, _ = goes_on(tmp_path / "whole")
+    command = [sys.executable, __file__, str(tmp_path / "killed")]
+    killed = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    again, _ = goes_on(tmp_path / "killed")
+    leaves = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    for one, other in zip(leaves(whole), leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
+    for count in (1, 4):
+        state, lost = goes_on(tmp_path / "killed", count, was=2)
+        assert int(state.step) == STEPS
+        assert any("islands 1 to 1, which are gone" in line for line in lost) == (count == 1)
+        assert "the exchanges under way" in lost
+        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves(state.model))
+
+
+def main(folder: str) -> None:
+    """A run that kills itself after the fifth step, in a process of its own."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
+    goes_on(folder, kill_at=5)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
