@@ -69,7 +69,7 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(19, "together")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_all_experts_on_all_tokens(config, layout):
@@ -84,9 +84,20 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name == "dropping" else pytest.param(name, marks=pytest.mark.slow) for name in TOLD])
+@pytest.mark.sweep(19, "together")
+def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
+    """A dropped token goes on by the residual alone: the loss is that of one device that drops the same."""
+    check_info("dropping")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["accumulated", "interleaved"])
 def test_the_info_of_a_step_tells_of_each_layer(case):
-    """Auxiliary losses and statistics are one device's; a token that is dropped goes on by the residual alone, and is counted."""
+    check_info(case)
+
+
+def check_info(case):
+    """Loss, with the auxiliary losses, and statistics are those of all experts on all tokens on one device."""
     (layout, dispatch), drops, config = TOLD[case], case == "dropping", TINY
 
     def kept(ids):

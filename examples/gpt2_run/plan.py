@@ -101,7 +101,7 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
             room=lambda: (len(text()[0]), len(text()[1])),
         ),
     )
-    mesh_ = mesh.make(**layout.axes)
+    mesh_ = mesh.make(devices=None, **layout.axes)
 
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):
