@@ -56,8 +56,8 @@ class Family:
             its blocks have a first dim of layers.
         stages: `(config, stage_axis, axis, *, joins, attend, remat, unroll)` to the functions `(enter, stage, head)` of
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
-            join by `joins(axis)` (`tensor.joins` or `sequence.joins`); `remat` wraps the function `(weights, ...)` of one
-            layer, `unroll` of which stand in the loop's body.
+            join by `joins(axis)` (`tensor.joins`, `sequence.joins` or `context.joins`); `remat` wraps the function
+            `(weights, ...)` of one layer, `unroll` of which stand in the loop's body.
         rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of
             one whose blocks are [v, L / v, ...].
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
