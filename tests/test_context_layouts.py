@@ -40,6 +40,7 @@ def check(layout, kind, mover=ring, **compute):
     reference.assert_same_run(run, plain)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("data=2,context=2,zero=2,microbatches=2", "gpt2"), ("context=2,stage=2,microbatches=2", "llama")],
