@@ -1267,7 +1267,7 @@ CONTEXT = (
     Mutant("_tokens_split", "math.lcm(2, by)", "by", "test_layout.py::test_what_a_refusal_proposes_works"),
     Mutant("ended_by", "jnp.cumsum(ends, axis=1) - ends", "jnp.cumsum(ends, axis=1)", "test_documents.py -k packed_window"),
     Mutant("apart", "jnp.where(same, weights, jnp.zeros_like(weights))", "weights", "test_documents.py -k packed_window"),
-    Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context"),
+    Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context", long=True),
     Mutant("minded", "== [True]", "!= []", "test_documents.py::test_layers_that_do_not_read_the_documents_are_refused"),
     Mutant("attention", "sees & (segments", "sees | (segments", "test_documents.py -k dropped_within"),
 )

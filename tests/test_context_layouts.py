@@ -9,13 +9,15 @@ from pathlib import Path
 
 import bare
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from parallax import context, mesh
+from parallax import context, mesh, rules
 from parallax.collectives import ring, xla
 from parallax.layout import Layout, nearest
 from parallax.models import decoder, gpt2, llama
@@ -38,6 +40,7 @@ def check(layout, kind, mover=ring, **compute):
     reference.assert_same_run(run, plain)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("data=2,context=2,zero=2,microbatches=2", "gpt2"), ("context=2,stage=2,microbatches=2", "llama")],
@@ -93,6 +96,17 @@ def test_drawn_layouts_train_as_one_device(sizes, microbatches, words, kind):
     for fault in nearest.faults(fields, {}):  # words that have nothing to act on
         fields |= fault.changes[0]
     check(Layout(**fields), kind, mover=xla)
+
+
+def test_the_loss_to_evaluate_with_is_that_of_one_device():
+    layout, (module, config) = Layout(data=2, context=2, microbatches=2), KINDS["llama"]
+    model = module.FAMILY.model(config, key=jax.random.key(0), dtype=reference.FLOAT64)
+    windows = reference.windows(config, 0, 0, BATCH)
+    weights = np.random.default_rng(0).integers(0, 3, (BATCH, config.context)).astype(float)
+    measure = decoder.loss_step(module.FAMILY, config, layout, on(layout))
+    placed = mesh.place(model, rules.specs(model, decoder.rules_of(module.FAMILY, layout)[0]), on(layout))
+    expected = module.loss(model, decoder.Batch(jnp.asarray(windows), None, jnp.asarray(weights / weights.mean())))
+    np.testing.assert_allclose(float(measure(placed, windows, weights)), float(expected), rtol=reference.EXACT)
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def check(text, kind, **compute):
     reference.assert_same_run(run, plain)
 
 
+@pytest.mark.slow
 def test_packed_documents_train_over_context_as_on_one_device():
     check("data=2,context=2,microbatches=2", "llama")
 

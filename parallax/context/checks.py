@@ -1,6 +1,6 @@
 """What attention over split tokens refuses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -26,7 +26,7 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     def wrapped(*arguments):
         arrays, static = eqx.partition(arguments, is_array)
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
-        if not any(_moves_along(eqn, names) for eqn in jaxprs.every(jaxprs.opened(program))):
+        if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
             raise ValueError(
                 f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that a token would see "
                 "those of its own device alone. Attend by joins.attends(attend)(q, k, v), or take a layout without context."
@@ -34,6 +34,14 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
         return layers(*arguments)
 
     return wrapped
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    """Each equation of a program, and of what our collectives in it are made of."""
+    for eqn in jaxprs.every(program):
+        yield eqn
+        if eqn.primitive.name == "linear_collective":
+            yield from _equations(jaxprs.opened(jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars))))
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:

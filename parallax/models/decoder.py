@@ -1,4 +1,4 @@
-"""The recipe that composes the axes for a decoder: its train step over data x stage x tensor, whatever its layers are.
+"""The recipe that composes the axes for a decoder: its train step over data x stage x context x tensor, whatever its layers are.
 
     prepared = decoder.prepare(gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh, batch=64, key=jax.random.key(0))
 
@@ -73,7 +73,7 @@ def prepare(
     axes: Mapping[str, AxisLike] | None = None,
     compute: Compute = PLAIN,
 ) -> Prepared:
-    """A decoder over data x stage x tensor: the step `(state, windows) -> (state, info)`, and how its state is made.
+    """A decoder over data x stage x context x tensor: the step `(state, windows) -> (state, info)`, and how its state is made.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not. The weights and the
     dropout masks come from `key` and from logical positions, so every layout computes the same run.
