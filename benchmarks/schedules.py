@@ -1,8 +1,8 @@
 """Which pipeline schedule pays: the time and the memory of each, by its table, beside those of torch.distributed.pipelining.
 
 Nothing runs: a schedule's time is a fold over its table (`schedule.compared`), its memory the microbatches that its neediest
-stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are made by torch, where it is installed, and run here
-as ours do: all stages wait for the dearest job of a tick, and exchange in each.
+stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are made by torch, where it is installed, and
+run here as ours do: all stages wait for the dearest job of a tick, and exchange in each.
 
     python benchmarks/schedules.py --stages 8 --microbatches 16 32
 """
@@ -41,17 +41,17 @@ def main():
 def ours(P, M):
     """Every schedule of the package, and some of any number in flight."""
     made = {
-        "one_f_one_b": schedule.one_f_one_b(P, M),
-        "one_f_one_b, 2 chunks": schedule.one_f_one_b(P, M, 2),
-        "zero_bubble": schedule.zero_bubble(P, M),
-        "zero_bubble, 2 chunks": schedule.zero_bubble(P, M, 2),
-        "one_f_one_b_in_turns": schedule.one_f_one_b_in_turns(P, M),
+        "1F1B": schedule.one_f_one_b(P, M),
+        "1F1B, 2 chunks": schedule.one_f_one_b(P, M, 2),
+        "zero bubble": schedule.zero_bubble(P, M),
+        "zero bubble, 2 chunks": schedule.zero_bubble(P, M, 2),
+        "1F1B in turns": schedule.one_f_one_b_in_turns(P, M),
     }
     for chunks, held in ((1, P), (1, 2 * P - 1), (2, P), (2, 2 * P - 1)):
-        name = f"zero_bubble_in_turns, {'2 chunks, ' * (chunks == 2)}{held} in flight"
+        name = f"zero bubble in turns, {'2 chunks, ' * (chunks == 2)}{held} in flight"
         made[name] = schedule.zero_bubble_in_turns(P, M, chunks, in_flight=held)
     for held in (P, 2 * P - 1):
-        made[f"there_and_back, {held} in flight"] = schedule.as_soon_as_can_be(schedule.there_and_back(P), M, [2 * held] * P)
+        made[f"V in turns, {held} in flight"] = schedule.as_soon_as_can_be(schedule.there_and_back(P), M, [2 * held] * P)
     return made
 
 

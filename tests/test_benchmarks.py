@@ -56,7 +56,7 @@ RUNS = {
     ),
     "schedules": (
         ["--stages=2", "--microbatches=4"],
-        ["P = 2, M = 4", "F = I = W", "zero_bubble_in_turns, 2 chunks, 3 in flight", "there_and_back, 2 in flight"],
+        ["P = 2, M = 4", "F = I = W", "zero bubble in turns, 2 chunks, 3 in flight", "V in turns, 2 in flight"],
     ),
     "pipeline": (
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],

@@ -203,8 +203,8 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 or --width 132."),
         (
             "--schedule pipedram",
-            "--schedule must be gpipe, one_f_one_b, zero_bubble, interleaved or a file that ends in .csv; got pipedram. "
-            "Take --schedule gpipe.",
+            "--schedule must be one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns, interleaved or a "
+            "file that ends in .csv; got pipedram. Take --schedule gpipe.",
         ),
         ("--zero 1 --data 1 --devices 1", "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0."),
         ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 16 --microbatches 2."),

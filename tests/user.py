@@ -29,7 +29,7 @@ from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.plan import hardware
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 from parallax.typed import PyTree
 
 Params = dict[str, Array]
@@ -125,14 +125,16 @@ def pipelined() -> grads.Grad:
     )
 
 
-def schedules(path: Path) -> list[Schedule]:
+def schedules(path: Path) -> list[AnySchedule]:
     """Tables, their makers, and files of them."""
     tables = [schedule.gpipe(4, 8), schedule.one_f_one_b(4, 8, chunks=2), schedule.zero_bubble(4, 8)]
+    turns = schedule.zero_bubble_in_turns(4, 8, in_flight=6)
+    assert schedule.compared({"turns": turns}, 1, 1, 1)[0].in_flight == 6
     schedule.to_csv(tables[0], path)
     assert tables[0].makespan() > tables[0].bubble() > 0
     assert len(tables[0].phases) > 0
     assert tables[0].in_flight.max() > 0
-    return [*tables, schedule.from_csv(path)]
+    return [*tables, turns, schedule.from_csv(path)]
 
 
 def init(make: Callable[[], Params], world: Mesh) -> tuple[step.State, step.State]:

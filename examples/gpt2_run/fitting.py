@@ -9,7 +9,7 @@ from parallax import schedule
 from parallax.layout import Layout, nearest, words
 from parallax.models import gpt2
 from parallax.models.numbers import divisor
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule
 
 INTERLEAVED = "interleaved"  # 1F1B in two chunks
 SCHEDULES = (*nearest.KNOWN["schedule"], INTERLEAVED)
@@ -44,7 +44,7 @@ class Fitted(NamedTuple):
     config: gpt2.Config
     length: int
     layout: Layout
-    schedule: Schedule
+    schedule: AnySchedule
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
@@ -147,7 +147,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
             )
     elif name not in SCHEDULES:
         yield (
-            f"--schedule must be gpipe, one_f_one_b, zero_bubble, interleaved or a file that ends in .csv; got {name}.",
+            f"--schedule must be {', '.join(SCHEDULES)} or a file that ends in .csv; got {name}.",
             [{"schedule": nearest.most_like(name, list(SCHEDULES))}],
         )
     H, D = found["heads"], found["width"]

@@ -25,7 +25,7 @@ from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import kept, lock, metrics, processes
 from parallax.run import record as records
-from parallax.schedule import Schedule
+from parallax.schedule import AnySchedule, Branching
 
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
@@ -42,7 +42,7 @@ class Plan:
     config: gpt2.Config
     begins_with: gpt2.GPT2 | None
     layout: Layout
-    schedule: Schedule
+    schedule: AnySchedule
     mesh: Mesh
     tokenizer: data.Tokenizer
     length: int
@@ -254,4 +254,5 @@ def chosen(plan: Plan) -> dict[str, Axis]:
             print(why, flush=True)
     else:
         mover = MOVERS[plan.settings.all_reduce]
-    return {name: mover(name) for name in plan.layout.axes}
+    inside = xla if isinstance(plan.schedule, Branching) else mover  # rings need all stages at once
+    return {name: (inside if name == "tensor" else mover)(name) for name in plan.layout.axes}

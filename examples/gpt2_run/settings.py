@@ -53,7 +53,7 @@ class Settings:
     microbatches: int = 4
     """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
     schedule: str = "one_f_one_b"
-    """The pipeline's: `gpipe`, `one_f_one_b`, `zero_bubble`, `interleaved` (1F1B with 2 chunks), or a FILE.csv of your own."""
+    """The pipeline's: `gpipe`, `one_f_one_b`, `zero_bubble`, the last two `_in_turns`, `interleaved`, or your FILE.csv."""
     chunks: int | None = None
     """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
     zero: Literal[0, 1, 2, 3] = 0

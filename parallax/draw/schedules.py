@@ -36,7 +36,7 @@ def text(schedule: AnySchedule) -> str:
     The second line names the lanes that run anywhere in a tick: where it changes, a new phase begins.
     """
     names = _letters(schedule)
-    runs = {names[lane]: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
+    runs = {names[lane]: [bool((jobs >= 0).any()) for jobs in table] for lane, table in schedule.lanes.items()}
     running = ["".join(name for name in runs if runs[name][tick]) for tick in range(schedule.ticks)]
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
@@ -125,7 +125,9 @@ def trace(
     Of a `Branching` for lockstep alone.
     """
     events: list[dict] = []
-    runs = (lockstep, Schedule.asynchronous) if isinstance(schedule, Schedule) else (lockstep,)
+    runs: list[Callable[..., tuple[Span, ...]]] = [lockstep]
+    if isinstance(schedule, Schedule):
+        runs.append(Schedule.asynchronous)
     for process, run in enumerate(runs):
         name = f"{schedule.stages}-stage pipeline, {run.__name__}"
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})

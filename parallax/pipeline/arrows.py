@@ -32,7 +32,7 @@ from parallax.pipeline.exchange import WHOLE, Exchange
 from parallax.pipeline.executor import run
 from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.rows import rows, stretches
-from parallax.schedule import AnySchedule, Branching
+from parallax.schedule import AnySchedule, Branching, Schedule
 from parallax.typed import PyTree
 
 
@@ -142,8 +142,10 @@ def value(
     def loss(params, batch):
         model = Model(functions, schedule, axis, params, batch)
         choices = _choices(model, kept.nothing, exchange, lambda gradients: gradients)
-        in_turns = isinstance(schedule, Branching)
-        end = branches.forward_only(model, choices) if in_turns else _run(model, lanes.forward_only, choices)
+        if isinstance(schedule, Branching):
+            end = branches.forward_only(model, schedule, choices)
+        else:
+            end = _run(model, lanes.forward_only, choices)
         losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(end))
         losses = reduced(losses, _over(losses, axis), axis)
         return _with_aux(_total(losses), _stacked_aux(model, end, losses), aux)
@@ -224,12 +226,13 @@ def _both_ways(model: Model, choices: carry.Choices) -> carry.Carry | branches.H
     in_two, handed = lanes.two_of(model, choices.halves)
     choices = choices._replace(in_two=in_two, handed=handed)
     if isinstance(model.schedule, Branching):
-        return branches.both_ways(model, choices)
+        return branches.both_ways(model, model.schedule, choices)
     return _run(model, lanes.in_three, choices)
 
 
 def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: carry.Choices) -> carry.Carry:
     """The carry after all ticks."""
+    assert isinstance(model.schedule, Schedule)
     table = rows(model.schedule)
     own = lambda after=None: make_lanes(model, model.params if after is None else model.params_after(after), choices)
     return run(own, table, stretches(model.schedule), carry.start(model, choices, table))

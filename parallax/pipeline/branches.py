@@ -8,7 +8,7 @@ waits in a slot until the job that needs it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,6 +24,7 @@ from parallax.pipeline.grouped import refuse_crossing
 from parallax.pipeline.lanes import differentiated_head, of_enter, scattered, seed
 from parallax.pipeline.model import Model
 from parallax.pipeline.turns import Turn, forward_alone, turns
+from parallax.schedule import Branching
 from parallax.typed import PyTree
 
 
@@ -58,21 +59,21 @@ Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 """`(held, sent, entered, row) -> (held, sent)`: what a stage does in a tick, or all of them together."""
 
 
-def both_ways(model: Model, choices: Choices) -> Held:
+def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks: the sums of loss and gradients among it."""
     jobs = {
         "a stage's forward pass": forward(model, choices),
         "a stage's backward pass": backward_input(model, choices),
         "the gradients of a stage's weights": backward_weight(model, choices),
     }
-    together = [("finished", head(model, choices)), ("leaving", leave(model, choices))]
-    return _run(model, choices, turns(model.schedule), jobs, together)
+    together = [("finished", head(model, schedule, choices)), ("leaving", leave(model, choices))]
+    return _run(model, _start(model, schedule, choices), choices, turns(schedule), jobs, together)
 
 
-def forward_only(model: Model, choices: Choices) -> Held:
+def forward_only(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks of the loss alone."""
-    jobs, together = {"a stage's forward pass": forward(model, choices)}, [("finished", head_value(model, choices))]
-    return _run(model, choices, forward_alone(turns(model.schedule)), jobs, together)
+    jobs, together = {"a stage's forward pass": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
+    return _run(model, _start(model, schedule, choices), choices, forward_alone(turns(schedule)), jobs, together)
 
 
 def forward(model: Model, choices: Choices) -> Part:
@@ -134,14 +135,14 @@ def backward_weight(model: Model, choices: Choices) -> Part:
     return part
 
 
-def head(model: Model, choices: Choices) -> Part:
+def head(model: Model, schedule: Branching, choices: Choices) -> Part:
     """The loss of what the last place has finished, its gradient, and the cotangent that I begins with."""
 
     def part(held, sent, entered, row):
-        y = _to_the_head(choices.exchange.whole(sent, model.x), model)
+        y = _to_the_head(choices.exchange.whole(sent, model.x), model, schedule)
         (loss, aux), (ends, ct) = differentiated_head(model, model.params, y, row.finished)
         counts = jnp.ones((), bool) if model.shared_out(loss) else model.last
-        ct = choices.exchange.part(_from_the_head(ct, model))
+        ct = choices.exchange.part(_from_the_head(ct, model, schedule))
         held = _with_loss(held, loss, aux, row)._replace(
             ends=added(held.ends, choices.scatter(ends), counts),
             arrived=_put(held.arrived, ct, row.of_head[model.index]),
@@ -151,11 +152,11 @@ def head(model: Model, choices: Choices) -> Part:
     return part
 
 
-def head_value(model: Model, choices: Choices) -> Part:
+def head_value(model: Model, schedule: Branching, choices: Choices) -> Part:
     """The loss of what the last place has finished."""
 
     def part(held, sent, entered, row):
-        loss, aux = model.head(model.params, _to_the_head(choices.exchange.whole(sent, model.x), model), row.finished)
+        loss, aux = model.head(model.params, _to_the_head(choices.exchange.whole(sent, model.x), model, schedule), row.finished)
         return _with_loss(held, loss if model.shared_out(loss) else masked(model.last, loss), aux, row), sent
 
     return part
@@ -173,11 +174,14 @@ def leave(model: Model, choices: Choices) -> Part:
     return part
 
 
-def _run(model: Model, choices: Choices, table: Turn, jobs: dict[str, Part], together: list[tuple[str, Part]]) -> Held:
+def _run(
+    model: Model, held: Held, choices: Choices, table: Turn, jobs: dict[str, Part], together: list[tuple[str, Part]]
+) -> Held:
     """What is held after all ticks.
 
     Args:
         model: the functions.
+        held: before the first tick.
         choices: how parts keep, send and add.
         table: the rows, one a tick.
         jobs: what a stage does alone, in the order of their numbers in the table.
@@ -189,7 +193,7 @@ def _run(model: Model, choices: Choices, table: Turn, jobs: dict[str, Part], tog
         entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
         for number, part in enumerate(jobs.values(), 1):
             runs = row.kind[model.index] == number
-            held, sent = _sometimes(runs, lambda given, row: part(*given, entered, row), (held, sent), row)  # noqa: B023
+            held, sent = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), (held, sent), row)  # noqa: B023
         after = held.loss
         for distance, slots in row.arriving.items():
             came = sent
@@ -199,18 +203,18 @@ def _run(model: Model, choices: Choices, table: Turn, jobs: dict[str, Part], tog
             after = came
         for column, part in together:
             given = held, ordered(sent, after)
-            held, _ = _sometimes(getattr(row, column) >= 0, lambda given, row: part(*given, entered, row), given, row)  # noqa: B023
+            held, _ = _sometimes(getattr(row, column) >= 0, lambda given, row: part(given[0], given[1], entered, row), given, row)  # noqa: B023
             after = held.ends, held.loss
         return held
 
     rows = jax.tree.map(jnp.asarray, table)
     first = jax.tree.map(lambda column: column[0], rows)
-    held = _start(model, choices)
     for name, part in jobs.items():
-        traced = jax.make_jaxpr(lambda *given: part(*given, first))(held, choices.exchange.part(model.x), model.x)  # noqa: B023
+        traced = jax.make_jaxpr(lambda held, sent, x: part(held, sent, x, first))(held, choices.exchange.part(model.x), model.x)  # noqa: B023
         refuse_crossing(name, traced.jaxpr, model.axis)
     held = _settled(held, lambda held: tick(held, first))
-    return lax.scan(lambda held, row: (tick(held, row), None), held, rows)[0]
+    end: Any = lax.scan(lambda held, row: (tick(held, row), None), held, rows)[0]
+    return end
 
 
 def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:
@@ -234,15 +238,15 @@ def _settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
             return x
 
 
-def _start(model: Model, choices: Choices) -> Held:
+def _start(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held before the first tick: zeros."""
-    M, v = model.schedule.microbatches, model.schedule.chunks
+    M, v = schedule.microbatches, schedule.chunks
     loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
     sums = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(choices.scatter, tree))
     return Held(
-        arrived=jax.tree.map(lambda leaf: stacked(leaf, model.schedule.arrival_count + 1), choices.exchange.part(model.x)),
-        slots=slots_of(choices.kinds, model.schedule.slot_count, model.axis),
-        handed=slots_of(choices.handed, model.schedule.handed_count, model.axis),
+        arrived=jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), choices.exchange.part(model.x)),
+        slots=slots_of(choices.kinds, schedule.slot_count, model.axis),
+        handed=slots_of(choices.handed, schedule.handed_count, model.axis),
         loss=wide_zeros(loss),
         terms=None if model.terms.loss is None else wide_zeros(model.terms.loss),
         of_head=jax.tree.map(lambda value: stacked(value, M), of_head),
@@ -267,13 +271,13 @@ def _put(arrived: PyTree, came: PyTree, slot: Array) -> PyTree:
     return jax.tree.map(put, arrived, came)
 
 
-def _to_the_head(y: PyTree, model: Model) -> PyTree:
+def _to_the_head(y: PyTree, model: Model, schedule: Branching) -> PyTree:
     """What the last place has finished, on the last stage, where the head looks for it."""
-    return _moved(y, model, model.schedule.stages - 1 - model.schedule.last)
+    return _moved(y, model, schedule.stages - 1 - schedule.last)
 
 
-def _from_the_head(ct: PyTree, model: Model) -> PyTree:
-    return _moved(ct, model, model.schedule.last - (model.schedule.stages - 1))
+def _from_the_head(ct: PyTree, model: Model, schedule: Branching) -> PyTree:
+    return _moved(ct, model, schedule.last - (schedule.stages - 1))
 
 
 def _moved(tree: PyTree, model: Model, distance: int) -> PyTree:

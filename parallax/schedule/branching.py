@@ -317,7 +317,8 @@ def _check(schedule: Branching) -> None:
     counts = sum(table >= 0 for table in schedule.lanes.values())
     twice = np.argwhere(counts > 1).tolist()
     if twice:
-        raise CannotRun(*twice[0], "two jobs in one tick. A stage has one at most; move one of them to another tick.")
+        tick, s = twice[0]
+        raise CannotRun(tick, s, "two jobs in one tick. A stage has one at most; move one of them to another tick.")
     forward, backward, weight = schedule._when
     stages, chunks = schedule._homes
     last = len(stages) - 1
