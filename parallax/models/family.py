@@ -59,8 +59,8 @@ class Family:
         stages: `(config, stage_axis, axis, *, joins, attend, remat, unroll)` to the functions `(enter, stage, head)` of
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
             join by `joins(axis)` (`tensor.joins`, `sequence.joins` or `context.joins`); `remat` wraps the function
-            `(weights, ...)` of one layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first dim
-            of its layers.
+            `(weights, ...)` of one layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first
+            dim of its layers.
         rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of
             one whose blocks are [v, L / v, ...]. That of a configuration with experts takes `expert=` too, the axis that they
             are split over, where a layout splits them.
