@@ -357,7 +357,8 @@ class Functions(NamedTuple):
     @property
     def parts(self) -> Axis:
         """The axes whose devices have parts of the batch, by sequences and by tokens: gradients are means over all of them."""
-        return joined(*(self.axes[name] for name in PARTS if name in self.axes))
+        found = [self.axes[name] for name in PARTS if name in self.axes]
+        return found[0] if len(found) == 1 else joined(*found)
 
     def joins(self, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
         """How the blocks join. Where their tokens are split over a context axis, `around(attend, axis)` attends over that."""
