@@ -382,22 +382,27 @@ class Functions(NamedTuple):
     @property
     def parts(self) -> Axis:
         """The axes whose devices have parts of a group's batch, by sequences and by tokens: ZeRO splits over all of them."""
-        return joined(*(self.axes[name] for name in PARTS if name in self.axes))
+        return self._over(PARTS)
 
     @property
     def everywhere(self) -> Axis:
         """`parts`, and the groups of replicas where there are several: gradients are means over all of them."""
-        return joined(*(self.axes[name] for name in EVERYWHERE if name in self.axes))
+        return self._over(EVERYWHERE)
 
     @property
     def sequences(self) -> Axis:
         """The axes that split the batch by sequences."""
-        return joined(*(self.axes[name] for name in ("replica", "data", "expert") if name in self.axes))
+        return self._over(("replica", "data", "expert"))
 
     @property
     def reduced(self) -> Axis:
         """`parts` and the axis of experts: a gradient is summed over those of them along which its parameter is the same."""
-        return joined(*(self.axes[name] for name in ("data", "expert", "context") if name in self.axes))
+        return self._over(("data", "expert", "context"))
+
+    def _over(self, names: Sequence[str]) -> Axis:
+        """Those of these axes that there are, as one; a single one as it is."""
+        found = [self.axes[name] for name in names if name in self.axes]
+        return found[0] if len(found) == 1 else joined(*found)
 
     def joins(self, around: Callable[..., Any]) -> Callable[..., tensor.Joins]:
         """How the blocks join. Where their tokens are split over a context axis, `around(attend, axis)` attends over that."""
