@@ -289,9 +289,7 @@ PIPELINE = (
     Mutant("turns", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
     Mutant("needs", 'Job("backward", m, place + 1) if place < last else ', "", IN_TURNS + PLAYED),
     Mutant("_to_the_head", "schedule.stages - 1 - schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"),
-    Mutant(
-        "_stacked_aux", "else found[:, order]", "else found", IN_TURNS + "test_auxiliary_values_are_in_the_order_of_the_model"
-    ),
+    Mutant("_stacked_aux", "else found[:, order]", "else found", IN_TURNS + "test_auxiliary_values_are_in_order"),
     Mutant("refuse_crossing", "if crosses:", "if False:", IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused"),
     Mutant(
         "refuse_crossing",
