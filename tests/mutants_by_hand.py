@@ -210,13 +210,14 @@ LAYERS = (
 )
 
 IN_TWO = "test_weight_lane.py::"
+IN_TURNS, PLAYED = "test_branching.py::", "test_slots_hold_each_array_from_its_job_to_its_use"
 LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
 PIPELINE = (
     Mutant(
-        "_slots",
-        "zeros if alike(zeros) else _stacked(zeros, count)",
-        "_stacked(zeros, count)",
+        "slots_of",
+        "zeros if alike(zeros) else stacked(zeros, count)",
+        "stacked(zeros, count)",
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
@@ -232,7 +233,7 @@ PIPELINE = (
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "Model._stage",
+        "Model.position",
         "chunk * self.schedule.stages + self.index",
         "chunk + self.index",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
@@ -256,7 +257,7 @@ PIPELINE = (
         "test_pipeline_trees.py::test_everything_at_once_is_as_on_one_device",
     ),
     Mutant(
-        "_seed",
+        "seed",
         "jnp.where(valid, zero + 1, zero)",
         "zero",
         "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
@@ -282,6 +283,22 @@ PIPELINE = (
     Mutant("reach", "if more == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
     Mutant("zero_bubble", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
+    Mutant("fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant("as_soon_as_can_be", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant("turns", "taken[message.used, message.target]", "taken[message.sent, message.target]", IN_TURNS + PLAYED),
+    Mutant("turns", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
+    Mutant("needs", 'Job("backward", m, place + 1) if place < last else ', "", IN_TURNS + PLAYED),
+    Mutant("_to_the_head", "schedule.stages - 1 - schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"),
+    Mutant("_stacked_aux", "else found[:, order]", "else found", IN_TURNS + "test_auxiliary_values_are_in_order"),
+    Mutant("refuse_crossing", "if crosses:", "if False:", IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused"),
+    Mutant(
+        "refuse_crossing",
+        "if eqn.primitive.name not in GROUPED:",
+        "if False:",
+        IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
+    ),
+    Mutant("_from_0", "job.microbatch - 1", "job.microbatch", "test_foreign_schedules.py::test_torchs_1f1b_is_ours"),
+    Mutant("_products", "trips * sum(", "sum(", IN_TWO + "test_the_work_of_a_stage_is_counted_in_its_jaxpr"),
 )
 
 PLACEMENT = (

@@ -191,6 +191,18 @@ def test_chunks_may_be_in_the_shape_of_a_v(arrow):
     assert_close(found, expected, EXACT)
 
 
+def test_auxiliary_values_are_in_order():
+    """Each chunk returns its place, in a pipeline in the shape of a V."""
+    table = as_soon_as_can_be(there_and_back(2), 3, [4, 4])
+    stage = lambda params, x, part, position: pipeline.Output(x + params["blocks"][0, 0], aux=position.astype(FLOAT64))
+    head = lambda params, x, part: jnp.mean(x)
+    arrow = pipeline.value(lambda params, part: part, stage, head, table, "stage", where=lambda params: params["blocks"])
+    specs, world = {"blocks": P(None, "stage")}, lockstep.on(1, 2, 1)
+    run = jax.jit(mesh.spmd(arrow, mesh=world, in_specs=(specs, P()), out_specs=(P(), P())))
+    loss, aux = run({"blocks": jnp.ones((2, 2, 1), FLOAT64)}, jnp.zeros((6, 3), FLOAT64))
+    assert (float(loss), aux.stages.tolist()) == (4, [0, 1, 2, 3])
+
+
 @pytest.mark.sweep
 @pytest.mark.slow
 @settings(max_examples=3, phases=no_shrinking)

@@ -82,7 +82,7 @@ def forward(model: Model, choices: Choices) -> Part:
     def part(held, sent, entered, row):
         microbatch, chunk, _ = model.job(row.job)
         came = choices.exchange.whole(_of_slot(held.arrived, row.taken[model.index]), model.x)
-        x = chosen(model.first & (model.position(chunk) == 0), entered, came)
+        x = chosen(model.position(chunk) == 0, entered, came)
         trained, given = model.at_hand(model.params, microbatch, chunk)
         ((moving, loss), (still, aux)), kept = choices.halves.forward(trained, x, given)
         held = held._replace(

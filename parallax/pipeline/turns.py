@@ -73,11 +73,10 @@ def turns(schedule: Branching) -> Turn:
 
 def forward_alone(turn: Turn) -> Turn:
     """The ticks in which anything runs forward, and nothing else in them; what arrives waits where it did."""
-    import jax
-
     runs = (turn.kind == 1).any(axis=1)
-    kept = jax.tree.map(lambda column: column[runs], turn)
-    return kept._replace(kind=np.where(kept.kind == 1, 1, 0).astype(np.int32))
+    rows = lambda column: {d: each[runs] for d, each in column.items()} if isinstance(column, dict) else column[runs]
+    kept = Turn(*map(rows, turn))
+    return kept._replace(kind=(kept.kind == 1).astype(np.int32))
 
 
 def distances(schedule: Branching) -> list[int]:
