@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -89,11 +88,9 @@ def test_message_by_message(mover, shared):
     routes = routes if isinstance(routes, tuple) else (routes,)
     for group in (Group(32), Group(32, stride=2)):
         fold = networks.seconds(routes, SIZE, network, group)
-        # A device goes on when its own messages have come, which a round as a whole does not: never later.
         one_by_one = events(routes, SIZE, network, group)
-        assert one_by_one <= fold * 1.05
-        assert one_by_one >= fold * 0.6
-    assert math.isfinite(fold)
+        # Where links are shared unevenly, devices that wait for none go on before the round is over: up to 30 % sooner.
+        assert one_by_one == pytest.approx(fold) if shared == 1.0 else 0.7 * fold < one_by_one < 1.0001 * fold
 
 
 def test_the_search_of_movers():
