@@ -3,9 +3,14 @@
 import heapq
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from parallax import mesh
 from parallax.collectives import cost, halving, machines, pairs, ring, torus, two_rings
 from parallax.collectives.cost import Link
 from parallax.collectives.route import messages
@@ -80,7 +85,9 @@ def events(routes, nbytes, network, group):
     return done.max()
 
 
-@pytest.mark.parametrize("mover", [ring, two_rings, halving, pairs, machines(8)], ids=lambda mover: mover.name)
+@pytest.mark.parametrize(
+    "mover", [ring, two_rings, halving, pairs, machines(8), machines(8, halving)], ids=lambda mover: mover.name
+)
 @pytest.mark.parametrize("shared", [1.0, 4.0])
 def test_message_by_message(mover, shared):
     network = Nested((Level(8, FAST), Level(64, SLOW, shared)))
@@ -91,6 +98,17 @@ def test_message_by_message(mover, shared):
         one_by_one = events(routes, SIZE, network, group)
         # Where links are shared unevenly, devices that wait for none go on before the round is over: up to 30 % sooner.
         assert one_by_one == pytest.approx(fold) if shared == 1.0 else 0.7 * fold < one_by_one < 1.0001 * fold
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_halving_between_machines_is_psum(n):
+    """What the search proposes for thousands of machines, on those that are here."""
+    world = mesh.make(data=n, devices=jax.devices()[:n])
+    x = jnp.arange(n * 35.0).reshape(n * 5, 7)
+    both = lambda x: (machines(2, halving).all_reduce(x, "data"), lax.psum(x, "data"))
+    ours, theirs = jax.jit(mesh.spmd(both, mesh=world, in_specs=P("data"), out_specs=P()))(x)
+    assert (ours == theirs).all()  # whole numbers add exactly
+    assert machines(2, halving).name == "machines(2, halving)"
 
 
 def test_the_search_of_movers():

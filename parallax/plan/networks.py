@@ -116,7 +116,7 @@ class Torus(NamedTuple):
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """As `Network` has it. Messages go dim by dim, the shorter way round."""
-        start = np.stack(np.unravel_index(np.arange(self.devices), self.shape))
+        start = np.stack(np.unravel_index(np.arange(self.devices), self.shape))  # [dims, devices]
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0
         for to, nbytes in sent:
@@ -128,7 +128,7 @@ class Torus(NamedTuple):
                 far += steps
                 for hop in range(int(steps.max(initial=0))):
                     moves = steps > hop
-                    place = np.ravel_multi_index(tuple(at), self.shape)
+                    place = np.asarray(np.ravel_multi_index(tuple(at), self.shape))
                     for way in (0, 1):
                         chosen = moves & (back == bool(way))
                         carried[dim, way] += nbytes * np.bincount(place[chosen], minlength=self.devices)
@@ -203,7 +203,8 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
     yield "halving", functools.partial(halving.table, size)
     for inside in (8, 16, 64, 256):
         if size % inside == 0 and size > inside:
-            yield f"machines({inside})", functools.partial(machines(inside).table, size)
+            for each in (machines(inside), machines(inside, halving)):
+                yield each.name, functools.partial(each.table, size)
 
 
 def choose(times: Sequence[tuple[str, int, int]], network: Network, group: Group) -> dict[str, float]:
