@@ -247,7 +247,7 @@ def draw(path: str, published: Sequence[Row], seconds: np.ndarray, plans: np.nda
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--picture", help="a file for the picture")
     parser.add_argument("--seed", type=int, default=0, help="which half is fitted (0)")
     return parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any
 from parallax import plan as plans
 from parallax.layout import Layout, nearest
 from parallax.models import gpt2
-from parallax.plan import estimates, faults, hardware, layouts
+from parallax.plan import estimates, faults, hardware, layouts, movers, networks
 
 MODELS = {
     "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -63,7 +63,13 @@ def plan(options: argparse.Namespace) -> str:
     terms = nearest.Terms(says, lambda _, change: " ".join(says(*each) for each in change.items()))
     Layout.parse(f"precision={options.precision}", terms=terms)
     found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
-    return f"{layouts.table(found, options.top)}\n\n{found[0]}{failures(options, options.devices)}"
+    best, moved = movers.replanned(found[0], networks.of(chip, options.devices))
+    told = (
+        f"\n\n{movers.table(moved)}\nwith the fastest: {best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
+        if moved
+        else ""
+    )
+    return f"{layouts.table(found, options.top)}\n\n{found[0]}{told}{failures(options, options.devices)}"
 
 
 def traced(options: argparse.Namespace, chip: hardware.Hardware) -> str:

@@ -1304,6 +1304,34 @@ ISLANDS = (
     Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
 )
 
+
+TRACED = (
+    Mutant(
+        "Reading._loop",
+        "self.times *= trips",
+        "self.times *= 1",
+        "test_trace.py::test_a_step_by_hand test_trace.py::test_elementwise_results_are_fused_and_loops_write_in_place",
+    ),
+    Mutant(
+        "peak",
+        "last.get(under, -1) <= k and",
+        "last.get(under, -1) <= k + 9 and",
+        "test_trace.py::test_elementwise_results_are_fused_and_loops_write_in_place "
+        "test_trace.py::test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less",
+    ),
+    Mutant(
+        "Reading._shard_map",
+        "root.buffer.bytes = nbytes(var.aval)",
+        "pass",
+        "test_trace.py::test_a_step_by_hand",
+    ),
+    Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
+    Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
+    Mutant(
+        "Nested.round", "level.link.beta * level.shared", "level.link.beta", "test_networks.py::test_links_that_messages_share"
+    ),
+)
+
 BY_HAND = (
     *ISLANDS,
     *COLLECTIVES,
@@ -1318,6 +1346,7 @@ BY_HAND = (
     *LLAMA,
     *CONTEXT,
     *COMPILED,
+    *TRACED,
 )
 
 # Those that may survive: why the behaviour is the same.

@@ -15,7 +15,10 @@ from parallax.__main__ import laid_out, main, model, parser
     ("arguments", "words"),
     [
         ("plan --model large --layout data=8,tensor=4,zero=1 --hardware h100", ("32 x H100", "tensor", "of peak")),
-        ("plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3", ("seconds  of peak", "4 x TPU v5e")),
+        (
+            "plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3",
+            ("seconds  of peak", "4 x TPU v5e", "movers", "with the fastest"),
+        ),
         ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
         ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
         (

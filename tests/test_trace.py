@@ -233,8 +233,10 @@ def drawn(count, seed=0):
         fields = {name: draw.choice((1, 1, 2, 4)) for name in ("data", "stage", "tensor")}
         fields |= {"microbatches": draw.choice((1, 2, 4)), "remat": draw.choice(("none", "products", "block", "attention"))}
         fields |= {"zero": draw.choice((0, 1, 2, 3)) if fields["data"] > 1 else 0, "sequence": draw.choice((False, True))}
-        # XLA scatters alike zeros of ZeRO-2's idle ticks once.
-        if math.prod(fields[name] for name in ("data", "stage", "tensor")) > 8 or (fields["zero"] == 2 and fields["stage"] > 1):
+        devices = math.prod(fields[name] for name in ("data", "stage", "tensor"))
+        # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again.
+        joined = fields["stage"] > 1 and (fields["zero"] == 2 or (fields["microbatches"] == 1 and fields["remat"] != "none"))
+        if devices > 8 or joined:
             continue
         if Layout.admits(**fields):
             found[f"{8 * fields['microbatches']}/{Layout(**fields)}"] = None

@@ -81,18 +81,19 @@ def pairs(n: int) -> Route:
 
 
 @functools.cache
-def machines(g: int) -> Mover:
-    """Machines of `g` devices: a ring inside each, then a ring between them; n/g - 1 blocks of each device cross a border.
+def machines(g: int, between: Mover = ring) -> Mover:
+    """Machines of `g` devices: a ring inside each, then `between` them a ring, or another mover of one axis.
 
-    A ring through all lets (n - 1)/g cross. Its functions raise `ValueError` unless g divides n.
+    n/g - 1 blocks of each device cross a border; a ring through all lets (n - 1)/g cross. With `halving` between many machines,
+    the rounds are few. Its functions raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
         if n % g:
             raise ValueError(f"machines({g}) needs a multiple of {g} devices; got {n}. Take machines of a size that divides it.")
-        return product([ring.table(n // g), ring.table(g)], (1, 0))
+        return product([between.table(n // g), ring.table(g)], (1, 0))
 
-    return mover(table, name=f"machines({g})")
+    return mover(table, name=f"machines({g})" if between is ring else f"machines({g}, {between.name})")
 
 
 @mover_of_axes

@@ -5,7 +5,7 @@ what it was given. A `Choice` returns one of its keyword arguments, the same one
 number without knowing the word: `zero=3` has `parameters=share`, and `share(whole=8, share=1) == 1`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike

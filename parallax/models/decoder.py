@@ -306,9 +306,7 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
     return compute.attend or own or family.attend
 
 
-def _stages(
-    family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute, attend: Callable[..., Any]
-):
+def _stages(family: Family, config: Configuration, does: Functions, placed: Placed, compute: Compute, attend: Callable[..., Any]):
     """The family's `(enter, stage, head)` under a layout."""
     around = compute.around or family.around or context.causal  # `prepare` refuses none where there is a context axis
     enter, stage, head = family.stages(

@@ -314,8 +314,8 @@ class Reading:
         ends = [self.hold(value) if each else None for value, each in zip(results, counts[: len(starts)], strict=False)]
         for value, each in list(zip(results, counts, strict=True))[len(starts) :]:
             if each:
-                parts = value.root.reads
-                self.emit(Operation(tuple(parts)), read=sum(parts.values()), written=value.bytes)
+                bases = value.root.reads
+                self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times //= trips
         operations = self.frames.pop().operations
         pairs = [(end, start.root.buffer) for end, start in zip(ends, carried, strict=True) if end and start.root.buffer]

@@ -1,0 +1,126 @@
+"""A collective's time on a simulated network is that of its messages, one by one, and of the formulas where these hold."""
+
+import heapq
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax import mesh
+from parallax.collectives import cost, halving, machines, pairs, ring, torus, two_rings
+from parallax.collectives.cost import Link
+from parallax.collectives.route import messages
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.plan import hardware, movers, networks
+from parallax.plan import plan as planned
+from parallax.plan.networks import Group, Level, Nested, Torus
+
+FAST, SLOW = Link(3e-6, 1 / 300e9), Link(14e-6, 1 / 25e9)
+SIZE = 2**24
+
+
+def flat(n):
+    return Nested((Level(n, FAST),))
+
+
+def test_formulas_where_they_hold():
+    """On one switch a ring and halving take what `cost` says of them; so does a ring on a torus of one dim."""
+    for mover, n in itertools.product((ring, halving), (4, 8, 64)):
+        alone = cost.seconds(cost.of(mover.all_reduce, SIZE, n), FAST._replace(gamma=0.0))
+        assert networks.seconds(mover.table(n), SIZE, flat(n), Group(n)) == pytest.approx(alone)
+    line = networks.seconds(ring.table(16), SIZE, Torus((16,), FAST), Group(16))
+    assert line == pytest.approx(networks.seconds(ring.table(16), SIZE, flat(16), Group(16)))
+
+
+def test_links_that_messages_share():
+    """Far messages meet on a bare ring; both ways at once halve the time; a spine that is shared by two doubles it."""
+    bare = Torus((16,), Link(0.0, 1e-9))
+    step = lambda k: networks.destinations((16,), (k,), 16, Group(16))
+    assert bare.round([(step(4), 1000)]) == pytest.approx(4e-6)
+    assert bare.round([(step(-4), 1000)]) == pytest.approx(4e-6)
+    assert bare.round([(step(1), 1000), (step(-1), 1000)]) == pytest.approx(1e-6)
+    two = networks.seconds(two_rings.table(16), SIZE, bare, Group(16))
+    assert two == pytest.approx(networks.seconds(ring.table(16), SIZE, bare, Group(16)) / 2)
+    spine = lambda shared: Nested((Level(8, Link(0.0, 0.0)), Level(64, Link(0.0, 1e-9), shared)))
+    away = networks.destinations((64,), (8,), 64, Group(64))
+    assert spine(2.0).round([(away, 1000)]) == pytest.approx(2 * spine(1.0).round([(away, 1000)]))
+    assert spine(8.0).round([(networks.destinations((64,), (1,), 64, Group(64)), 1000)]) == pytest.approx(1e-6)
+
+
+def test_a_torus_by_its_own_table():
+    square = Torus((8, 8), Link(0.0, 1e-9))
+    own = networks.seconds(torus.table(8, 8), SIZE, square, Group(64))
+    assert own == pytest.approx(SIZE * 1e-9 * 2 * 63 / 64 / 2, rel=0.02)  # both dims at once
+    assert own < networks.seconds(halving.table(64), SIZE, square, Group(64))
+
+
+def events(routes, nbytes, network, group):
+    """The same, a message at a time: each waits for its device's last round, then for the ports and links that it takes."""
+    ports, done = {}, np.zeros(network.devices)
+    for back in (False, True):
+        for each in messages(routes, [-(-nbytes // group.size // len(routes))] * len(routes), back=back):
+            come = done.copy()
+            queue = []
+            for message in each.messages:
+                to = networks.destinations(routes[0].shape, message.step, network.devices, group)
+                for i in range(network.devices):
+                    heapq.heappush(queue, (done[i], i, int(to[i]), message.bytes))
+            while queue:
+                ready, i, j, size = heapq.heappop(queue)
+                level = next(k for k, level in enumerate(network.levels) if i // level.devices == j // level.devices)
+                link, shared = network.levels[level].link, network.levels[level].shared
+                inside = network.levels[level - 1].devices if level else 1
+                taken = [(("port", i, level), size * link.beta)]
+                taken += [(("up", i // inside, level), size * link.beta * shared / inside)] if level else []
+                for name, busy in taken:  # a message that waits for one link leaves the others free
+                    ports[name] = max(ready, ports.get(name, 0.0)) + busy
+                end = link.alpha + max(ports[name] for name, _ in taken)
+                come[i], come[j] = max(come[i], end), max(come[j], end)
+            done = come
+    return done.max()
+
+
+@pytest.mark.parametrize(
+    "mover", [ring, two_rings, halving, pairs, machines(8), machines(8, halving)], ids=lambda mover: mover.name
+)
+@pytest.mark.parametrize("shared", [1.0, 4.0])
+def test_message_by_message(mover, shared):
+    network = Nested((Level(8, FAST), Level(64, SLOW, shared)))
+    routes = mover.table(32)
+    routes = routes if isinstance(routes, tuple) else (routes,)
+    for group in (Group(32), Group(32, stride=2)):
+        fold = networks.seconds(routes, SIZE, network, group)
+        one_by_one = events(routes, SIZE, network, group)
+        # Where links are shared unevenly, devices that wait for none go on before the round is over: up to 30 % sooner.
+        assert one_by_one == pytest.approx(fold) if shared == 1.0 else 0.7 * fold < one_by_one < 1.0001 * fold
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_halving_between_machines_is_psum(n):
+    """What the search proposes for thousands of machines, on those that are here."""
+    world = mesh.make(data=n, devices=jax.devices()[:n])
+    x = jnp.arange(n * 35.0).reshape(n * 5, 7)
+    both = lambda x: (machines(2, halving).all_reduce(x, "data"), lax.psum(x, "data"))
+    ours, theirs = jax.jit(mesh.spmd(both, mesh=world, in_specs=P("data"), out_specs=P()))(x)
+    assert (ours == theirs).all()  # whole numbers add exactly
+    assert machines(2, halving).name == "machines(2, halving)"
+
+
+def test_the_search_of_movers():
+    """On few devices of a machine anything will do; on 2,048 machines a ring's rounds are most of the time."""
+    wide = planned(gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048)
+    better, found = movers.replanned(wide, networks.of(hardware.A100, 2048))
+    (data,) = found
+    assert data.axis == "data"
+    assert data.mover != "ring"
+    assert better.seconds.total < wide.seconds.total
+    assert data.mover in movers.table(found)
+    with pytest.raises(ValueError, match="2048 devices; got one of 8"):
+        movers.chosen(wide, networks.of(hardware.A100, 8))
+    with pytest.raises(ValueError, match="tables of 8 devices"):
+        networks.seconds(ring.table(4), SIZE, flat(8), Group(8))
