@@ -12,14 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
-
 from parallax import bisect, mesh
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 
-CONFIG = gpt2.Config(layers=2, heads=2, width=8, context=4, vocabulary=19, vocabulary_multiple=4, dropout=0.1)
+CONFIG = gpt2.Config(layers=2, heads=2, width=8, context=4, vocabulary=19, vocabulary_multiple=4, dropout=0.2)
 BATCH = 8
 
 
@@ -31,7 +28,7 @@ def run(layout):
         windows = np.random.default_rng(0).integers(0, CONFIG.vocabulary, (BATCH, CONFIG.context + 1)).astype(np.int32)
         compute = decoder.Compute(dtype=jnp.float64, max_norm=0.5)
         options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
-        prepared = decoder.prepare(gpt2.FAMILY, CONFIG, optax.adamw(1e-3, eps=1e-6), layout, devices, **options)
+        prepared = decoder.prepare(gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, devices, **options)
         return prepared.train, (prepared.init(), windows)
 
     return make
@@ -49,4 +46,6 @@ def said(layout, stored):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
     print(json.dumps(said(sys.argv[1], Path(sys.argv[2]))))

@@ -1332,6 +1332,31 @@ TRACED = (
     ),
 )
 
+ALARM = "test_bisect.py::test_no_alarm_in_a_right_layout"
+BISECT = (
+    Mutant("_form", "1 / count if backward or mean else 1.0", "1.0", ALARM),
+    Mutant("_form", "set(mark.varying) - placed - terms if backward else terms", "terms", ALARM),
+    Mutant("_places", "block * form.microbatches + each.microbatch", "block + each.microbatch", ALARM),
+    Mutant("_tap", '-1 if name == "layer" else 0', "0", "test_bisect.py::test_a_dim_of_vmap_is_the_batch"),
+    Mutant(
+        "at",
+        "with set_xla_metadata(tapped_at=str(next(_ENTERED))):",
+        "with contextlib.nullcontext():",
+        "test_bisect.py::test_a_function_that_was_traced_before_is_at_its_own_layer",
+    ),
+    Mutant("_order", "-x for x in place", "x for x in place", "test_bisect.py::test_a_fault_is_named"),
+    Mutant("compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named -k without"),
+    Mutant(
+        "_Slice._outside",
+        "found.append((body.jaxpr.outvars[place - consts], body))",
+        "pass",
+        "test_bisect.py::test_a_fault_is_named",
+    ),
+    Mutant(
+        "job", "jnp.where(valid, microbatch, -1)", "microbatch", "test_bisect_gpt2.py::test_no_alarm_in_a_drawn_layout", long=True
+    ),
+)
+
 BY_HAND = (
     *ISLANDS,
     *COLLECTIVES,
@@ -1347,6 +1372,7 @@ BY_HAND = (
     *CONTEXT,
     *COMPILED,
     *TRACED,
+    *BISECT,
 )
 
 # Those that may survive: why the behaviour is the same.

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.bisect.taps import LINEAR
 from parallax.collectives import types
-from parallax.jaxprs import called, inner, is_literal
+from parallax.jaxprs import called, inner, is_literal, scan_parts
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MOVERS = (os.path.join(_PACKAGE, "collectives") + os.sep,)
@@ -123,9 +123,9 @@ class _Slice:
         place = body.jaxpr.invars.index(atom)
         found = [(body.eqn.invars[place], body.parent)] if place < len(body.eqn.invars) else []
         if body.eqn.primitive.name == "scan":
-            carry = place - body.eqn.params["num_consts"] if "num_consts" in body.eqn.params else -1
-            if 0 <= carry < body.eqn.params.get("num_carry", 0):
-                found.append((body.jaxpr.outvars[carry], body))
+            consts, carries = scan_parts(body.eqn)
+            if consts <= place < consts + carries:
+                found.append((body.jaxpr.outvars[place - consts], body))
         return found
 
     def _below(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
@@ -194,8 +194,11 @@ def _over(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    caller = next((frame for frame in _frames(eqn) if not frame.file_name.startswith(_MOVERS)), None)
-    return "" if caller is None else f" in {_short(caller.file_name)}:{caller.line_num} ({caller.function_name})"
+    """Who called a collective: the line of this package, such as `tensor.leave`'s, and the line of the model behind it."""
+    frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_MOVERS)]
+    model = next((frame for frame in frames if os.path.dirname(frame.file_name) + os.sep != _PACKAGE), None)
+    lines = [f"{_short(f.file_name)}:{f.line_num} ({f.function_name})" for f in (*frames[:1], model) if f is not None]
+    return "".join(f" {word} {line}" for word, line in zip(("in", "for"), dict.fromkeys(lines), strict=False))
 
 
 def _short(file_name: str) -> str:
