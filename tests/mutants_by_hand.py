@@ -299,6 +299,7 @@ PLACEMENT = (
     ),
     Mutant("_kernel", "causal=True", "causal=False", "test_flash.py::test_the_kernel_is_the_plain_attention"),
     Mutant("attention", "if T % block == 0", "if True", "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly"),
+    Mutant("_with_weights", "masked(valid, d)", "d * valid", "test_pipeline.py::test_slots_need_not_be_filled"),
     Mutant("places", "if total.min() < cost:", "if best is None:", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("closed", "all(size % 4 == 0 for size in sizes)", "False", "test_neighbours.py::test_what_closes_in_the_replay"),

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, mesh, precision, rules
+from parallax import cross_entropy, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
@@ -90,7 +90,7 @@ def prepare(
     """
     layout.check(**config.sizes, batch=batch)
     _check_mesh(layout, mesh_)
-    does = _functions(layout, axes, compute)
+    does = _functions(layout, axes, compute, platform_of(mesh_))
     weights_key, dropout_key = jax.random.split(key)
     make_model = _maker(family, config, does, weights_key, compute.dtype)
     rule, shared = rules_of(family, layout)
@@ -100,7 +100,7 @@ def prepare(
     state = planned(
         *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
     )
-    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, mesh_.devices.flat[0].platform))
+    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, platform_of(mesh_)))
 
     def grad_of(scale):
         of_loss = head if scale is None else precision.scaled(head, scale)
@@ -144,11 +144,11 @@ def loss_step(
     `schedule`; `axes` as in `prepare`.
     """
     compute = Compute(attend=compute.attend, schedule=compute.schedule)
-    does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
+    does = _functions(dataclasses.replace(layout, remat="none"), axes, compute, platform_of(mesh_))
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
-    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, mesh_.devices.flat[0].platform))
+    enter, stage, head = _stages(family, config, does, placed, attention_of(family, compute, platform_of(mesh_)))
 
     def loss_alone(*arguments):
         value = head(*arguments)
@@ -195,9 +195,17 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute) -> Functions:
-    """`layout` as functions, with what `compute` puts in their place."""
+def platform_of(mesh_: Mesh) -> str:
+    """What kind of devices a mesh has: "cpu", "gpu" or "tpu"."""
+    return mesh_.devices.flat[0].platform
+
+
+def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute, platform: str) -> Functions:
+    """`layout` as functions, with what is fastest on the platform, and what `compute` puts in their place."""
     does, table, block = words.read(layout, axes), compute.schedule, compute.remat
+    if platform == "tpu":  # behind a barrier, or with two layers in a loop's body, its compiler copies all that is kept
+        does = does._replace(kept=does.kept._replace(block=remat.in_a_loop(does.kept.block)))
+        does = does._replace(replicas=does.replicas._replace(unroll=1))
     does = does if table is None else does._replace(table=lambda: table)
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
 
