@@ -215,8 +215,8 @@ LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 PIPELINE = (
     Mutant(
         "_slots",
-        "zeros if alike(zeros) else _stacked(zeros, count)",
-        "_stacked(zeros, count)",
+        "zeros if alike(zeros) else unfilled(zeros)",
+        "unfilled(zeros)",
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
@@ -955,7 +955,7 @@ COMPILED = (
     ),
     Mutant(
         "Machine.path",
-        "size >= self.rates.wraps and ",
+        "self.closed[dim] and ",
         "",
         "test_targets.py::test_links_of_a_torus_and_of_a_switch",
     ),
