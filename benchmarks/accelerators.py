@@ -27,6 +27,7 @@ from parallax import mesh, plan
 from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
+from parallax.models.prepared import Compute
 from parallax.plan import compilers, hardware, traffic
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
@@ -108,9 +109,11 @@ def collect(name: str, file: Path):
 
 
 def compiled(there: targets.Target, config: gpt2.Config, layout: Layout, batch: int) -> targets.Program:
-    """The step, compiled for the target."""
-    world = mesh.make(devices=there.devices, **layout.axes)
-    prepared = decoder.prepare(gpt2.FAMILY, config, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0))
+    """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
+    world, compute = mesh.make(devices=there.devices, **layout.axes), Compute(attend=gpt2.FAMILY.attend)
+    prepared = decoder.prepare(
+        gpt2.FAMILY, config, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0), compute=compute
+    )
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 

@@ -98,7 +98,7 @@ def figures(program: targets.Program, text: str) -> Row:
 
 def line(row: Row) -> dict[str, object]:
     """One line of the table."""
-    return dict(row) | {"waits": f"{1 - row['local ms'] / row['ms']:.1%}"}
+    return {**row, "waits": f"{1 - row['local ms'] / row['ms']:.1%}"}
 
 
 def read(file: Path) -> list[Row]:

@@ -75,10 +75,10 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     cores = len(devices) // math.prod(box)
     there = {(*chip, device.core_on_chip): device for chip, device in zip(chips.tolist(), devices, strict=True)}
     rings = closed(devices[0].device_kind in FLAT, box)
-    wanted = places(box, rings, cores, sizes).reshape(-1, len(box) + 1) if cores * math.prod(box) == len(devices) else []
-    if len(wanted) == 0 or any(tuple(place) not in there for place in wanted.tolist()):
+    if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
-    return _array([there[tuple(place)] for place in wanted.tolist()], sizes)
+    wanted = [tuple(place) for place in places(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()]
+    return _array([there[place] for place in wanted] if set(wanted) == set(there) else devices, sizes)
 
 
 def hops(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]) -> list[float]:
@@ -108,7 +108,7 @@ def places(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tup
     for cut in _cuts((*box, cores), sizes):
         lines = [_lines(pieces) for pieces in cut]
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
-        total = sum((1 + INNER_FIRST * axis) * each.min(0) for axis, each in enumerate(costs))
+        total = np.sum([(1 + INNER_FIRST * axis) * each.min(0) for axis, each in enumerate(costs)], axis=0)
         if total.min() < cost:
             cost, chosen = total.min(), np.unravel_index(total.argmin(), total.shape)
             paths = [_paths(_sides(axis, cut))[each[(slice(None), *chosen)].argmin()] for axis, each in enumerate(costs)]
@@ -209,7 +209,8 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
     found = np.zeros((len(paths), len(sides), max(sides), max(sides)))
     for k, path in enumerate(paths):
         for side in range(len(sides)):
-            np.add.at(found, (k, side, path[:, side], np.roll(path[:, side], -1)), 1 / len(path))
+            for here, there in zip(path[:, side], np.roll(path[:, side], -1), strict=True):
+                found[k, side, here, there] += 1 / len(path)
     return found
 
 

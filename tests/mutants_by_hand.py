@@ -216,8 +216,8 @@ LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 PIPELINE = (
     Mutant(
         "slots_of",
-        "zeros if alike(zeros) else stacked(zeros, count)",
-        "stacked(zeros, count)",
+        "zeros if alike(zeros) else unfilled(zeros)",
+        "unfilled(zeros)",
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
@@ -316,6 +316,7 @@ PLACEMENT = (
     ),
     Mutant("_kernel", "causal=True", "causal=False", "test_flash.py::test_the_kernel_is_the_plain_attention"),
     Mutant("attention", "if T % block == 0", "if True", "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly"),
+    Mutant("_with_weights", "masked(valid, d)", "d * valid", "test_pipeline.py::test_slots_need_not_be_filled"),
     Mutant("places", "if total.min() < cost:", "if best is None:", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("closed", "all(size % 4 == 0 for size in sizes)", "False", "test_neighbours.py::test_what_closes_in_the_replay"),
@@ -971,7 +972,7 @@ COMPILED = (
     ),
     Mutant(
         "Machine.path",
-        "size >= self.rates.wraps and ",
+        "self.closed[dim] and ",
         "",
         "test_targets.py::test_links_of_a_torus_and_of_a_switch",
     ),

@@ -239,6 +239,15 @@ def test_garbage_never_leaks(table, remat):
     check(fragile, table, remat=remat)
 
 
+@pytest.mark.parametrize(("table", "beside"), [(one_f_one_b(4, 3), (2, 1)), (zero_bubble(2, 3), (1, 2))])
+def test_slots_need_not_be_filled(table, beside, monkeypatch):
+    """On accelerators what lies in a slot at first may be anything, such as not a number."""
+    made = []
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: made.append(shape) or jnp.full(shape, jnp.nan, dtype))
+    check(pairs, table, beside)
+    assert made
+
+
 @pytest.mark.sweep(2, "together")
 def test_a_table_written_by_hand(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)

@@ -22,6 +22,15 @@ __all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
 class Layout:
     """The sizes of a parallel run.
 
+    What it leaves open, the recipe of `models.decoder` chooses by the devices of the mesh; `Compute` has other choices:
+
+    | | CPU, GPU | TPU |
+    |---|---|---|
+    | attention | the family's plain function | a kernel that keeps no scores, `models.flash.attention` |
+    | layers in a loop's body, ZeRO-3 | 2 | 1, as with two the compiler copies all that is kept |
+    | what `remat` keeps | behind `jax.checkpoint`'s barrier | without it, or it is copied out of the loop's stacks |
+    | a pipeline's slots | zeros on CPUs | as they are |
+
     Args:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.

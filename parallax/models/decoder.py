@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import context, cross_entropy, experts, mesh, precision, rules
+from parallax import context, cross_entropy, experts, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import wide
 from parallax.grads import Grad, on_parts
@@ -131,7 +131,7 @@ def local_step(
     layout.check(**config.sizes, batch=batch)
     _check_mesh(layout, mesh_)
     _check_attention(family, layout, compute)
-    does = _functions(layout, axes, compute)
+    does = _functions(layout, axes, compute, platform_of(mesh_))
     weights_key, dropout_key = jax.random.split(key)
     make_model = _maker(family, config, does, weights_key, compute.dtype)
     rule, shared = rules_of(family, layout)
@@ -141,7 +141,7 @@ def local_step(
     state = planned(
         *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
     )
-    attend = attention_of(family, compute, mesh_.devices.flat[0].platform)
+    attend = attention_of(family, compute, platform_of(mesh_))
     enter, stage, head = _stages(family, config, does, placed, compute, attend)
 
     def grad_of(scale):
@@ -211,12 +211,12 @@ def loss_step(
     `documents`, `dispatch` and `schedule`; `axes` as in `prepare`.
     """
     compute = dataclasses.replace(compute, remat=None)
-    does = _functions(dataclasses.replace(layout, remat="none"), axes, compute)
+    does = _functions(dataclasses.replace(layout, remat="none"), axes, compute, platform_of(mesh_))
     _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
-    attend = attention_of(family, compute, mesh_.devices.flat[0].platform)
+    attend = attention_of(family, compute, platform_of(mesh_))
     enter, stage, head = _stages(family, config, does, placed, compute, attend)
 
     def loss_alone(*arguments):
@@ -269,14 +269,22 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute) -> Functions:
-    """`layout` as functions, with what `compute` puts in their place."""
+def platform_of(mesh_: mesh.AnyMesh) -> str:
+    """What kind of devices a mesh has: "cpu", "gpu" or "tpu"; a mesh that is traced alone counts as one of CPUs."""
+    return mesh_.devices.flat[0].platform if isinstance(mesh_, Mesh) else "cpu"
+
+
+def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute, platform: str) -> Functions:
+    """`layout` as functions, with what is fastest on the platform, and what `compute` puts in their place."""
     does, table, block = words.read(layout, axes), compute.schedule, compute.remat
     if table is not None and not np.array_equal(table.placed.reshape(-1), np.arange(table.placed.size)):
         raise ValueError(
             "decoder: its blocks are looped, chunk c of stage s at place c P + s; this schedule has them at "
             f"{table.placed.tolist()}. Take a looped schedule, or pipeline.value_and_grad with blocks that are pipeline.arranged."
         )
+    if platform == "tpu":  # behind a barrier, or with two layers in a loop's body, its compiler copies all that is kept
+        does = does._replace(kept=does.kept._replace(block=remat.in_a_loop(does.kept.block)))
+        does = does._replace(replicas=does.replicas._replace(unroll=1))
     does = does if table is None else does._replace(table=lambda: table)
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
 

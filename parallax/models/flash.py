@@ -46,8 +46,9 @@ def attention(
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
-    names = kernels.BlockSizes.__dataclass_fields__
-    sizes = kernels.BlockSizes(**{name: 1 if name == "block_b" else block for name in names})
+    sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
+    # For the gradient of q the kernel's caller writes sums of rows out so many times.
+    sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
     return kernels.flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from parallax import precision
 from parallax.collectives import Axis
-from parallax.collectives.types import axes, varying_axes
+from parallax.collectives.types import axes, varying, varying_axes
 from parallax.pipeline.exchange import Exchange
 from parallax.pipeline.kept import Halves, InTwo, raw, typed
 from parallax.pipeline.model import Model
@@ -75,7 +75,7 @@ class Choices(NamedTuple):
 
 
 def start(model: Model, choices: Choices, table: Row) -> Carry:
-    """The carry before the first tick, of zeros: of what the first ticks compute on as well, so that it stays finite."""
+    """The carry before the first tick: zeros, and slots that are empty, whose numbers no sum ever takes."""
     M, v = model.schedule.microbatches, model.schedule.chunks
     moving = eqx.filter(model.x, eqx.is_inexact_array)
     part = choices.exchange.part
@@ -113,10 +113,20 @@ def masked(counts: Bool[Array, ""], tree: PyTree) -> PyTree:
 
 
 def slots_of(kinds: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """Zeros for so many slots of each kind; of what is the same on all stages, such as a constant, one for all microbatches."""
-    empty = lambda kind: jnp.zeros_like(jax.eval_shape(raw, kind))
+    """So many slots of each kind; of what is the same on all stages, such as a constant, one for all microbatches.
+
+    Accelerators do not fill slots of floating-point numbers (`lax.empty`): what a tick without a job makes of them may be
+    anything, and `masked` drops it. Whole numbers are zeros, as an index must lie in its array.
+    """
+    zero = lambda kind: jnp.zeros_like(jax.eval_shape(raw, kind))
     alike = lambda zeros: set(axes(axis.names)) - set(varying_axes(zeros))
-    return [zeros if alike(zeros) else stacked(zeros, count) for zeros in map(empty, kinds)]
+
+    def unfilled(zeros):
+        if not jnp.issubdtype(zeros.dtype, jnp.inexact):
+            return stacked(zeros, count)
+        return varying(lax.empty((count, *zeros.shape), zeros.dtype), varying_axes(zeros))
+
+    return [zeros if alike(zeros) else unfilled(zeros) for zeros in map(zero, kinds)]
 
 
 def written(slots: list[Any], arrays: Sequence[Any], slot: Array) -> list[Any]:

@@ -1,0 +1,24 @@
+"""The most expensive instructions of a saved program, with their lines."""
+
+import pytest
+from test_targets import KINDS, machine, text
+
+from parallax.compiled import costly, timeline
+from parallax.layout import Layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_add_up_to_the_compute_of_the_replay(kind):
+    """But for what the replay runs beside others: at most a tenth."""
+    here = machine(kind)
+    found = costly.instructions(text(kind), here.rates)
+    assert [each.seconds for each in found] == sorted((each.seconds for each in found), reverse=True)
+    total = sum(each.seconds for each in found)
+    replayed = timeline.of(text(kind), here, dict(Layout(data=4, tensor=2).axes)).compute
+    assert replayed <= total * (1 + 1e-9)
+    assert total <= 1.5 * replayed
+    assert {1, 2} <= {each.times for each in found}  # in no loop, and in one over two layers
+    assert sum(".py:" in each.line for each in found) > len(found) / 2
+    told = costly.table(found, rows=3).splitlines()
+    assert len(told) == 4
+    assert found[0].line in told[1]
