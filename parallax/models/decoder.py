@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import cross_entropy, mesh, precision, rules
+from parallax import cross_entropy, islands, mesh, precision, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
@@ -153,7 +153,7 @@ def local_step(
 
 def compiled(
     local: Callable[..., Any],
-    state: Planned,
+    state: Planned | islands.Planned,
     mesh_: Mesh,
     keys: Callable[[Array], Any],
     *,
