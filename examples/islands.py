@@ -15,6 +15,7 @@ import optax
 
 import pictures
 from parallax import data, islands, mesh
+from parallax.collectives import AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.compiled import certificate
 from parallax.layout import Layout
@@ -29,17 +30,17 @@ RATE, MOVERS = 3e-3, {"data": "data", "stage": "stage", "tensor": "tensor"}  # p
 def everywhere(steps):
     """Data parallelism over all eight devices."""
     layout = Layout(data=8)
-    devices = mesh.make(**layout.axes)
+    devices = mesh.make(data=8, stage=1, tensor=1)
     prepared = decoder.prepare(
         *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices), batch=BATCH, key=jax.random.key(0), axes=MOVERS
     )
     return devices, prepared, lambda state: state.model
 
 
-def apart(steps, axis="island"):
+def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
     """Islands of four devices each."""
     layout = Layout(data=8 // ISLANDS)
-    devices = mesh.make(island=ISLANDS, **layout.axes)
+    devices = mesh.make(island=ISLANDS, data=8 // ISLANDS, stage=1, tensor=1)
     prepared = on_islands.prepare(
         *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices, islands.nesterov(0.7, 0.6)),
         every=EVERY,
@@ -58,7 +59,7 @@ def adamw(steps):
 def train(devices, prepared, model_of, *, steps, tokens, held_out):
     """The held-out losses by step, and the bytes that a device sends to the other island each time that it does."""
     window = functools.partial(data.batch, seed=0, length=CONFIG.context)
-    loss = jax.jit(lambda model: gpt2.loss(model, (window(held_out, step=0, size=8 * BATCH), None)))
+    loss = jax.jit(lambda model: gpt2.loss(model, (jnp.asarray(window(held_out, step=0, size=8 * BATCH)), None)))
     evaluated = lambda state: float(loss(jax.device_put(model_of(state), jax.devices()[0])))
     state = prepared.init()
     compiled = prepared.train.lower(prepared.shapes, jnp.zeros((BATCH, CONFIG.context + 1), jnp.int32)).compile()

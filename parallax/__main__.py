@@ -20,7 +20,7 @@ from typing import Any
 from parallax import plan as plans
 from parallax.layout import Layout, nearest
 from parallax.models import gpt2
-from parallax.plan import estimates, faults, hardware, layouts, movers, networks
+from parallax.plan import between, estimates, faults, hardware, layouts, movers, networks
 
 MODELS = {
     "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -55,8 +55,10 @@ def plan(options: argparse.Namespace) -> str:
     config = model(options)
     if options.layout is not None:
         layout = laid_out(options, config, options.devices)
-        found = plans.plan(config, layout, chip, batch=options.batch)
-        return f"{found}{failures(options, layout.devices)}"
+        found = f"{plans.plan(config, layout, chip, batch=options.batch)}{failures(options, layout.devices)}"
+        if options.islands == 1:
+            return found
+        return f"{found}\n\n{between.told(config, layout, islands=options.islands, every=options.every)}"
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
     says = lambda name, value: f"--{name} {value}"
@@ -155,22 +157,30 @@ def compile_for(options: argparse.Namespace) -> str:
     import jax
     import jax.numpy as jnp
 
-    from parallax import draw, mesh
+    from parallax import draw, islands, mesh
     from parallax.compiled import report, targets
     from parallax.draw import canvas
-    from parallax.models import decoder
+    from parallax.models import decoder, on_islands
 
     jax.config.update("jax_platforms", "cpu")
     config = model(options)
     if options.picture:
         canvas.figure(1, 1)  # an error now, not after minutes
     there = targets.target(options.target)
-    layout = laid_out(options, config, len(there.devices), fixed=("devices",))
-    mesh_ = mesh.make(devices=there.devices, **layout.axes)
-    prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct(
-        (options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_)
+    count = options.islands
+    if count < 1 or len(there.devices) % count:
+        raise ValueError(f"compile needs --islands that divide the {len(there.devices)} devices; got {count}. Take --islands 1.")
+    layout = laid_out(options, config, len(there.devices) // count, fixed=("devices",))
+    sizes, key, batch = {"island": count} | layout.axes if count > 1 else layout.axes, jax.random.key(0), count * options.batch
+    mesh_ = mesh.make(devices=there.devices, **sizes)
+    common = (gpt2.FAMILY, config, plans.ADAMW, layout, mesh_)
+    prepared = (
+        decoder.prepare(*common, batch=batch, key=key)
+        if count == 1
+        else on_islands.prepare(*common, islands.nesterov(), every=options.every, batch=batch, key=key)
     )
+    split = mesh.shardings(jax.P(("island",) * (count > 1) + layout.batch_axes), mesh_)
+    windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=split)
     begin = time.process_time()
     program = targets.compile(prepared.train, prepared.shapes, windows, target=there)
     taken = time.process_time() - begin
@@ -180,10 +190,8 @@ def compile_for(options: argparse.Namespace) -> str:
         draw.replay_trace(timeline, options.trace)
     if options.text:
         Path(options.text).write_text(program.text, encoding="utf-8")
-    found = report.table(program, operations=plans.model_flops(config, options.batch), timeline=timeline)
-    return (
-        f"{config.parameters:,} parameters, batch {options.batch} x {config.context} tokens\n{found}\n\n{rows}\n\n{_took(taken)}"
-    )
+    found = report.table(program, operations=plans.model_flops(config, batch), timeline=timeline)
+    return f"{config.parameters:,} parameters, batch {batch} x {config.context} tokens\n{found}\n\n{rows}\n\n{_took(taken)}"
 
 
 def _took(seconds: float) -> str:
@@ -246,6 +254,9 @@ def parser() -> argparse.ArgumentParser:
         if run is first_difference:
             command.add_argument("--record", help="a record that an earlier run saved, instead of one device")
             command.add_argument("--save", help="a file for the record of the layout's run")
+        if run in (plan, compile_for):
+            command.add_argument("--islands", type=int, default=1, help="groups that talk seldom; layout and batch are one's (1)")
+            command.add_argument("--every", type=int, default=50, help="steps between two rounds of the islands (50)")
         if run is compile_for:
             command.add_argument("--target", required=True, help="as v5e:2x4, v5p:2x2x2, 8 x h100")
             command.add_argument("--trace", help="a file for a trace of the estimated time, which Perfetto opens")

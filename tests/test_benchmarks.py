@@ -75,6 +75,10 @@ RUNS = {
         ["--quick", "--rounds=1"],
         ["4 devices of one process", "jax.nn", "zigzag", "contiguous", "ulysses", "gathered", "1.125", "predicted MB moved"],
     ),
+    "islands": (
+        ["--quick", "--rounds=1", "--every=2"],
+        ["over two processes, 100 Mb/s by", "data parallelism", "islands, int8", "s measured"],
+    ),
     "loss": (
         ["--quick", "--rounds=2", "--blocks", "16", "64"],
         ["plain", "blocks of 16", "predicted MB", "gradients differ by"],
@@ -82,7 +86,7 @@ RUNS = {
 }
 
 
-LONG = ("buckets", "collectives", "fingerprint", "scaling", "train_step", "pipeline")
+LONG = ("buckets", "collectives", "fingerprint", "islands", "scaling", "train_step", "pipeline")
 
 
 @pytest.mark.sweep(3)

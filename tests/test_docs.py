@@ -26,6 +26,7 @@ PAGES = [page for page in DOCS if "```python" in page.read_text(encoding="utf-8"
 SLOW = {
     "context.md",
     "experts.md",
+    "islands.md",
     "llama.md",
     "many-processes.md",
     "pipeline.md",

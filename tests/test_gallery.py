@@ -22,8 +22,15 @@ GALLERY = [
     "experts",
     "long_context",
     "inside_jit",
+    "islands",
 ]
-PICTURES = {"lenet": "accuracy", "tensor_parallel_vae": "digits", "gpt2_ddp_profile": "memory", "experts": "loads"}
+PICTURES = {
+    "lenet": "accuracy",
+    "tensor_parallel_vae": "digits",
+    "gpt2_ddp_profile": "memory",
+    "experts": "loads",
+    "islands": "losses",
+}
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
 ROUNDING = 1e-12  # in float64: some thousand roundings of 1e-16
 
@@ -226,3 +233,14 @@ def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
         digits.load(tmp_path)
     with pytest.raises(ValueError, match="found neither"):
         digits.load(tmp_path / "nowhere")
+
+
+@pytest.mark.sweep(3, "together")
+@pytest.mark.slow
+def test_islands_talk_seldom_and_learn_as_much(printed):
+    text = printed("islands", "--quick")
+    (plain,) = numbers(text, "data parallelism +#")
+    for name, fewer in (("islands, every 10 steps", 10), ("islands, int8", 38)):
+        loss, ratio = numbers(text, f"{name} +# +[\\d,]+ +1/#;")
+        assert ratio == pytest.approx(fewer, rel=0.05)  # int8: an exponent for 32 numbers, and small leaves go as float32
+        assert loss < 1.02 * plain

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from reference import EXACT, FLOAT64, assert_close, windows
 
 from parallax import islands, mesh
+from parallax.collectives import ring
+from parallax.collectives.int8 import ErrorFeedback
+from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, on_islands
+from parallax.plan import between
 from parallax.run.checkpoint import Checkpoints
 
 CONFIG = gpt2.Config(layers=2, heads=2, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1)
@@ -73,6 +78,20 @@ def test_each_layout_inside_an_island_is_the_same_run(text, stream):
     assert_close(model, weights, EXACT)
     assert losses.shape == (STEPS, 2)
     assert len(set(losses[0])) == 2  # each island has rows of its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["island", ErrorFeedback("island")], ids=["exact", "int8"])
+def test_a_round_sends_what_the_plan_says(axis):
+    """Between rounds nothing: all that goes between islands stands in a branch that is taken every H steps."""
+    layout, config = Layout(data=2, zero=3), gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64)
+    made = prepared(str(layout), config=config, dtype=jnp.dtype("float32"), axis=ring(axis) if axis == "island" else axis)
+    with jax.numpy_dtype_promotion("standard"):
+        compiled = made.train.lower(made.shapes, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)).compile()
+    mesh_ = mesh.make(island=2, **layout.axes, devices=jax.devices()[:4])
+    found = [entry for entry in certificate.read(compiled, mesh_) if "island" in entry.axes]
+    assert all(entry.conditional for entry in found)
+    assert sum(entry.bytes for entry in found) == sum(term.sent for term in between.terms(config, layout, islands=2, axis=axis))
 
 
 # Killed, and gone on

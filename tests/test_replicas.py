@@ -91,7 +91,7 @@ def test_four_axes_on_sixteen_devices():
 def sent_along(text):
     """Bytes that a device sends in a step, by axes, from the certificate and from the plan."""
     config, layout = (
-        gpt2.Config(layers=2, heads=4, width=32, context=8, vocabulary=32, vocabulary_multiple=32),
+        gpt2.Config(layers=4, heads=4, width=32, context=8, vocabulary=32, vocabulary_multiple=32),
         Layout.parse(text),
     )
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])

@@ -88,12 +88,12 @@ def local(
             due = lambda number, offset=offset: (number > 0) & ((number - offset) % every == 0)
             one = _Round(part, k, outer, axis, stream.mixing)
             if not stream.delay:
-                both = lambda both, one=one: one.received(*both, one.sent(*both, present))
+                both = lambda both, one=one: one.received(both[0], both[1], one.sent(both[0], both[1], present))
                 inner, state = _when(due(inner.step), both, (inner, state))
             else:
-                start = lambda both, one=one: (both[0], one.waiting(both[1], one.sent(*both, present)))
+                start = lambda both, one=one: (both[0], one.waiting(both[1], one.sent(both[0], both[1], present)))
                 inner, state = _when(due(inner.step), start, (inner, state))
-                finish = lambda both, one=one, k=k: one.received(*both, (both[1].sent[k], both[1].error[k]))
+                finish = lambda both, one=one, k=k: one.received(both[0], both[1], (both[1].sent[k], both[1].error[k]))
                 inner, state = _when(due(inner.step - stream.delay), finish, (inner, state))
         return eqx.tree_at(lambda state: state.inner, state, _stacked(inner, names)), _each(info, lambda x: x[None])
 

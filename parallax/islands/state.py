@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -57,6 +57,20 @@ class State(eqx.Module):
         return self.inner.step
 
 
+class Planned(NamedTuple):
+    """A state of islands that can be made.
+
+    Attributes:
+        init: makes it of the state of one island.
+        shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
+        specs: the spec of each array.
+    """
+
+    init: Callable[[step.State], State]
+    shapes: State
+    specs: State
+
+
 def init(
     state: step.State,
     specs: step.State,
@@ -94,7 +108,7 @@ def planned(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = rules.is_inexact,
-) -> step.Planned:
+) -> Planned:
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
     over, islands = names_of(axis), count(axis, mesh_)
     arrays, static = eqx.partition(state, mesh.is_array)
@@ -123,7 +137,7 @@ def planned(
     begin = jax.jit(make, out_shardings=at)
     whole = lambda state: eqx.tree_at(lambda state: state.inner, state, eqx.combine(state.inner, static))
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at)
-    return step.Planned(lambda state: whole(begin(eqx.filter(state, mesh.is_array))), whole(shapes), placed)
+    return Planned(lambda state: whole(begin(eqx.filter(state, mesh.is_array))), whole(shapes), placed)
 
 
 def _maker(outer, parts, trained, islands: int, *, feedback: bool, waits: bool) -> Callable[[step.State], State]:
@@ -199,7 +213,7 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
         new = step.State(eqx.combine(copies, taken(inner.model)), taken(inner.optimizer), inner.step, taken(inner.scale))
-        none = lambda sent: Sent(*jax.tree.map(jnp.zeros_like, (sent.mean, sent.some)), zeros(sent.here))
+        none = lambda sent: Sent(jax.tree.map(jnp.zeros_like, sent.mean), jnp.zeros_like(sent.some), zeros(sent.here))
         sent = tuple(None if each is None else none(each) for each in state.sent)
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import context, cross_entropy, experts, mesh, precision, remat, rules
+from parallax import context, cross_entropy, experts, islands, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import wide
 from parallax.grads import Grad, on_parts
@@ -160,7 +160,7 @@ def local_step(
 
 def compiled(
     local: Callable[..., Any],
-    state: Planned,
+    state: Planned | islands.Planned,
     mesh_: Mesh,
     keys: Callable[[Array], Any],
     *,

@@ -1,0 +1,51 @@
+"""What islands send each other: the bytes of a round, which is the only time that they talk.
+
+Source: Douillard et al., DiLoCo (arXiv 2311.08105).
+"""
+
+from collections.abc import Iterator
+
+from parallax.collectives import AxisLike, quantized, ring
+from parallax.collectives.axis import Axis
+from parallax.collectives.int8 import ErrorFeedback
+from parallax.layout import Layout, words
+from parallax.models import gpt2
+from parallax.plan import arguments
+from parallax.plan.quantities import quantity
+from parallax.plan.traffic import Term
+
+
+def terms(
+    config: gpt2.Config, layout: Layout, *, islands: int, axis: AxisLike | ErrorFeedback | None = None, itemsize: int = 4
+) -> list[Term]:
+    """The collectives of a round of all of the model: an all-reduce of what a device has of each leaf.
+
+    Args:
+        config: the model's sizes.
+        layout: of one island.
+        islands: how many there are.
+        axis: as in `islands.local`; by default a ring along `island`.
+        itemsize: bytes of a parameter.
+    """
+
+    def found() -> Iterator[Term]:
+        held, wide = words.read(layout).replicas.parameters, max(itemsize, 4)
+        int8 = isinstance(axis, ErrorFeedback)
+        along = quantized("island") if int8 else Axis.of(ring("island") if axis is None else axis)
+        for leaf in arguments.leaves(config, layout):
+            count = held(whole=leaf.elements, share=leaf.share)
+            yield Term("changes between islands", ("island",), along.mover.all_reduce, count * wide, 1, islands, wide)
+
+    return [term for term in found() if islands > 1]
+
+
+def told(config: gpt2.Config, layout: Layout, *, islands: int, every: int) -> str:
+    """The bytes between islands, a round and a step, in a line."""
+    if islands < 1 or every < 1:
+        raise ValueError(f"Islands need --islands and --every of 1 or more; got --islands {islands} --every {every}.")
+    exact = sum(term.sent for term in terms(config, layout, islands=islands))
+    int8 = sum(term.sent for term in terms(config, layout, islands=islands, axis=ErrorFeedback("island")))
+    return (
+        f"{islands} islands of {layout.devices} devices, a round every {every} steps: a device sends "
+        f"{quantity(exact, 'B')} a round, {quantity(exact / every, 'B')} a step; as int8 {quantity(int8 / every, 'B')} a step"
+    )
