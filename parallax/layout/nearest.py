@@ -94,7 +94,7 @@ def refusal(fields: Fields, sizes: Fields, terms: Terms = PYTHON, *, written: Fi
         written: those of the fields that the caller wrote.
         read: what was wrong with the text in which he wrote them, and is put right in `fields`.
     """
-    sizes = {"experts": 1} | sizes if "layers" in sizes else sizes  # a model that does not say has none to split
+    sizes = {"experts": 1, **sizes} if "layers" in sizes else sizes  # a model that does not say has none to split
     fault = Fault(quoted(read), ({},)) if read else next(faults(fields, sizes), None)
     if fault is None:
         return None
