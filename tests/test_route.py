@@ -25,10 +25,11 @@ ARGUMENTS = {"by": 4, "g": 2}  # what makers of movers are called with
 MOVERS = [each for each in vars(tables).values() if isinstance(each, Mover)]
 MAKERS = [each for each in vars(tables).values() if getattr(each, "__module__", "") == tables.__name__ and callable(each)]
 MOVERS += [
-    maker(*(ARGUMENTS[name] for name in inspect.signature(maker).parameters))
+    maker(*(ARGUMENTS[name] for name, given in inspect.signature(maker).parameters.items() if given.default is given.empty))
     for maker in MAKERS
     if inspect.signature(maker).return_annotation is Mover
 ]
+MOVERS.append(tables.machines(2, tables.halving))
 every_mover = pytest.mark.parametrize("of", MOVERS, ids=str)
 
 

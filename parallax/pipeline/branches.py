@@ -80,10 +80,10 @@ def forward(model: Model, choices: Choices) -> Part:
     """F: a chunk of layers, of what enters or of what came, and into a slot what I and W need of it."""
 
     def part(held, sent, entered, row):
-        microbatch, chunk, _ = model.job(row.job)
+        microbatch, chunk, valid = model.job(row.job)
         came = choices.exchange.whole(_of_slot(held.arrived, row.taken[model.index]), model.x)
         x = chosen(model.position(chunk) == 0, entered, came)
-        trained, given = model.at_hand(model.params, microbatch, chunk)
+        trained, given = model.at_hand(model.params, microbatch, chunk, valid)
         ((moving, loss), (still, aux)), kept = choices.halves.forward(trained, x, given)
         held = held._replace(
             slots=written(held.slots, kept, row.slot[model.index]),
@@ -104,7 +104,7 @@ def backward_input(model: Model, choices: Choices) -> Part:
         microbatch, chunk, valid = model.job(row.job)
         moving, still = eqx.partition(model.x, eqx.is_inexact_array)
         came = _of_slot(eqx.filter(held.arrived, eqx.is_inexact_array), row.taken[model.index])
-        trained, given = model.at_hand(model.params, microbatch, chunk)
+        trained, given = model.at_hand(model.params, microbatch, chunk, valid)
         kept = waiting(held.slots, choices.kinds, row.slot[model.index])
         ct, handed = inputs(trained, given, kept, (choices.exchange.whole(came, moving), seed(model, valid)))
         held = held._replace(handed=written(held.handed, handed, row.handed[model.index]))
@@ -119,8 +119,8 @@ def backward_weight(model: Model, choices: Choices) -> Part:
     weights = choices.in_two.weights
 
     def part(held, sent, entered, row):
-        microbatch, chunk, _ = model.job(row.job)
-        trained, given = model.at_hand(model.params, microbatch, chunk)
+        microbatch, chunk, valid = model.job(row.job)
+        trained, given = model.at_hand(model.params, microbatch, chunk, valid)
         kept = waiting(held.slots, choices.kinds, row.slot[model.index])
         handed = waiting(held.handed, choices.handed, row.handed[model.index])
         gradients = weights(trained, given, kept, handed)

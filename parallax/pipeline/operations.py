@@ -66,7 +66,7 @@ def counted(
         model = Model(Functions(enter, stage, head, where, trainable), schedule, axis, params, batch)
         halves, zero = keep(model.stage), model.index * 0
         in_two, _ = two_of(model, halves)
-        trained, given = model.at_hand(model.params, zero, zero)
+        trained, given = model.at_hand(model.params, zero, zero, zero == 0)
         ((moving, loss), _), residuals = halves.forward(trained, model.x, given)
         ct = jax.tree.map(jnp.zeros_like, (moving, loss))
         _, passed = in_two.inputs(trained, given, residuals, ct)

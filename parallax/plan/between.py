@@ -30,11 +30,11 @@ def terms(
 
     def found() -> Iterator[Term]:
         held, wide = words.read(layout).replicas.parameters, max(itemsize, 4)
-        int8 = isinstance(axis, ErrorFeedback)
-        along = quantized("island") if int8 else Axis.of(ring("island") if axis is None else axis)
+        along = quantized("island") if isinstance(axis, ErrorFeedback) else ring("island") if axis is None else axis
+        move = Axis.of(along).mover.all_reduce
         for leaf in arguments.leaves(config, layout):
             count = held(whole=leaf.elements, share=leaf.share)
-            yield Term("changes between islands", ("island",), along.mover.all_reduce, count * wide, 1, islands, wide)
+            yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)
 
     return [term for term in found() if islands > 1]
 
