@@ -669,8 +669,8 @@ TOLD = (
     Mutant("model_flops", "12 * L * D * T)", "6 * L * D * T)", "test_plan.py::test_operations_are_those_of_the_papers"),
     Mutant(
         "span",
-        "math.prod(sizes[inner] for inner in strides)",
-        "max([sizes[inner] for inner in strides], default=1)",
+        "operator.mul, initial=1",
+        "max, initial=1",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
     Mutant("handed_of_zero_bubble", "min(M * v + 1, P)", "P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
@@ -1267,7 +1267,7 @@ CONTEXT = (
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
     Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
     Mutant(
-        "Functions.parts", "in PARTS if", "in PARTS[:1] if", "test_context_layouts.py::test_a_context_axis_trains_as_one_device"
+        "Functions.parts", "_over(PARTS)", "_over(PARTS[:1])", "test_context_layouts.py::test_a_context_axis_trains_as_one_device"
     ),
     Mutant(
         "checked",

@@ -112,7 +112,7 @@ def planned(
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
     over, islands = names_of(axis), count(axis, mesh_)
     arrays, static = eqx.partition(state, mesh.is_array)
-    trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
+    trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), rules.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, mesh.is_array))
     parts = fragments.of(stream, seen, specs.model)
     make = _maker(outer, parts, trained, islands, feedback=isinstance(axis, ErrorFeedback), waits=stream.delay > 0)
