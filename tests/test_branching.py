@@ -131,13 +131,13 @@ def test_a_tick_takes_as_long_as_its_dearest_job_and_an_exchange():
     assert max(span.stop for span in spans) + 0.5 == table.makespan(1, 4, 2, hop=0.5)
 
 
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(4, "together")
 @pytest.mark.parametrize("make", MAKERS)
 def test_small(make):
     lockstep.check(lockstep.pairs, make(4, 3), beside=(1, 2))
 
 
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(4, "together")
 def test_garbage_never_leaks():
     """Stages that rest have zeros, of which this model makes 0 / 0; none of it is in any sum."""
     lockstep.check(lockstep.fragile, zero_bubble_in_turns(2, 3))
@@ -160,6 +160,7 @@ def test_everything_at_once_is_as_on_one_device(case, seed):
     trees.check(case._replace(make=make), seed)
 
 
+@pytest.mark.sweep(4, "together")
 def test_much_at_once_is_as_on_one_device():
     trees.check(trees.Case(((2, 1), (1, 1)), 3, tensor=2, make=in_turns))
 
@@ -183,7 +184,7 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
     return (found[0], back), eqx.filter_value_and_grad(plain)(params, batch)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4, "together")
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_chunks_may_be_in_the_shape_of_a_v(arrow):
     """The last place is on stage 0, and its neighbour is on its own stage."""
@@ -345,7 +346,7 @@ def assert_memory_is_that_of_the_slots(table):
     assert taken(table) == pytest.approx(slot_bytes(table) + work, rel=0.05)
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(4, "together")
 @pytest.mark.parametrize("table", [zero_bubble_in_turns(4, 8), one_f_one_b_in_turns(4, 32)])
 def test_memory_is_that_of_the_slots(table):
     """P microbatches for 1F1B, whatever M is."""
