@@ -30,8 +30,8 @@ def terms(
 
     def found() -> Iterator[Term]:
         held, wide = words.read(layout).replicas.parameters, max(itemsize, 4)
-        int8 = isinstance(axis, ErrorFeedback)
-        along = quantized("island") if int8 else Axis.of(ring("island") if axis is None else axis)
+        exact = ring("island") if axis is None or isinstance(axis, ErrorFeedback) else Axis.of(axis)
+        along = quantized("island") if isinstance(axis, ErrorFeedback) else exact
         for leaf in arguments.leaves(config, layout):
             count = held(whole=leaf.elements, share=leaf.share)
             yield Term("changes between islands", ("island",), along.mover.all_reduce, count * wide, 1, islands, wide)
