@@ -20,6 +20,10 @@ from parallax.__main__ import laid_out, main, model, parser
             ("seconds  of peak", "4 x TPU v5e", "movers", "with the fastest"),
         ),
         ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
+        (
+            "plan --layout data=8,zero=1 --islands 2",
+            ("2 islands of 8 devices, a round every 50 steps", "498 MB a round, 9.96 MB a step; as int8 2.57 MB a step"),
+        ),
         ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
         (
             f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e --failures-per-device-year 0.2",
@@ -37,6 +41,7 @@ def test_prints(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("plan --layout data=8 --islands 0", "Islands need --islands and --every of 1 or more; got --islands 0 --every 50."),
         ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take --layout tensor=2, which divides it."),
         (
             "plan --model xl --layout tensr=8",
