@@ -55,6 +55,8 @@ def test_prints(arguments, words, capsys):
         ("plan --devices 8 --precision bf16", "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16."),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
+        ("bisect --layout data=2 --record nowhere.npz", "--record needs a file that --save wrote; there is none at nowhere.npz."),
+        ("bisect --layout data=2 --save nowhere/run.npz", "--save needs a folder that is there; "),
     ],
 )
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
