@@ -118,7 +118,7 @@ def first_difference(options: argparse.Namespace) -> str:
     """The first value of a layout's step that differs from one device's, or from a record.
 
     Raises:
-        ValueError: a layout that does not fit.
+        ValueError: a layout that does not fit, a record that is not there, or a folder for it that is not.
     """
     import jax
     import jax.numpy as jnp
@@ -129,6 +129,10 @@ def first_difference(options: argparse.Namespace) -> str:
 
     config = model(options)
     layout = laid_out(options, config, options.devices)
+    if options.record and not Path(options.record).is_file():
+        raise ValueError(f"--record needs a file that --save wrote; there is none at {options.record}.")
+    if options.save and not Path(options.save).absolute().parent.is_dir():
+        raise ValueError(f"--save needs a folder that is there; {Path(options.save).absolute().parent} is none.")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", layout.devices)

@@ -2,10 +2,14 @@
 
 import functools
 import itertools
+import os
 import random
+import subprocess
+import sys
 
 import bisected
 import bisected_run
+import flags
 import jax
 import pytest
 from mutant import Mutant
@@ -68,3 +72,15 @@ def test_a_fault_in_the_package_is_found_where_it_is(tmp_path):
     assert said.first == "gradients.wte"
     assert "summed 2 times" in said.looks
     assert any(name.startswith("parallax/grads.py:accumulated") for name in said.functions)
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path):
+    words = ["-m", "parallax", "bisect", "--layers", "1", "--context", "8", "--batch", "4", "--layout", "data=2"]
+    stored = str(tmp_path / "run.npz")
+    for more in (["--save", stored], ["--record", stored]):
+        command = [sys.executable, *words, *more]
+        environment = os.environ | flags.quick() | {"PYTHONPATH": str(bisected.ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("All ")

@@ -71,6 +71,8 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing", "Take --mesh data=256"),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
+        ("bisect --layout data=2 --record nowhere.npz", "--record needs a file that --save wrote; there is none at nowhere.npz."),
+        ("bisect --layout data=2 --save nowhere/run.npz", "--save needs a folder that is there; "),
     ],
 )
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
