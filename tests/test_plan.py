@@ -280,7 +280,7 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
     assert planned.span(layout, ("tensor",)) == 8
     assert planned.span(layout, ("stage",)) == 25
     assert planned.span(layout, ("data", "stage", "tensor")) == layout.devices
-    assert hardware.A100.link(8) is hardware.A100.fast
+    assert hardware.A100.link(8) == hardware.A100.fast
     assert hardware.A100.link(9) is hardware.A100.slow
     assert hardware.named("TPU v5p") is hardware.TPU_V5P
     with pytest.raises(ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Take one, or"):
