@@ -21,7 +21,7 @@ from parallax.collectives import Mover, Route, by_hand, cost, mover, ring, route
 from parallax.collectives.route import from_csv, to_csv
 from parallax.collectives.types import varying
 
-ARGUMENTS = {"by": 4, "g": 2, "between": tables.ring}  # what makers of movers are called with
+ARGUMENTS = {"by": 4, "g": 2}  # what makers of movers are called with
 MOVERS = [each for each in vars(tables).values() if isinstance(each, Mover)]
 MAKERS = [each for each in vars(tables).values() if getattr(each, "__module__", "") == tables.__name__ and callable(each)]
 MOVERS += [
