@@ -121,7 +121,7 @@ def check_info(case):
 
 @pytest.mark.slow
 def test_an_evaluation_is_without_auxiliary_losses():
-    layout, tokens = Layout(expert=2), windows(TINY, 0, 0, BATCH)
+    layout, tokens = Layout(expert=2), jnp.asarray(windows(TINY, 0, 0, BATCH))
     model = llama.Llama(TINY, key=KEY)
     alone = decoder.loss_step(llama.FAMILY, TINY, layout, on(layout))(model, tokens)
     loss = llama.loss(llama.Llama(dataclasses.replace(TINY, balance=0.0, z=0.0), key=KEY), (tokens, None))
