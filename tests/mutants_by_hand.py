@@ -1161,6 +1161,12 @@ EXPERTS = (
         "test_llama_experts.py::test_auxiliary_losses_are_scaled_in_float16",
         long=True,
     ),
+    Mutant(
+        "_own_loss",
+        "varying(made.loss, over.names)",
+        "made.loss",
+        "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k 'stage and context'",
+    ),
     Mutant("mixed", "normalised=True", "normalised=False", "test_llama_weights.py -k whole"),
     Mutant(
         "run_blocks",

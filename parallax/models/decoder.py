@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import context, cross_entropy, experts, islands, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import wide
+from parallax.collectives.types import varying, wide
 from parallax.grads import Grad, on_parts
 from parallax.layout import Layout, words
 from parallax.layout.rows import Functions, Placed
@@ -329,7 +329,21 @@ def _stages(family: Family, config: Configuration, does: Functions, placed: Plac
         unroll=does.replicas.unroll,
     )
     stage = stage if compute.documents is None else documents.minded(stage)
-    return tapped.ends(enter, "enter", placed), does.checked(stage), tapped.ends(head, "head", placed)
+    stage = _own_loss(does.checked(stage), does.everywhere)
+    return tapped.ends(enter, "enter", placed), stage, tapped.ends(head, "head", placed)
+
+
+def _own_loss(stage: Callable[..., Any], over: Axis) -> Callable[..., Any]:
+    """`stage` with its terms of the loss typed as each device's own, as the head's loss is: the mean is taken over `over`.
+
+    A term that is the same along such an axis, as a mean over all tokens is, would else be differentiated as one for all devices.
+    """
+
+    def wrapped(*arguments):
+        made = output(stage(*arguments))
+        return Output(made.x, None if made.loss is None else varying(made.loss, over.names), made.aux)
+
+    return wrapped
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
