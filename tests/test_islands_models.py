@@ -81,11 +81,11 @@ def test_each_layout_inside_an_island_is_the_same_run(text, stream):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["island", ErrorFeedback("island")], ids=["exact", "int8"])
+@pytest.mark.parametrize("axis", [ring("island"), ErrorFeedback("island")], ids=["exact", "int8"])
 def test_a_round_sends_what_the_plan_says(axis):
     """Between rounds nothing: all that goes between islands stands in a branch that is taken every H steps."""
     layout, config = Layout(data=2, zero=3), gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64)
-    made = prepared(str(layout), config=config, dtype=jnp.dtype("float32"), axis=ring(axis) if axis == "island" else axis)
+    made = prepared(str(layout), config=config, dtype=jnp.dtype("float32"), axis=axis)
     with jax.numpy_dtype_promotion("standard"):
         compiled = made.train.lower(made.shapes, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)).compile()
     mesh_ = mesh.make(island=2, **layout.axes, devices=jax.devices()[:4])
