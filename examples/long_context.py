@@ -87,4 +87,4 @@ if __name__ == "__main__":
     lengths = (256,) if quick else (2048, 4096, 8192)
     memory(lengths)
     balance()
-    train(lengths[-1], 3 if quick else 6)
+    train(lengths[-1], 3 if quick else 4)
