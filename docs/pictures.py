@@ -55,5 +55,12 @@ if __name__ == "__main__":
     planned = lambda zero: plan.plan(gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16)
     held = {name: planned(zero).memory.at_peak for name, zero in STAGES.items()}
     print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
+    needed = {}
+    for order in (context.contiguous, context.zigzag):  # blocks of (T / 8)^2 scores that the causal mask does not drop
+        table = context.visits(order, 4)
+        own = table.chunks / 2 + table.own.shape[1]
+        size = (2 / table.chunks) ** 2  # table.chunks of a device
+        needed[order.__name__] = [size * (own + int(table.hops[:, i, :, 2].sum())) for i in range(4)]
+    print(f"balance.svg: {draw.balance(needed, folder / 'balance.svg').splitlines()[-1]}")
     for name, order in ORDERS.items():
         print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")

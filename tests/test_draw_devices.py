@@ -138,6 +138,18 @@ def test_kinds_of_a_plan_add_up_to_its_peak(layout):
     assert {"parameters", "optimizer state", "batch", "activations"} <= set(kinds)
 
 
+def test_balance(tmp_path):
+    loads = {"contiguous": [1, 2, 3, 4], "zigzag": [2.5] * 4}
+    assert [line.split() for line in draw.balance(loads, tmp_path / "a.svg").splitlines()] == [
+        ["least", "mean", "most", "even"],
+        ["contiguous", "1", "2.5", "4", "62%"],
+        ["zigzag", "2.5", "2.5", "2.5", "100%"],
+    ]
+    assert "contiguous: 62% even" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(ValueError, match="needs a load above 0 of each name; 'idle' has"):
+        draw.balance({"idle": [0, 0]})
+
+
 def test_traffic(tmp_path):
     sent = {("data",): 3.3e6, "tensor": 12e6, ("data", "tensor"): 40}
     assert draw.traffic(sent, tmp_path / "a.svg").splitlines() == [

@@ -5,7 +5,7 @@ PDF). Pictures need matplotlib, which comes with the extra `examples`; text need
 """
 
 from parallax.draw.attended import attention
-from parallax.draw.bars import bytes_by_kind, traffic
+from parallax.draw.bars import balance, bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
 from parallax.draw.html_page import page
 from parallax.draw.over_time import memory, sampled
@@ -15,6 +15,7 @@ from parallax.draw.schedules import summary, text, timeline, trace
 
 __all__ = [
     "attention",
+    "balance",
     "bytes_by_kind",
     "memory",
     "mesh",

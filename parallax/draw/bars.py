@@ -1,4 +1,4 @@
-"""A device's bytes by kind, several plans beside each other; what it sends along each axis of the mesh."""
+"""A device's bytes by kind, several plans beside each other; what it sends along each axis; how even the work is."""
 
 from collections.abc import Mapping, Sequence
 
@@ -61,6 +61,45 @@ def traffic(sent: Mapping[str | Sequence[str], Number] | Sequence[Entry], path: 
     if path is not None:
         _bars(along, path)
     return canvas.columns(rows)
+
+
+def balance(loads: Mapping[str, Sequence[Number]], path: canvas.Path | None = None) -> str:
+    """How even the work of devices, or of experts, is, as text: for each name the least, the mean and the most of its loads.
+
+    `even` is the mean over the most: the share of the time in which a device works, where all wait for the busiest one. With a
+    `path`, also as a picture there: a panel for each name, a bar for each load.
+
+    Args:
+        loads: for each name the loads, in any unit; one above 0 at least.
+        path: of a PNG, SVG or PDF file.
+
+    Raises:
+        ValueError: a name has no loads, or none above 0.
+        ImportError: with a `path`, where matplotlib is not installed.
+    """
+    rows = [["", "least", "mean", "most", "even"]]
+    for name, each in loads.items():
+        if not any(load > 0 for load in each):
+            raise ValueError(f"draw.balance needs a load above 0 of each name; {name!r} has {list(each)}. Leave it out.")
+        mean = sum(each) / len(each)
+        rows.append([name, f"{min(each):.4g}", f"{mean:.4g}", f"{max(each):.4g}", f"{mean / max(each):.0%}"])
+    if path is not None:
+        _panels(loads, path)
+    return canvas.columns(rows)
+
+
+def _panels(loads: Mapping[str, Sequence[Number]], path: canvas.Path) -> None:
+    picture = canvas.figure(0.9 + 2.6 * len(loads), 2.6)
+    highest = max(max(each) for each in loads.values())
+    for k, (name, each) in enumerate(loads.items()):
+        axes = picture.add_subplot(1, len(loads), k + 1)
+        axes.bar(range(len(each)), each, 0.8, color=canvas.colour(k, len(loads)))
+        axes.axhline(sum(each) / len(each), color="black", linestyle="--", linewidth=1)
+        axes.set(title=f"{name}: {sum(each) / len(each) / max(each):.0%} even", ylim=(0, 1.08 * highest), xticks=range(len(each)))
+        axes.title.set_size(10)
+        canvas.bare(axes, "top", "right")
+    picture.supylabel("load; dashed: the mean", size=9)
+    canvas.save(picture, path)
 
 
 def _stacked(
