@@ -31,19 +31,20 @@ class Faults:
     """Errors of the operations on a folder, raised by a hook of Python's auditing, which stays: it asks whether it is on."""
 
     def __init__(self):
-        self.folder, self.left, self.number, self.raised = "", [], 0, 0
+        self.folder, self.left, self.number = "", [], 0
+        self.raised: list[str] = []  # the names of what failed
         sys.addaudithook(self._hook)
 
     def at(self, folder: Path, *operations: int, number: int = errno.EIO) -> None:
         """Let the operations of these numbers fail from now on, counted from 1; none ends it."""
-        self.left, self.number, self.raised = list(operations), number, 0
+        self.left, self.number, self.raised = list(operations), number, []
         self.folder = str(folder) if operations else ""
 
     def _hook(self, event: str, arguments: tuple) -> None:
         if self.folder and event in AT and self.folder in str(arguments[AT[event]]):
             self.left = [operation - 1 for operation in self.left]
             if 0 in self.left:
-                self.raised += 1
+                self.raised.append(Path(str(arguments[AT[event]])).name)
                 raise OSError(self.number, os.strerror(self.number), str(arguments[AT[event]]))
 
 
@@ -79,26 +80,33 @@ def assert_restored(folder, step):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("every", range(12))
 def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, faults, every):
-    """Each save meets one, some of them two in a row; its state is donated as soon as it returns."""
-    said, step = [], 0
+    """Each save meets one, some of them two in a row; its state is donated as soon as it returns.
+
+    An error is told, but for two readings: of Orbax's own metadata, which it does without, and of whose an older checkpoint is,
+    which stays then until the next save.
+    """
+    said, untold, step = [], set(), 0
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
     with Checkpoints(tmp_path, settings={}, keep=1, say=said.append) as store:
         for operation in range(every + 1, 400, 12):
             step += 1
             state = state_of(step)
             faults.at(tmp_path, operation, *[operation + 1] * (step % 2), number=FAULTS[step % len(FAULTS)])
+            told = len(said)
             store.save(step, state)
             double({name: state[name] for name in ("split", "whole")})
             state["host"] += 1
             store.wait()
             if not faults.raised:
                 break
+            untold |= set() if any("of 8 tries is in" in line for line in said[told:]) else set(faults.raised)
             faults.at(tmp_path)
             assert store.steps() == [step]
             assert_restored(tmp_path, step)
     assert step > 2
     lines = [line for line in said if "of 8 tries is in" in line]
-    assert len(lines) >= step - 2  # Orbax itself passes over some
+    assert lines
+    assert untold <= {"_CHECKPOINT_METADATA", "contents.json"}
     for line in lines:
         assert re.search(r"of step (\d+) in .*/0*\1 was not saved: \[Errno .* The next of 8 tries is in 0\.00", line)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step:08d}", "newest.json"]
