@@ -4,6 +4,7 @@ import os
 import runpy
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +24,8 @@ def linted(f, **options):
         )
         found.extend(lint.program(mapped, *shapes))
         count += 1
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(mapped, *arguments))
+        zero = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        return jax.tree.map(zero, eqx.filter_eval_shape(mapped, *arguments))
 
     return zeros
 

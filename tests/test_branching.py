@@ -245,7 +245,7 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
         "all_gather": lambda x: jnp.sum(lax.all_gather(x, "tensor"), axis=0),
         "reduce_scatter": lambda x: jnp.tile(lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True), (1, 2)),
         "all_to_all": lambda x: lax.all_to_all(x, "tensor", 1, 1, tiled=True),
-        "pmax": lambda x: x * lax.pmax(lax.stop_gradient(jnp.mean(x)), "tensor"),
+        "pmax": lambda x: x * lax.pmax(lax.stop_gradient(jnp.mean(x, axis=1, keepdims=True)), "tensor"),
     }[move]
 
     def together(y):
@@ -263,7 +263,7 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
             "all_gather": lambda: 2 * jnp.sum(own, axis=0),
             "reduce_scatter": lambda: jnp.sum(jnp.tile(jnp.moveaxis(jnp.sum(blocks, axis=0), 1, 0), (1, 1, 2)), axis=0),
             "all_to_all": lambda: jnp.sum(jnp.moveaxis(blocks, (0, 2), (2, 0)).reshape(2, *y.shape), axis=0),
-            "pmax": lambda: jnp.sum(own, axis=0) * lax.stop_gradient(jnp.max(jnp.mean(own, axis=(1, 2)))),
+            "pmax": lambda: jnp.sum(own, axis=0) * lax.stop_gradient(jnp.max(jnp.mean(own, axis=2, keepdims=True), axis=0)),
         }[move]()
 
     kind = lockstep.Kind(lockstep.pair_weights, layer)
