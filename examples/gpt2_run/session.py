@@ -52,6 +52,7 @@ class Session:
     rollbacks: list[int]  # the steps at which copies differed, or losses were spikes
     spikes: Spikes | None  # the guard, where there is one
     described: str  # what the run said before its first step
+    program: Any  # the compiled step as it is read, whatever `train` wraps round it
     skipped: metrics.Skipped = dataclasses.field(init=False)
     clock: metrics.Clock = dataclasses.field(init=False)
     sink: metrics.Sink = dataclasses.field(init=False)

@@ -113,6 +113,7 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         note.get("rollbacks", []),
         spikes,
         described,
+        train,
     )
     session.begin(first, note)
     if s.fingerprint_every:
@@ -199,7 +200,7 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
     write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
     took = seconds | clock.seconds
-    page.write(s.out / "report.html", plan, session.train, described=session.described, sample=text, seconds=took)
+    page.write(s.out / "report.html", plan, session.program, described=session.described, sample=text, seconds=took)
     print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in took.items()))
     loss, bigram = records[-1]["held_out"], plan.lines["bigram"]
     verdict = "below" if loss < bigram else "NOT below"
