@@ -238,7 +238,7 @@ def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
 @pytest.mark.sweep(3, "together")
 @pytest.mark.slow
 def test_islands_talk_seldom_and_learn_as_much(printed):
-    text = printed("islands", "--quick")
+    text = printed("islands")
     (plain,) = numbers(text, "data parallelism +#")
     for name, fewer in (("islands, every 10 steps", 10), ("islands, int8", 38)):
         loss, ratio = numbers(text, f"{name} +# +[\\d,]+ +1/#;")
