@@ -137,11 +137,11 @@ def test_numbers_of_every_dtype_are_looked_at():
     arrays = {kind: jnp.full((8, 1000), jnp.finfo(kind).max, kind) for kind in kinds}
     arrays |= {kind: arrays[kind] * 1j for kind in kinds if kind.startswith("complex")}
     whole = {"whole": jnp.full(3, 2**31 - 1, jnp.int32), "none": jnp.zeros((0, 2), jnp.float32)}
-    assert stored.not_finite(arrays | whole) == []
+    assert stored.not_finite(arrays | whole)() == []
     for lost in ("nan", "inf", "-inf"):
         at = {kind: array.at[5, 7].set(jnp.asarray(float(lost)).astype(kind)) for kind, array in arrays.items()}
         at |= {f"{kind}, imaginary": at[kind].at[5, 7].set(jnp.asarray(complex(1, float(lost)), kind)) for kind in kinds[4:6]}
-        assert stored.not_finite(at | whole) == sorted(at)
+        assert stored.not_finite(at | whole)() == sorted(at)
 
 
 def test_a_note_is_as_it_was_when_the_save_began(tmp_path):
@@ -291,12 +291,16 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
         ):
             store.save(3, state)
         assert store.steps() == [1]
+        assert not kept.path_of(tmp_path, 3).exists()  # what was begun is gone
+        store.save(2, small_state(2))  # and the writer goes on
+        store.wait()
+        assert store.steps() == [1, 2]
     with checkpoints(tmp_path, finite=lambda path: path != "weight") as store:
         store.save(3, state)
     assert_equal(store.restore(small_state()).state, state)
     restored = checkpoints(tmp_path).restore(small_state())
-    assert restored.step == 1
-    assert_equal(restored.state, small_state(1))
+    assert restored.step == 2
+    assert_equal(restored.state, small_state(2))
     assert "00000003: needed a finite state; nan or inf is in weight." in restored.refused[3]
 
 

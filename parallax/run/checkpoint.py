@@ -174,10 +174,7 @@ class Checkpoints:
         """
         self.wait()
         arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
-        if lost := self._lost(arrays):
-            raise ValueError(
-                f"The state of step {step} is not finite, and was not saved: {_listed(lost)}. {kept.newest_in_words(self.folder)}"
-            )
+        lost = self._lost(arrays)  # while Orbax begins to write: it waits for the disk, and the cores are idle
         # The note as it is now: the writer's thread comes to it later.
         noted = json.loads(json.dumps(dict(note or {})))
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
@@ -185,7 +182,7 @@ class Checkpoints:
         record = Record(step, self.settings, noted, numbers, described, loss)
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         none = stored.empty(plain)
-        self._writer.write(record, {name: leaf for name, leaf in plain.items() if name not in none})
+        self._writer.write(record, {name: leaf for name, leaf in plain.items() if name not in none}, lost)
 
     def saving(self) -> bool:
         """Whether a save goes on in the background."""
@@ -203,7 +200,7 @@ class Checkpoints:
         self.refused.pop(step, None)
         kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
 
-    def _lost(self, arrays: dict[str, Any]) -> list[str]:
+    def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
 
     # Restoring
@@ -319,8 +316,8 @@ class Checkpoints:
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
         self._come()
-        if lost := self._lost(found):
-            raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {_listed(lost)}.")
+        if lost := self._lost(found)():
+            raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {kept.listed(lost)}.")
         state = stored.found(wanted, found, record.numbers)
         if self.from_disk is None:
             return state
@@ -332,7 +329,3 @@ class Checkpoints:
 
 def _unreadable(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: it cannot be read; {error.strerror}."
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

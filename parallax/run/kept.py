@@ -52,6 +52,11 @@ def newest_in_words(folder: Path) -> str:
     return f"The newest finished one is {path_of(folder, good[-1])}." if good else "There is no finished one yet."
 
 
+def listed(names: list[str]) -> str:
+    """The first three of some names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]) -> None:
     """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
 

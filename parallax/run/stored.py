@@ -109,10 +109,14 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     return jax.tree.map_with_path(leaf, like)
 
 
-def not_finite(arrays: dict[str, Any]) -> list[str]:
-    """The names of the arrays that hold a nan or an infinite number. All processes learn of the shards of all."""
+def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
+    """Begin to look at all numbers; a function that waits for the end, and gives the names of the arrays with a nan or an inf.
+
+    All processes learn of the shards of all. The arrays may be donated meanwhile.
+    """
     numbers = {name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    return sorted(name for name, finite in _all_finite(numbers).items() if not finite)
+    are_finite = _all_finite(numbers)
+    return lambda: sorted(name for name, finite in are_finite.items() if not finite)
 
 
 @jax.jit

@@ -22,6 +22,7 @@ from parallax.run.record import ARRAYS, Record
 from parallax.run.stages import Elsewhere, Stages
 
 PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
+PART = 128 * 1024**2  # bytes of a file of arrays, about: several files are hashed on several cores
 
 
 class Writer:
@@ -60,10 +61,14 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def write(self, record: Record, arrays: dict[str, Any]) -> None:
+    def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
         """Begin to write a checkpoint; the arrays may be donated as soon as this returns. The one before must be finished.
 
+        `lost` waits for the names of the arrays that are not finite. It is called when the writing has begun, since both at once
+        take less time than one after the other; where it names any, what was written is removed.
+
         Raises:
+            ValueError: there are such names.
             kept.Later: as `make_room` does.
             OSError: the storage failed, and not for a while only.
         """
@@ -78,6 +83,12 @@ class Writer:
             if not self._stages.failed(failure):
                 raise self._failed(record.step, failure) from failure
             error = failure
+        if names := lost():
+            self._drop(record.step)
+            raise ValueError(
+                f"The state of step {record.step} is not finite, and was not saved: {kept.listed(names)}. "
+                f"{kept.newest_in_words(self._folder)}"
+            )
         arguments = name, record, copies, error
         self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {record.step}", daemon=True)
         self._thread.start()
@@ -107,15 +118,25 @@ class Writer:
             records.begin(self._path(record.step), record)
 
         self._stages.first(make)
-        self.arrays.save(self._path(record.step) / ARRAYS, args=orbax().args.PyTreeSave(arrays))
+        self.arrays.save(self._path(record.step) / ARRAYS, args=orbax().args.PyTreeSave(arrays, ocdbt_target_data_file_size=PART))
 
     def _begin_again(self, record: Record, arrays: dict[str, Any]) -> None:
-        """`_begin`, without what the last time left: it may be what fills the disk, and Orbax does not go on after a failure."""
+        """`_begin`, without what the last time left, which may be what fills the disk."""
+        self._remove(record.step)
+        self._begin(record, arrays)
+
+    def _drop(self, step: int) -> None:
+        """End what `_begin` began, and remove it."""
+        with contextlib.suppress(Exception):
+            self.arrays.wait_until_finished()
+        self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Remove what was written of a checkpoint. Orbax's writer may have failed, and does not go on then: take a new one."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                kept.remove(self._path(record.step))
+                kept.remove(self._path(step))
         self.arrays = self._checkpointer()
-        self._begin(record, arrays)
 
     def _finish(self, name: str, record: Record, copies: Callable[[], dict[str, Any]], begun: Exception | None) -> None:
         """The writer's thread. Where the storage fails, what is not done yet is done again after a pause.
