@@ -131,7 +131,7 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, long, pytestconfig):
     """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All end, nobody stays behind, and
     a step is lost for good only back to the last finished checkpoint.
