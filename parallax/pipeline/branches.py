@@ -7,6 +7,7 @@ In a tick each stage runs its own job alone. What talks over the stages all devi
 waits in a slot until the job that needs it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float
 from parallax.collectives import send_next
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying_axes
+from parallax.jaxprs import counted_scope
 from parallax.pipeline.carry import Choices, added, chosen, masked, slots_of, stacked, waiting, wide_zeros, written
 from parallax.pipeline.grouped import refuse_crossing
 from parallax.pipeline.lanes import differentiated_head, of_enter, scattered, seed
@@ -54,6 +56,12 @@ class Held(NamedTuple):
     blocks: PyTree
 
 
+SAID = {  # of each kind of job
+    "forward": "a stage's forward pass",
+    "backward": "a stage's backward pass",
+    "weight": "the gradients of a stage's weights",
+}
+TOGETHER = {"entering": "enter", "finished": "head", "leaving": "leave"}  # what all run, by the column of its microbatches
 Tree = TypeVar("Tree", bound=PyTree)
 Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 """`(held, sent, entered, row) -> (held, sent)`: what a stage does in a tick, or all of them together."""
@@ -62,9 +70,9 @@ Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks: the sums of loss and gradients among it."""
     jobs = {
-        "a stage's forward pass": forward(model, choices),
-        "a stage's backward pass": backward_input(model, choices),
-        "the gradients of a stage's weights": backward_weight(model, choices),
+        "forward": forward(model, choices),
+        "backward": backward_input(model, choices),
+        "weight": backward_weight(model, choices),
     }
     together = [("finished", head(model, schedule, choices)), ("leaving", leave(model, choices))]
     return _run(model, _start(model, schedule, choices), choices, turns(schedule), jobs, together)
@@ -72,7 +80,7 @@ def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
 
 def forward_only(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks of the loss alone."""
-    jobs, together = {"a stage's forward pass": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
+    jobs, together = {"forward": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
     return _run(model, _start(model, schedule, choices), choices, forward_alone(turns(schedule)), jobs, together)
 
 
@@ -184,16 +192,19 @@ def _run(
         held: before the first tick.
         choices: how parts keep, send and add.
         table: the rows, one a tick.
-        jobs: what a stage does alone, in the order of their numbers in the table.
+        jobs: what a stage does alone, by its name in `SAID`, in the order of their numbers in the table.
         together: what all do after the messages, each with the column of its microbatches.
     """
+    named = functools.partial(_named, table)
 
     def tick(held, row):
         sent, entered = choices.exchange.part(model.x), model.x
-        entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
-        for number, part in enumerate(jobs.values(), 1):
+        with named("entering"):
+            entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
+        for number, (name, part) in enumerate(jobs.items(), 1):
             runs = row.kind[model.index] == number
-            held, sent = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), (held, sent), row)  # noqa: B023
+            with named(name, number):
+                held, sent = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), (held, sent), row)  # noqa: B023
         after = held.loss
         for distance, slots in row.arriving.items():
             came = sent
@@ -203,7 +214,9 @@ def _run(
             after = came
         for column, part in together:
             given = held, ordered(sent, after)
-            held, _ = _sometimes(getattr(row, column) >= 0, lambda given, row: part(given[0], given[1], entered, row), given, row)  # noqa: B023
+            with named(column):
+                runs = getattr(row, column) >= 0
+                held, _ = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), given, row)  # noqa: B023
             after = held.ends, held.loss
         return held
 
@@ -211,10 +224,19 @@ def _run(
     first = jax.tree.map(lambda column: column[0], rows)
     for name, part in jobs.items():
         traced = jax.make_jaxpr(lambda held, sent, x: part(held, sent, x, first))(held, choices.exchange.part(model.x), model.x)  # noqa: B023
-        refuse_crossing(name, traced.jaxpr, model.axis)
+        refuse_crossing(SAID[name], traced.jaxpr, model.axis)
     held = _settled(held, lambda held: tick(held, first))
     end: Any = lax.scan(lambda held, row: (tick(held, row), None), held, rows)[0]
     return end
+
+
+def _named(table: Turn, what: str, number: int = 0) -> Any:
+    """The scope of a loop in a tick. Its name says how often the loop turns, for readers of the compiled program.
+
+    A job, by its `number` in the table, runs as often on each stage; what all stages run together has a column.
+    """
+    runs = (table.kind[:, 0] == number).sum() if number else (getattr(table, what) >= 0).sum()
+    return jax.named_scope(counted_scope(TOGETHER.get(what, what), runs=int(runs), of=len(table.kind)))
 
 
 def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:
