@@ -204,7 +204,7 @@ def _run(
         for number, (name, part) in enumerate(jobs.items(), 1):
             runs = row.kind[model.index] == number
             with named(name, number):
-                held, sent = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), (held, sent), row)  # noqa: B023
+                held, sent = _sometimes(runs, lambda given, row: part(*given, entered, row), (held, sent), row)  # noqa: B023
         after = held.loss
         for distance, slots in row.arriving.items():
             came = sent
@@ -216,7 +216,7 @@ def _run(
             given = held, ordered(sent, after)
             with named(column):
                 runs = getattr(row, column) >= 0
-                held, _ = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), given, row)  # noqa: B023
+                held, _ = _sometimes(runs, lambda given, row: _taken(part(*given, entered, row)), given, row)  # noqa: B023
             after = held.ends, held.loss
         return held
 
@@ -237,6 +237,15 @@ def _named(table: Turn, what: str, number: int = 0) -> Any:
     """
     runs = (table.kind[:, 0] == number).sum() if number else (getattr(table, what) >= 0).sum()
     return jax.named_scope(counted_scope(TOGETHER.get(what, what), runs=int(runs), of=len(table.kind)))
+
+
+def _taken(given: tuple[Held, PyTree]) -> tuple[Held, PyTree]:
+    """What a part leaves: `held`, and nothing of what was sent.
+
+    If that stayed as it was, XLA would do its collectives before the loop, in all ticks: it takes them for the same in each trip.
+    """
+    held, sent = given
+    return held, jax.tree.map(jnp.zeros_like, sent)
 
 
 def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:

@@ -146,6 +146,14 @@ class Branching:
         """
         return float(self._lengths(forward, backward, weight).sum() + hop * self.ticks)
 
+    def dearest(self, forward: Cost = 1, backward: Cost = 1, weight: Cost = 1) -> tuple[int, int, int]:
+        """In how many ticks F, I and W is the dearest job that any stage has: the ticks by whose time `makespan` adds up."""
+        costs = np.array([-1.0, float(forward), float(backward), float(weight)])
+        tick = np.arange(self.ticks)
+        longest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
+        counts = np.bincount(longest, minlength=4)
+        return int(counts[1]), int(counts[2]), int(counts[3])
+
     def bubble(self, forward: Cost = 1, backward: Cost = 1, weight: Cost = 1) -> float:
         """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + I + W)."""
         return self.makespan(forward, backward, weight) - self.microbatches * float(forward + backward + weight)
