@@ -239,14 +239,19 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
     known(config)
     layout.check(**config.sizes, batch=batch, devices=devices)
-    does = words.read(layout)
-    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
-    if waits and (does.again.passes or does.again.gathers_alone or does.kept.gathers):
+    if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which its schedule is there to "
             "shorten, and what then waits for the weights' gradients is not counted. Take remat=none without ZeRO-3, or another "
             "schedule."
         )
+
+
+def counts(layout: Layout) -> bool:
+    """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must compute nothing again."""
+    does = words.read(layout)
+    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
+    return not waits or not (does.again.passes or does.again.gathers_alone or does.kept.gathers)
 
 
 def memory(

@@ -3,6 +3,7 @@
 The legend: P stages, M microbatches, v chunks a stage, F forward, I input gradient, W weight gradient.
 """
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from jaxtyping import Int, Shaped
 from parallax.schedule.branching import Branching
 from parallax.schedule.makers import checked_sizes
 from parallax.schedule.table import LANES
+
+URGENCY = ("backward", "forward", "weight")  # which of the jobs that are ready comes first
 
 
 class Job(NamedTuple):
@@ -72,29 +75,27 @@ def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: in
 
     Of F the furthest place comes first, of I the microbatch that began first.
     """
-    P, M, last = places.shape[1], microbatches, places.size - 1
-    done: dict[Job, int] = {}
+    P, last = places.shape[1], places.size - 1
+    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
     orders: list[list[Job]] = [[] for _ in range(P)]
-    waiting = [
-        {Job(lane, m, int(place)) for lane in ("forward", "backward", "weight") for m in range(M) for place in places[:, s]}
-        for s in range(P)
-    ]
-    tick = 0
-    while any(waiting):
-        chosen = []
+    ready: list[dict[str, list[tuple[int, int]]]] = [{lane: [] for lane in URGENCY} for _ in range(P)]
+    holds, left = [0] * P, 3 * microbatches * places.size
+    begin = [Job("forward", m, 0) for m in range(microbatches)]
+    while left:
+        for job in begin:
+            heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
+        begin, before = [], left
         for s in range(P):
-            ready = [job for job in waiting[s] if all(done.get(each, tick) < tick for each in needs(job, last))]
-            full = sum((job.lane == "forward") - (job.lane == "weight") for job in orders[s]) >= held[s]
-            ready = [job for job in ready if not (full and job.lane == "forward")]
-            if ready:
-                chosen.append((s, min(ready, key=_urgency)))
-        if not chosen:
+            may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and holds[s] >= held[s])]
+            if may:
+                microbatch, place = heapq.heappop(ready[s][may[0]])
+                job = Job(may[0], microbatch, -place)
+                orders[s].append(job)
+                holds[s] += (job.lane == "forward") - (job.lane == "weight")
+                begin += followers(job, last)
+                left -= 1
+        if left == before:
             raise ValueError(f"No stage can go on with {held} chunks held at most. Let them hold more.")
-        for s, job in chosen:
-            done[job] = tick
-            orders[s].append(job)
-            waiting[s].remove(job)
-        tick += 1
     return in_order(orders, places)
 
 
@@ -132,6 +133,17 @@ def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks
     return Branching(*np.array(rows).transpose(1, 0, 2), places=places)
 
 
+def followers(job: Job, last: int) -> Iterator[Job]:
+    """The jobs that need a job's result: those of which it is one of `needs`."""
+    lane, m, place = job
+    if lane == "forward":
+        yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)
+    if lane == "backward":
+        yield Job("weight", m, place)
+        if place > 0:
+            yield Job("backward", m, place - 1)
+
+
 def needs(job: Job, last: int) -> Iterator[Job]:
     """The jobs whose results a job needs; `last` is the last place of the model."""
     lane, m, place = job
@@ -141,11 +153,6 @@ def needs(job: Job, last: int) -> Iterator[Job]:
         yield Job("backward", m, place + 1) if place < last else Job("forward", m, place)
     if lane == "weight":
         yield Job("backward", m, place)
-
-
-def _urgency(job: Job) -> tuple[int, int, int]:
-    order = {"backward": 0, "forward": 1, "weight": 2}[job.lane]
-    return (order, job.microbatch, -job.place)
 
 
 def _named(job: Job) -> str:
