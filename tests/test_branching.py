@@ -148,7 +148,7 @@ def test_garbage_never_leaks():
 
 
 @st.composite
-def cases(draw, biggest=4):
+def cases(draw, biggest=8):
     case = draw(trees.cases(biggest))
     v, stages = case.table.shape
     return case._replace(make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)), mover=xla)
@@ -162,6 +162,15 @@ def test_everything_at_once_is_as_on_one_device(case, seed):
     """Dropout, trees, shared and frozen leaves, auxiliary values, uneven layers, ZeRO, over tensor and data."""
     make = case.make if case.make is in_turns else lambda *sizes: case.make()
     trees.check(case._replace(make=make), seed)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("P_", "M", "v"), [(6, 4, 1), (7, 3, 1), (8, 5, 1), (8, 2, 2)])
+def test_up_to_eight_stages_are_as_one_device(P_, M, v):
+    """All at once on six, seven and eight stages, the layers uneven."""
+    counts = tuple(tuple(1 + (s + c) % 2 for s in range(P_)) for c in range(v))
+    trees.check(trees.Case(counts, M, make=in_turns, keep=trees.KEEP[M % 2]))
 
 
 @pytest.mark.sweep(4, "together")
@@ -213,7 +222,7 @@ def test_auxiliary_values_are_in_order():
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_chunks_may_be_anywhere(data, seed):
-    table = data.draw(tables(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
+    table = data.draw(tables(data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
     found, expected = anywhere(table, seed=seed)
     assert_close(found, expected, EXACT)
 
@@ -392,6 +401,21 @@ def test_the_jobs_that_ran_are_those_of_the_table(table):
         ticks = np.flatnonzero(table.kinds[:, s])
         jobs = [(LANES[table.kinds[t, s] - 1], *divmod(int(table.jobs[t, s]), table.chunks)) for t in ticks]
         assert ran[s] == [(lane, table.placed[chunk, s], microbatch) for lane, microbatch, chunk in jobs]
+
+
+def test_what_all_stages_run_runs_in_its_ticks_alone():
+    """The head's sum over the stages, and enter's: M times in more ticks, though all that it adds up was there before the job."""
+    table = one_f_one_b_in_turns(2, 3)
+    enter = lambda params, part: tensor.leave(part * params["scale"], "stage")
+    stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
+    head = lambda params, x, part: jnp.mean(pipeline.from_last(x, "stage") ** 2)
+    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=lambda params: params["blocks"])
+    world, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"blocks": P(None, "stage"), "scale": P()}
+    run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
+    params = {"blocks": jnp.ones((1, 2, 4, 4), FLOAT64), "scale": jnp.ones((), FLOAT64)}
+    sums = [op for op in hlo.parse(run.lower(params, jnp.ones((6, 4), FLOAT64)).compile()) if op.shape == (2, 4)]
+    assert [op.kind for op in sums].count("all-reduce") == 2 * table.microbatches < table.ticks
+    assert [op.kind for op in sums].count("collective-permute") == table.ticks  # between two stages both ways are one
 
 
 def scanned():
