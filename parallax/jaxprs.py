@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ _STANDARD, _INSTALLED = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_pat
 
 
 UNKNOWN = "unknown line"
+COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")  # how a compiled program names a loop in a `counted_scope`
 
 
 def opened(jaxpr: Any) -> Jaxpr:
@@ -122,3 +124,11 @@ def _is_callers(file_name: str) -> bool:
 def is_float(aval: Any) -> bool:
     """Whether an array of this type holds real or complex floating-point numbers."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def counted_scope(name: str, *, runs: int, of: int) -> str:
+    """A name for the `jax.named_scope` of a loop of one trip or of none: so many trips in so many rounds of the loop around it.
+
+    A table says in which rounds, so the compiler does not know the number. Readers of the compiled program find it in this name.
+    """
+    return f"{name}.{runs}_of_{of}"

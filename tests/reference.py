@@ -1,6 +1,8 @@
 """The plain versions: one device, the pipeline that `jax.grad` walks back through, and how near is near enough."""
 
 import functools
+import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,3 +174,17 @@ def assert_close(tree, reference, tolerance: float) -> None:
         np.testing.assert_allclose(leaf, right, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
     jax.tree.map_with_path(check, tree, reference)
+
+
+def products(module, name):
+    """The operations in the products of a compiled program's computation, loops counted out: 2 for each term of each sum."""
+    shape = lambda text: [int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size]
+    inside, total = module[name], 0
+    results = {instruction.name: instruction.result for instruction in inside}
+    for each in inside:
+        if each.opcode == "dot":
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)[1].split(",")
+            left = shape(results[each.operands[0]])
+            total += 2 * math.prod(shape(each.result)) * math.prod(left[int(i)] for i in contracted)
+        total += sum((times or each.counted) * products(module, called) for called, times in each.called)
+    return total

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from fractions import Fraction
 
 import equinox as eqx
 import jax
@@ -14,16 +15,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import EXACT, FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, one_device
+from reference import EXACT, FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, one_device, products
 
 from parallax import mesh, pipeline, tensor
 from parallax.collectives import Axis, ring, xla
+from parallax.compiled import hlo
+from parallax.jaxprs import COUNTED
 from parallax.layout import Layout
 from parallax.models import gpt2, llama
 from parallax.pipeline import lanes
 from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.turns import turns
 from parallax.schedule import (
+    LANES,
     Job,
     as_soon_as_can_be,
     in_order,
@@ -144,7 +148,7 @@ def test_garbage_never_leaks():
 
 
 @st.composite
-def cases(draw, biggest=4):
+def cases(draw, biggest=8):
     case = draw(trees.cases(biggest))
     v, stages = case.table.shape
     return case._replace(make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)), mover=xla)
@@ -158,6 +162,15 @@ def test_everything_at_once_is_as_on_one_device(case, seed):
     """Dropout, trees, shared and frozen leaves, auxiliary values, uneven layers, ZeRO, over tensor and data."""
     make = case.make if case.make is in_turns else lambda *sizes: case.make()
     trees.check(case._replace(make=make), seed)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("P_", "M", "v"), [(6, 4, 1), (7, 3, 1), (8, 5, 1), (8, 2, 2)])
+def test_up_to_eight_stages_are_as_one_device(P_, M, v):
+    """All at once on six, seven and eight stages, the layers uneven."""
+    counts = tuple(tuple(1 + (s + c) % 2 for s in range(P_)) for c in range(v))
+    trees.check(trees.Case(counts, M, make=in_turns, keep=trees.KEEP[M % 2]))
 
 
 @pytest.mark.sweep(4, "together")
@@ -209,7 +222,7 @@ def test_auxiliary_values_are_in_order():
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_chunks_may_be_anywhere(data, seed):
-    table = data.draw(tables(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
+    table = data.draw(tables(data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
     found, expected = anywhere(table, seed=seed)
     assert_close(found, expected, EXACT)
 
@@ -290,12 +303,17 @@ def test_models_train_as_on_one_device(kind, schedule):
 @functools.cache
 def program(table, rows=32, layers=2, width=16):
     """A compiled pipeline of scanned layers."""
+    return lowered(table, rows, layers, width).compile()
+
+
+def lowered(table, rows=32, layers=2, width=16):
+    """The same before it is compiled."""
     grad = pipeline.value_and_grad(*scanned(), table, "stage", where=lambda params: params["blocks"])
     world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
-    return run.lower({"blocks": blocks}, batch).compile()
+    return run.lower({"blocks": blocks}, batch)
 
 
 def test_there_is_no_conditional_and_a_message_each_way_a_tick():
@@ -305,6 +323,99 @@ def test_there_is_no_conditional_and_a_message_each_way_a_tick():
     sent = re.findall(r" collective-permute(?:-start)?\(", text)
     assert len(sent) == 2  # in the one loop over the ticks
     assert f'"n":"{table.ticks}"' in text  # its trip count, as XLA writes it
+
+
+def loops(compiled):
+    """The trips of the loops over ticks, and of those in a tick, by name, `(trips, operations in the products of one)`."""
+    module = hlo.module(compiled)
+    ticks, jobs = [], {}
+    for lines in module.computations.values():
+        for line in lines:
+            (body,) = [name for name, times in line.called if "body=%" + name in line.attributes] or [None]
+            if line.opcode == "while" and line.counted:
+                jobs[COUNTED.search(line.attributes)[1]] = line.counted, products(module, body)
+            elif line.opcode == "while" and any(inside.counted for inside in module[body]):
+                ticks.append(dict(line.called)[body])
+    return ticks, jobs
+
+
+@pytest.mark.parametrize("table", [one_f_one_b_in_turns(4, 8), zero_bubble_in_turns(4, 8)], ids=["1F1B", "zero bubble"])
+def test_the_program_is_the_table(table):
+    """One loop of as many trips as there are ticks; in it a loop for each job, with the operations that the table counts."""
+    (ticks,), jobs = loops(program(table))
+    assert ticks == table.ticks
+    each = Fraction(table.microbatches, table.ticks)  # of each kind of job, on each stage
+    assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(("enter", "head", *LANES), each)
+    # Which job is whose in a tick stands in the program as a constant, and the dearest of them are the fold over the table.
+    assert table.kinds.astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
+    costs = [jobs[lane][1] for lane in LANES]
+    assert costs == list(of_a_stage(table).costs())
+    largest = np.array([0, *costs])[table.kinds].max(axis=1)
+    assert ticks * largest.mean() == table.makespan(*costs)
+
+
+def of_a_stage(table, rows=32, layers=2, width=16):
+    """The operations of F, I and W as the stage's jaxpr has them."""
+    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    count = pipeline.counted(*scanned(), table, "stage", where=lambda params: params["blocks"])
+    blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
+    batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
+    return count({"blocks": blocks}, batch, mesh=world, in_specs=(specs, P()))
+
+
+@pytest.mark.parametrize(
+    "table", [zero_bubble_in_turns(2, 3), as_soon_as_can_be(there_and_back(2), 2, [4, 4])], ids=["one behind another", "V"]
+)
+def test_the_jobs_that_ran_are_those_of_the_table(table):
+    """Each stage tells its F, I and W as they run: its column of the table, in order."""
+    ran = [[] for _ in range(table.stages)]
+
+    def told(lane):
+        def tell(x, stage, place, microbatch):
+            ran[int(stage)].append((lane, int(place), int(microbatch)))
+            return np.ones((), x.dtype)
+
+        return lambda x, *where: x * jax.pure_callback(tell, jax.ShapeDtypeStruct((), x.dtype), x, *where)
+
+    def telling(forward, backward):
+        """The identity, which tells when it runs and when its transpose does."""
+        f = jax.custom_vjp(lambda x, where: x)
+        f.defvjp(lambda x, where: (forward(x, *where), where), lambda where, ct: (backward(ct, *where), None))
+        return f
+
+    unseen = lambda x, *where: x
+
+    def stage(params, x, part, position):
+        where = lax.axis_index("stage"), position, part["number"][0]
+        w = telling(unseen, told("weight"))(params["blocks"][0], where)
+        x = telling(told("forward"), unseen)(x, where)
+        return telling(unseen, told("backward"))(jnp.tanh(x @ w), where)
+
+    enter, head = lambda params, part: part["x"], lambda params, x, part: jnp.mean(x**2)
+    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=lambda params: params["blocks"])
+    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
+    batch = {"x": jnp.ones((table.microbatches, 3), FLOAT64), "number": jnp.arange(table.microbatches)}
+    jax.block_until_ready(run({"blocks": jnp.ones((table.chunks, table.stages, 3, 3), FLOAT64)}, batch))
+    for s in range(table.stages):
+        ticks = np.flatnonzero(table.kinds[:, s])
+        jobs = [(LANES[table.kinds[t, s] - 1], *divmod(int(table.jobs[t, s]), table.chunks)) for t in ticks]
+        assert ran[s] == [(lane, table.placed[chunk, s], microbatch) for lane, microbatch, chunk in jobs]
+
+
+def test_what_all_stages_run_runs_in_its_ticks_alone():
+    """The head's sum over the stages, and enter's: M times in more ticks, though all that it adds up was there before the job."""
+    table = one_f_one_b_in_turns(2, 3)
+    enter = lambda params, part: tensor.leave(part * params["scale"], "stage")
+    stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
+    head = lambda params, x, part: jnp.mean(pipeline.from_last(x, "stage") ** 2)
+    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=lambda params: params["blocks"])
+    world, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"blocks": P(None, "stage"), "scale": P()}
+    run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
+    params = {"blocks": jnp.ones((1, 2, 4, 4), FLOAT64), "scale": jnp.ones((), FLOAT64)}
+    sums = [op for op in hlo.parse(run.lower(params, jnp.ones((6, 4), FLOAT64)).compile()) if op.shape == (2, 4)]
+    assert [op.kind for op in sums].count("all-reduce") == 2 * table.microbatches < table.ticks
+    assert [op.kind for op in sums].count("collective-permute") == table.ticks  # between two stages both ways are one
 
 
 def scanned():

@@ -238,6 +238,21 @@ def test_what_is_sent_is_said_by_axis(example):
     ]
 
 
+@pytest.mark.parametrize(
+    ("make", "tensor", "asked", "said"),
+    [
+        (schedule.one_f_one_b, 2, "ring", "ring"),
+        (schedule.one_f_one_b_in_turns, 1, "ring", "ring"),
+        (schedule.one_f_one_b_in_turns, 2, "ring", "ring (psum over tensor)"),
+        (schedule.one_f_one_b_in_turns, 2, "psum", "psum"),
+    ],
+)
+def test_it_is_said_who_moves_data(example, make, tensor, asked, said):
+    """Stages with a job of their own use no ring."""
+    settings, layout = SimpleNamespace(all_reduce=asked), SimpleNamespace(tensor=tensor)
+    assert example.plan.said(SimpleNamespace(settings=settings, layout=layout, schedule=make(2, 4))) == said
+
+
 def of_a_run(folder, step, checkpoints):
     """A folder of results as a run leaves it: its numbers up to `step`, and these checkpoints."""
     folder.mkdir()

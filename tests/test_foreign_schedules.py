@@ -1,4 +1,4 @@
-"""Schedules that others made: the tables of torch.distributed.pipelining (2.13), as it writes them, for 2 ranks and M = 4."""
+"""Schedules that others made: the tables of torch.distributed.pipelining (2.13), as it writes them, for 2, 4 and 8 ranks."""
 
 import re
 from pathlib import Path
@@ -20,39 +20,55 @@ IN_FLIGHT = {  # the tables' own numbers, and the ticks in which all of it runs
     "interleaved_2_4": (26, [2.5, 1.5]),
     "izb_2_4": (25, [2, 2]),
     "zbv_2_4": (25, [2, 2]),
+    "1f1b_4_8": (30, [4, 3, 2, 1]),
+    "bfs_4_8": (54, [8] * 4),
+    "dualpipev_4_8": (51, [4.5] * 4),
+    "gpipe_4_8": (30, [8] * 4),
+    "interleaved_4_8": (54, [5.5, 4.5, 3.5, 2.5]),
+    "izb_4_8": (51, [4] * 4),
+    "zbv_4_8": (51, [4] * 4),
+    "1f1b_8_16": (62, [8, 7, 6, 5, 4, 3, 2, 1]),
+    "bfs_8_16": (110, [16] * 8),
+    "dualpipev_8_16": (103, [8.5] * 8),
+    "gpipe_8_16": (62, [16] * 8),
+    "interleaved_8_16": (110, [11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5]),
+    "izb_8_16": (103, [8] * 8),
+    "zbv_8_16": (103, [8] * 8),
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", FILES)
 def test_tables_of_torch_load_and_are_drawn(name, tmp_path):
     table = from_csv(FILES[name])
     assert (table.ticks, table.in_flight.tolist()) == IN_FLIGHT[name]
-    assert table.microbatches == 4
+    assert (table.stages, table.microbatches) == tuple(map(int, name.split("_")[1:]))
     to_csv(table, tmp_path / "again.csv")
     again = from_csv(tmp_path / "again.csv")
     for lane in table.lanes:
         np.testing.assert_array_equal(again.lanes[lane], table.lanes[lane])
     np.testing.assert_array_equal(again.placed, table.placed)
     draw.timeline(table, tmp_path / "picture.svg", backward=1)
-    assert len(draw.text(table).splitlines()) == 2 + 3 * 2
+    assert len(draw.text(table).splitlines()) == 2 + 3 * table.stages
     draw.trace(table, tmp_path / "trace.json")
-    assert draw.summary(table, 1, 1, 1).startswith("2 stages")
+    assert draw.summary(table, 1, 1, 1).startswith(f"{table.stages} stages")
 
 
-def test_torchs_1f1b_is_ours():
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (8, 16)])
+def test_torchs_1f1b_is_ours(P, M):
     """Its last rank's forwards are numbered from 1."""
-    table, ours = from_csv(FILES["1f1b_2_4"]), one_f_one_b_in_turns(2, 4)
+    table, ours = from_csv(FILES[f"1f1b_{P}_{M}"]), one_f_one_b_in_turns(P, M)
     for lane in table.lanes:
         np.testing.assert_array_equal(table.lanes[lane], ours.lanes[lane])
 
 
 def test_a_v_is_a_v():
-    for name in ("zbv_2_4", "dualpipev_2_4"):
-        np.testing.assert_array_equal(from_csv(FILES[name]).placed, there_and_back(2))
+    for P, M in ((2, 4), (4, 8), (8, 16)):
+        for name in ("zbv", "dualpipev"):
+            np.testing.assert_array_equal(from_csv(FILES[f"{name}_{P}_{M}"]).placed, there_and_back(P))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_tables_of_torch_run_to_the_same_gradients(name):
@@ -60,7 +76,7 @@ def test_tables_of_torch_run_to_the_same_gradients(name):
     assert_close(found, expected, EXACT)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_their_memory_is_that_of_their_slots(name):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
@@ -23,7 +26,7 @@ from parallax.layout.nearest import KNOWN
 from parallax.layout.rows import Placed
 from parallax.models import decoder, gpt2, llama
 from parallax.pipeline import rows
-from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries
+from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries, traffic
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
@@ -77,6 +80,9 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "one microbatch": (8, Layout(stage=2, tensor=2)),
     "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble")),
     "zero bubble in chunks": (16, Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
+    "1F1B in turns": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="one_f_one_b_in_turns")),
+    "chunks in turns": (16, Layout(stage=2, tensor=4, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble_in_turns")),
+    "zero bubble in turns": (16, Layout(data=2, stage=4, microbatches=4, zero=2, schedule="zero_bubble_in_turns")),
     "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
     "context": (16, Layout(data=2, context=2, tensor=2, zero=1)),
     "context, blocks again": (8, Layout(context=4, remat="block", microbatches=2)),
@@ -241,6 +247,61 @@ def test_closed_forms_are_those_of_the_tables(name, P, M, v):
     assert order.slots(P, M, v) == rows.rows(table).written.max() + 1
     assert order.weights(P, M, v) == count("backward" if table.weight is None else "weight")
     assert order.handed(P, M, v) == table.handed_count
+
+
+@settings(max_examples=20)
+@given(data=st.data(), costs=st.tuples(*[st.floats(0.1, 9)] * 3))
+def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
+    """Each tick takes the time of its dearest job; memory has as many slots as the table, and one for what nobody reads."""
+    name = data.draw(st.sampled_from([name for name, order in words.ORDERS.items() if not order.together]))
+    order, P, M = words.ORDERS[name], data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
+    v = data.draw(st.integers(1, 3)) if order.interleaves else 1
+    table = order.table(P, M, v)
+    counts = order.waited(P, M, v, costs)
+    assert sum(counts) == table.ticks
+    assert sum(map(operator.mul, counts, costs)) == pytest.approx(
+        v * table.makespan(*costs), rel=1e-12
+    )  # of sums in another order
+    assert order.slots(P, M, v) == table.slot_count
+    assert order.handed(P, M, v) == table.handed_count
+    assert order.arrivals(P, M, v) == table.arrival_count + 1
+
+
+def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
+    layout = Layout(stage=4, microbatches=8, schedule="one_f_one_b_in_turns", precision="bfloat16")
+    step = lambda **other: plan.plan(gpt2.SMALL, dataclasses.replace(layout, **other), hardware.A100, batch=8)
+    turns, together = step(), step(schedule="one_f_one_b")
+    assert turns.bubble == pytest.approx(6 / 30)
+    assert turns.work.device < together.work.device  # no stage works on garbage
+    assert turns.memory.temporary.kept < 5 / 7 * together.memory.temporary.kept  # 4 slots for 7, and one of what I hands on
+    # I takes longer than W, and is the dearest job in more than M of the ticks.
+    size, waited = traffic.sizes(gpt2.SMALL, layout, 8), planned.waited(gpt2.SMALL, layout, 8, hardware.A100)
+    assert size.backward == 8 < waited.backward
+    assert waited.forward + waited.backward + waited.weights == 30
+    with pytest.raises(ValueError, match="computes or gathers again in the ticks of the input's gradient"):
+        step(remat="block")
+
+
+def test_the_collectives_of_lax_have_a_price():
+    """As many bytes as the compiled program's results have, in the time of halving."""
+    layout, lax = Layout(data=2, tensor=2, zero=1), {"data": "data", "tensor": "tensor"}
+    halved = {name: halving(name) for name in lax}
+    moved, halved = (plan.plan(TINY, layout, hardware.A100, batch=8, axes=axes) for axes in (lax, halved))
+    assert moved.seconds == halved.seconds
+    sent = lambda plan, what: sum(term.sent for term in plan.traffic if term.what == what)
+    assert sent(moved, "activations in layers") == sent(halved, "activations in layers")  # of two devices: 2 (n - 1)/n is 1
+    assert sent(moved, "parameters gathered") == 2 * sent(halved, "parameters gathered")  # the own part is in the result
+
+
+def test_search_chooses_among_schedules():
+    """Where 1F1B does not fit, one with fewer microbatches in flight does; what computes again in I is left out."""
+    search = functools.partial(plan.search, gpt2.MEDIUM, 2, hardware.A100, batch=8, sequences=(1,))
+    found, alone = search(schedules=KNOWN["schedule"]), search()
+    assert {made.layout.schedule for made in found} >= {"zero_bubble", "one_f_one_b_in_turns", "zero_bubble_in_turns"}
+    assert found[0].seconds.total <= alone[0].seconds.total
+    assert {str(made.layout) for made in alone} <= {str(made.layout) for made in found}
+    with pytest.raises(ValueError, match="schedule to be one of"):
+        search(schedules=["1f1b"])
 
 
 def test_the_collectives_may_be_others():

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import FLOAT64, assert_close
+from reference import products as of_computation
 
 from parallax import mesh, pipeline, tensor
 from parallax.compiled import hlo
@@ -185,20 +185,7 @@ def program(make, microbatches=M, rows=ROWS):
 def operations(compiled):
     """The operations in a compiled program's products, loops counted out."""
     module = hlo.module(compiled)
-    shape = lambda text: [int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size]
-
-    def of(name):
-        inside, total = module[name], 0
-        results = {instruction.name: instruction.result for instruction in inside}
-        for each in inside:
-            if each.opcode == "dot":
-                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)[1].split(",")
-                left = shape(results[each.operands[0]])
-                total += 2 * math.prod(shape(each.result)) * math.prod(left[int(i)] for i in contracted)
-            total += sum(times * of(called) for called, times in each.called)
-        return total
-
-    return of(module.entry)
+    return of_computation(module, module.entry)
 
 
 def tokens_of_a_stage():

@@ -225,7 +225,7 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
             f"{layout.microbatches} microbatches",
         ),
         ("split", report.split(layout)),
-        *report.sending(s.all_reduce, sent),
+        *report.sending(said(plan), sent),
         ("arithmetic", f"{quantity(flops, 'FLOP')} a step"),
         ("matrix rate", f"{quantity(rate, 'FLOP/s')} ({measured}):"),
         ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),
@@ -242,6 +242,13 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     decays = lambda path: path.endswith("weight") and "norm" not in path
     mask = lambda tree: jax.tree.map_with_path(lambda path, _: decays(mesh.dotted(path)), tree)
     return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+
+
+def said(plan: Plan) -> str:
+    """Who moves data, in words: stages with a job of their own each use `jax.lax` over tensor, whatever was asked for."""
+    asked = plan.settings.all_reduce
+    alone = isinstance(plan.schedule, Branching) and plan.layout.tensor > 1 and asked != "psum"
+    return f"{asked} (psum over tensor)" if alone else asked
 
 
 def chosen(plan: Plan) -> dict[str, Axis]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2_run import page, report
-from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare, write_whole
+from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare, said, write_whole
 from gpt2_run.session import Session, limited
 from gpt2_run.settings import Settings
 from parallax import draw, step
@@ -194,7 +194,7 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
     seconds["sample"], start = time.perf_counter() - start, time.perf_counter()
 
     records = metrics.recorded(s.out / "metrics.jsonl")
-    title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {s.all_reduce} all-reduce: {s.text.name}"
+    title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {said(plan)} all-reduce: {s.text.name}"
     report.picture(s.out / "loss.png", records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title)
     saved = gpt2.save(whole, s.out / "model")
     write_whole(s.out / "sample.txt", text + "\n")

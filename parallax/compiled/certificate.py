@@ -63,7 +63,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     place = {name: k for k, name in enumerate(mesh.shape)}
     found = sorted(counts, key=lambda of: ([place[name] for name in of[1]], of))
     return [
-        Entry(kind, names, counts[of], sizes[of], chains[kind, names], conditional, unbounded)
+        Entry(kind, names, counts[of], sizes[of], int(chains[kind, names]), conditional, unbounded)
         for of in found
         for kind, names, conditional, unbounded in [of]
     ]
@@ -72,7 +72,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
 def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute") -> int:
     """The longest chain of collectives of one kind, along whatever axes, of which each must wait for the one before."""
     program = hlo.module(compiled)
-    return _chain(program, program.entry, lambda instruction: instruction.collective, {})[kind]
+    return int(_chain(program, program.entry, lambda instruction: instruction.collective, {})[kind])
 
 
 def table(entries: Sequence[Entry]) -> str:
@@ -169,7 +169,9 @@ def _chain(program: hlo.Module, name: str, key: Callable[..., Any], known: dict[
         if instruction.collective:
             own = Counter([key(instruction)])
         else:
-            inside = [(_chain(program, called, key, known), max(often, 1)) for called, often in instruction.called]
+            inside = [
+                (_chain(program, called, key, known), often or instruction.counted or 1) for called, often in instruction.called
+            ]
             inside = [Counter({of: often * hops for of, hops in chain.items()}) for chain, often in inside]
             own = _longest(inside) if instruction.opcode == "conditional" else sum(inside, Counter())
         ends[instruction.name] = _longest(before) + own

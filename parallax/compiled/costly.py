@@ -3,6 +3,7 @@
 print(costly.table(costly.instructions(program.text, program.target.rates)))
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -44,13 +45,13 @@ def instructions(compiled: jax.stages.Compiled | str, rates: Rates, *, cores: in
     program, line_of = hlo.module(text), sources.read(text)
     costs, found = seconds.Costs(program, rates, cores), []
 
-    def inside(name: str, times: int) -> None:
+    def inside(name: str, times: int | Fraction) -> None:
         for each in program[name]:
             if each.opcode in ("while", "conditional", "call"):
                 for called, often in each.called:
-                    inside(called, times * max(often, 1))
-            elif (taken := times * costs.of(each)) and not each.collective:
-                found.append(Costly(taken, times, each.name, each.opcode, each.result, line_of(each.attributes)))
+                    inside(called, times * (often or each.counted or 1))
+            elif (taken := int(times) * costs.of(each)) and not each.collective:
+                found.append(Costly(taken, int(times), each.name, each.opcode, each.result, line_of(each.attributes)))
 
     inside(program.entry, 1)
     return sorted(found, key=lambda each: -each.seconds)

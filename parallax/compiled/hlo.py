@@ -6,12 +6,14 @@ XLA numbers devices in the order of the program's mesh, and writes groups of the
 import math
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from parallax.compiled import slices, trips
+from parallax.jaxprs import COUNTED
 
 KINDS = (
     "all-reduce",
@@ -98,6 +100,12 @@ class Instruction(NamedTuple):
         return [(name, times.get(key, 1)) for key, names in CALLED.findall(self.attributes) for name in _names(names)]
 
     @property
+    def counted(self) -> Fraction:
+        """The trips of a loop in each round of the loop around it, where only its name says so (`counted_scope`); else 0."""
+        found = COUNTED.search(self.attributes)
+        return Fraction(int(found[2]), int(found[3])) if found else Fraction(0)
+
+    @property
     def groups(self) -> list[np.ndarray] | None:
         """The numbers of the devices that exchange with each other, `[devices]` each: pairs, for a permute. `None` for all."""
         found = GROUPS.search(self.attributes)
@@ -147,10 +155,18 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """The collectives of a compiled program or of its text, each as often as it runs: a loop's body once a trip."""
+    """The collectives of a compiled program or of its text, each as often as it runs: a loop's body once a trip.
+
+    Raises:
+        ValueError: one stands in a loop whose number of trips is not known.
+    """
     found: list[Op] = []
     for run in runs(module(compiled)):
-        assert not run.unbounded, f"A loop with collectives whose number of trips XLA does not know: {run.instruction}"
+        if run.unbounded:
+            raise ValueError(
+                f"hlo.parse needs to know how often each collective runs; {run.instruction.name} stands in a loop whose number "
+                "of trips XLA does not know. Take hlo.runs, which says so of each."
+            )
         found += run.instruction.ops * run.times
     return found
 
@@ -183,14 +199,15 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
 def runs(program: Module) -> Iterator[Run]:
     """The collectives of a program, in the order of its text. All branches of a conditional count."""
 
-    def inside(name: str, times: int, conditional: bool, unbounded: bool) -> Iterator[Run]:
+    def inside(name: str, times: int | Fraction, conditional: bool, unbounded: bool) -> Iterator[Run]:
         for instruction in program[name]:
             if instruction.collective:
-                yield Run(instruction, times, conditional, unbounded)
+                yield Run(instruction, int(times), conditional, unbounded)
                 continue
             branch = conditional or instruction.opcode == "conditional"
-            for called, often in instruction.called:
-                yield from inside(called, times * max(often, 1), branch, unbounded or not often)
+            for called, known in instruction.called:
+                often = known or instruction.counted
+                yield from inside(called, times * (often or 1), branch, unbounded or not often)
 
     return inside(program.entry, 1, False, False)
 

@@ -102,7 +102,7 @@ def of(compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mappin
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        unbounded=sum(run.opcode == "while" and not dict(run.called).get(_body(run)) for run in _all(program)),
+        unbounded=sum(run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted) for run in _all(program)),
     )
 
 

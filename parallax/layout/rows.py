@@ -263,6 +263,29 @@ class Again(NamedTuple):
     needs: tuple[Need, ...] = ()
 
 
+class Ends(NamedTuple):
+    """How often a device runs in a step what stands at the ends of a stage.
+
+    Attributes:
+        hops: messages that it sends to other stages.
+        embeds: calls of enter.
+        leaves: calls of enter's transpose.
+    """
+
+    hops: int
+    embeds: int
+    leaves: int
+
+
+def in_step(ticks: tuple[int, int, int, int], P: int, M: int, v: int) -> Ends:
+    """Where all stages run the same lanes: once in each tick of a lane.
+
+    XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
+    """
+    forward, backward, _, last = ticks
+    return Ends(forward + backward - (last == 1), 1 if M == 1 else forward, backward)
+
+
 class Order(NamedTuple):
     """The order of a pipeline's jobs. Its functions take P stages, M microbatches and v chunks.
 
@@ -272,9 +295,13 @@ class Order(NamedTuple):
         slots: places for a chunk's residuals on each device, one of them to write to where there is no job; closed form.
         weights: the ticks in which gradients of the stages' weights are made; closed form.
         handed: places for what the input's gradient hands on to that of the weights; closed form.
+        arrivals: places for what came from other stages and waits.
+        ends: `(ticks, P, M, v)`: how often a device runs what stands at the ends of a stage.
+        waited: `(P, M, v, costs)`: how many ticks take the time of F, of I and of W (of B and of none, without a lane for W),
+            where the jobs of a chunk have these costs.
         interleaves: whether a stage may have several chunks.
         together: whether all stages run the same lanes in a tick; else each has a job of its own, and the closed forms are of
-            what one device runs.
+            what one device runs, and the rest is read from its table.
         needs: what it needs to act on.
     """
 
@@ -283,6 +310,9 @@ class Order(NamedTuple):
     slots: Callable[[int, int, int], int]
     weights: Callable[[int, int, int], int]
     handed: Callable[[int, int, int], int] = lambda P, M, v: 0
+    arrivals: Callable[[int, int, int], int] = lambda P, M, v: 0
+    ends: Callable[[tuple[int, int, int, int], int, int, int], Ends] = in_step
+    waited: Callable[[int, int, int, tuple[Any, Any, Any]], tuple[int, int, int]] | None = None
     interleaves: bool = True
     together: bool = True
     needs: tuple[Need, ...] = ()

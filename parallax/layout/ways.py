@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from parallax import context, grads, mesh, pipeline, precision, rules, schedule, tensor, zero
 from parallax.collectives import Axis
 from parallax.grads import Grad
-from parallax.layout.rows import Functions, Placed
+from parallax.layout.rows import Ends, Functions, Order, Placed
 from parallax.schedule import Branching, Schedule
 from parallax.typed import PyTree
 
@@ -168,8 +168,25 @@ def one_f_one_b_in_turns(P: int, M: int, v: int) -> Branching:
     return schedule.one_f_one_b_in_turns(P, M)
 
 
-# Of schedules in which each stage has its own job in a tick, `plan` counts none: ticks, slots, ticks of weights.
-IN_TURNS = (lambda P, M, v: (M * v, M * v, M, M * v), lambda P, M, v: P * v, lambda P, M, v: M * v, lambda P, M, v: P * v)
+def in_turns(make: Callable[[int, int, int], Branching]) -> Order:
+    """The order in which each stage has its own job in a tick: what a device runs, and what its table says of the rest."""
+    table = functools.lru_cache(maxsize=64)(make)
+
+    def ends(ticks: tuple[int, int, int, int], P: int, M: int, v: int) -> Ends:
+        """Messages go in each tick, a message for each distance."""
+        return Ends(table(P, M, v).ticks * len(pipeline.distances(table(P, M, v))), M, M)
+
+    return Order(
+        make,
+        ticks=lambda P, M, v: (M * v, M * v, M, table(P, M, v).ticks),
+        slots=lambda P, M, v: table(P, M, v).slot_count,
+        weights=lambda P, M, v: M * v,
+        handed=lambda P, M, v: table(P, M, v).handed_count,
+        arrivals=lambda P, M, v: table(P, M, v).arrival_count + 1,
+        ends=ends,
+        waited=lambda P, M, v, costs: table(P, M, v).dearest(*costs),
+        together=False,
+    )
 
 
 def gpipe(P: int, M: int, v: int) -> Schedule:

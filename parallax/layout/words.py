@@ -168,8 +168,8 @@ ORDERS = {
         ways.handed_of_zero_bubble,
         needs=SEVERAL,
     ),
-    "one_f_one_b_in_turns": Order(ways.one_f_one_b_in_turns, *ways.IN_TURNS, interleaves=False, together=False, needs=SEVERAL),
-    "zero_bubble_in_turns": Order(schedule.zero_bubble_in_turns, *ways.IN_TURNS, together=False, needs=SEVERAL),
+    "one_f_one_b_in_turns": ways.in_turns(ways.one_f_one_b_in_turns)._replace(interleaves=False, needs=SEVERAL),
+    "zero_bubble_in_turns": ways.in_turns(schedule.zero_bubble_in_turns)._replace(needs=SEVERAL),
 }
 
 # stage: 1, or more

@@ -7,6 +7,7 @@ from parallax.pipeline.kept import inputs, residuals
 from parallax.pipeline.on_disk import stored
 from parallax.pipeline.operations import Work, counted
 from parallax.pipeline.traced import Misused
+from parallax.pipeline.turns import distances
 from parallax.pipeline.uneven import arranged, dealt, in_model_order, padded, run_layers, unpadded
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "at_once",
     "counted",
     "dealt",
+    "distances",
     "from_last",
     "in_model_order",
     "inputs",

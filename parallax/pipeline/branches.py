@@ -7,6 +7,7 @@ In a tick each stage runs its own job alone. What talks over the stages all devi
 waits in a slot until the job that needs it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -16,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from parallax.collectives import send_next
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying_axes
-from parallax.pipeline.carry import Choices, added, chosen, masked, slots_of, stacked, waiting, wide_zeros, written
+from parallax.jaxprs import counted_scope
+from parallax.pipeline.carry import Choices, added, chosen, masked, nothing_added, slots_of, stacked, waiting, written
 from parallax.pipeline.grouped import refuse_crossing
-from parallax.pipeline.lanes import differentiated_head, of_enter, scattered, seed
+from parallax.pipeline.lanes import differentiated_head, moved, of_enter, scattered, seed, with_loss
 from parallax.pipeline.model import Model
 from parallax.pipeline.turns import Turn, forward_alone, turns
 from parallax.schedule import Branching
@@ -54,6 +55,12 @@ class Held(NamedTuple):
     blocks: PyTree
 
 
+SAID = {  # of each kind of job
+    "forward": "a stage's forward pass",
+    "backward": "a stage's backward pass",
+    "weight": "the gradients of a stage's weights",
+}
+TOGETHER = {"entering": "enter", "finished": "head", "leaving": "leave"}  # what all run, by the column of its microbatches
 Tree = TypeVar("Tree", bound=PyTree)
 Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 """`(held, sent, entered, row) -> (held, sent)`: what a stage does in a tick, or all of them together."""
@@ -62,9 +69,9 @@ Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks: the sums of loss and gradients among it."""
     jobs = {
-        "a stage's forward pass": forward(model, choices),
-        "a stage's backward pass": backward_input(model, choices),
-        "the gradients of a stage's weights": backward_weight(model, choices),
+        "forward": forward(model, choices),
+        "backward": backward_input(model, choices),
+        "weight": backward_weight(model, choices),
     }
     together = [("finished", head(model, schedule, choices)), ("leaving", leave(model, choices))]
     return _run(model, _start(model, schedule, choices), choices, turns(schedule), jobs, together)
@@ -72,7 +79,7 @@ def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
 
 def forward_only(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held after all ticks of the loss alone."""
-    jobs, together = {"a stage's forward pass": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
+    jobs, together = {"forward": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
     return _run(model, _start(model, schedule, choices), choices, forward_alone(turns(schedule)), jobs, together)
 
 
@@ -143,7 +150,7 @@ def head(model: Model, schedule: Branching, choices: Choices) -> Part:
         (loss, aux), (ends, ct) = differentiated_head(model, model.params, y, row.finished)
         counts = jnp.ones((), bool) if model.shared_out(loss) else model.last
         ct = choices.exchange.part(_from_the_head(ct, model, schedule))
-        held = _with_loss(held, loss, aux, row)._replace(
+        held = with_loss(held, loss, aux, row.finished)._replace(
             ends=added(held.ends, choices.scatter(ends), counts),
             arrived=_put(held.arrived, ct, row.of_head[model.index]),
         )
@@ -157,7 +164,8 @@ def head_value(model: Model, schedule: Branching, choices: Choices) -> Part:
 
     def part(held, sent, entered, row):
         loss, aux = model.head(model.params, _to_the_head(choices.exchange.whole(sent, model.x), model, schedule), row.finished)
-        return _with_loss(held, loss if model.shared_out(loss) else masked(model.last, loss), aux, row), sent
+        loss = loss if model.shared_out(loss) else masked(model.last, loss)
+        return with_loss(held, loss, aux, row.finished), sent
 
     return part
 
@@ -184,26 +192,29 @@ def _run(
         held: before the first tick.
         choices: how parts keep, send and add.
         table: the rows, one a tick.
-        jobs: what a stage does alone, in the order of their numbers in the table.
+        jobs: what a stage does alone, by its name in `SAID`, in the order of their numbers in the table.
         together: what all do after the messages, each with the column of its microbatches.
     """
+    scope = functools.partial(_scope, table)
 
     def tick(held, row):
         sent, entered = choices.exchange.part(model.x), model.x
-        entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
-        for number, part in enumerate(jobs.values(), 1):
+        with scope("entering"):
+            entered = _sometimes(row.entering >= 0, lambda _, row: model.enter(model.params, row.entering), entered, row)
+        for number, (name, part) in enumerate(jobs.items(), 1):
             runs = row.kind[model.index] == number
-            held, sent = _sometimes(runs, lambda given, row: part(given[0], given[1], entered, row), (held, sent), row)  # noqa: B023
+            with scope(name, number):
+                held, sent = _sometimes(runs, lambda given, row: part(*given, entered, row), (held, sent), row)  # noqa: B023
         after = held.loss
         for distance, slots in row.arriving.items():
-            came = sent
-            if distance:
-                came = jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), ordered(sent, after))  # noqa: B023
+            came = moved(ordered(sent, after), model, distance=distance) if distance else sent
             held = held._replace(arrived=_put(held.arrived, came, slots[model.index]))
             after = came
         for column, part in together:
             given = held, ordered(sent, after)
-            held, _ = _sometimes(getattr(row, column) >= 0, lambda given, row: part(given[0], given[1], entered, row), given, row)  # noqa: B023
+            with scope(column):
+                runs = getattr(row, column) >= 0
+                held, _ = _sometimes(runs, lambda given, row: _without_sent(part(*given, entered, row)), given, row)  # noqa: B023
             after = held.ends, held.loss
         return held
 
@@ -211,10 +222,28 @@ def _run(
     first = jax.tree.map(lambda column: column[0], rows)
     for name, part in jobs.items():
         traced = jax.make_jaxpr(lambda held, sent, x: part(held, sent, x, first))(held, choices.exchange.part(model.x), model.x)  # noqa: B023
-        refuse_crossing(name, traced.jaxpr, model.axis)
+        refuse_crossing(SAID[name], traced.jaxpr, model.axis)
     held = _settled(held, lambda held: tick(held, first))
     end: Any = lax.scan(lambda held, row: (tick(held, row), None), held, rows)[0]
     return end
+
+
+def _scope(table: Turn, what: str, number: int = 0) -> Any:
+    """The scope of a loop in a tick. Its name says how often the loop turns, for readers of the compiled program.
+
+    A job, by its `number` in the table, runs as often on each stage; what all stages run together has a column.
+    """
+    runs = (table.kind[:, 0] == number).sum() if number else (getattr(table, what) >= 0).sum()
+    return jax.named_scope(counted_scope(TOGETHER.get(what, what), runs=int(runs), of=len(table.kind)))
+
+
+def _without_sent(given: tuple[Held, PyTree]) -> tuple[Held, PyTree]:
+    """What a part leaves: `held`, and nothing of what was sent.
+
+    If that stayed as it was, XLA would do its collectives before the loop, in all ticks: it takes them for the same in each trip.
+    """
+    held, sent = given
+    return held, jax.tree.map(jnp.zeros_like, sent)
 
 
 def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry: Tree, row: Turn) -> Tree:
@@ -240,25 +269,12 @@ def _settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
 
 def _start(model: Model, schedule: Branching, choices: Choices) -> Held:
     """What is held before the first tick: zeros."""
-    M, v = schedule.microbatches, schedule.chunks
-    loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
-    sums = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(choices.scatter, tree))
     return Held(
         arrived=jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), choices.exchange.part(model.x)),
         slots=slots_of(choices.kinds, schedule.slot_count, model.axis),
         handed=slots_of(choices.handed, schedule.handed_count, model.axis),
-        loss=wide_zeros(loss),
-        terms=None if model.terms.loss is None else wide_zeros(model.terms.loss),
-        of_head=jax.tree.map(lambda value: stacked(value, M), of_head),
-        of_stages=jax.tree.map(lambda value: stacked(value, M, v), model.terms.aux),
-        ends=sums(model.params.ends),
-        blocks=sums(model.params.blocks),
+        **nothing_added(model, choices),
     )
-
-
-def _with_loss(held: Held, loss: Array, aux: PyTree, row: Turn) -> Held:
-    of_head = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, row.finished, 0), held.of_head, aux)
-    return held._replace(loss=held.loss + loss.astype(held.loss.dtype), of_head=of_head)
 
 
 def _of_slot(arrived: PyTree, slot: Array) -> PyTree:
@@ -273,14 +289,8 @@ def _put(arrived: PyTree, came: PyTree, slot: Array) -> PyTree:
 
 def _to_the_head(y: PyTree, model: Model, schedule: Branching) -> PyTree:
     """What the last place has finished, on the last stage, where the head looks for it."""
-    return _moved(y, model, schedule.stages - 1 - schedule.last)
+    return moved(y, model, distance=schedule.stages - 1 - schedule.last)
 
 
 def _from_the_head(ct: PyTree, model: Model, schedule: Branching) -> PyTree:
-    return _moved(ct, model, schedule.last - (schedule.stages - 1))
-
-
-def _moved(tree: PyTree, model: Model, distance: int) -> PyTree:
-    if not distance:
-        return tree
-    return jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), tree)
+    return moved(ct, model, distance=schedule.last - (schedule.stages - 1))

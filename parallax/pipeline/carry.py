@@ -76,11 +76,8 @@ class Choices(NamedTuple):
 
 def start(model: Model, choices: Choices, table: Row) -> Carry:
     """The carry before the first tick: zeros, and slots that are empty, whose numbers no sum ever takes."""
-    M, v = model.schedule.microbatches, model.schedule.chunks
     moving = eqx.filter(model.x, eqx.is_inexact_array)
     part = choices.exchange.part
-    loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
-    scattered = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(choices.scatter, tree))
     return Carry(
         x=part(model.x),
         y=None,
@@ -88,13 +85,23 @@ def start(model: Model, choices: Choices, table: Row) -> Carry:
         slots=slots_of(choices.kinds, int(table.written.max()) + 1, model.axis),
         handed=slots_of(choices.handed, int(table.handed.max()) + 1, model.axis),
         pending=jax.tree.map(lambda leaf: stacked(leaf, int(table.put.max()) + 1), moving),
-        loss=wide_zeros(loss),
-        terms=None if model.terms.loss is None else wide_zeros(model.terms.loss),
-        of_head=jax.tree.map(lambda value: stacked(value, M), of_head),
-        of_stages=jax.tree.map(lambda value: stacked(value, M, v), model.terms.aux),
-        ends=scattered(model.params.ends),
-        blocks=scattered(model.params.blocks),
+        **nothing_added(model, choices),
     )
+
+
+def nothing_added(model: Model, choices: Choices) -> dict[str, Any]:
+    """What is added up over a step, and the auxiliary values, by their names in a carry: zeros."""
+    M, v = model.schedule.microbatches, model.schedule.chunks
+    loss, of_head = jax.eval_shape(lambda: model.head(model.params, model.x, jnp.zeros((), jnp.int32)))
+    scattered = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(choices.scatter, tree))
+    return {
+        "loss": wide_zeros(loss),
+        "terms": None if model.terms.loss is None else wide_zeros(model.terms.loss),
+        "of_head": jax.tree.map(lambda value: stacked(value, M), of_head),
+        "of_stages": jax.tree.map(lambda value: stacked(value, M, v), model.terms.aux),
+        "ends": scattered(model.params.ends),
+        "blocks": scattered(model.params.blocks),
+    }
 
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:

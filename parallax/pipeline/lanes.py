@@ -76,7 +76,7 @@ def head(model: Model, params: Parameters, choices: Choices) -> Lane:
     def lane(carry, row):
         (loss, aux), (ends, ct) = differentiated_head(model, params, carry.y, row.finished)
         counts = jnp.ones((), bool) if model.shared_out(loss) else model.last
-        return _with_loss(carry, loss, aux, row)._replace(
+        return with_loss(carry, loss, aux, row.finished)._replace(
             ends=added(carry.ends, choices.scatter(ends), counts),
             pending=jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, row.put, 0), carry.pending, ct),
         )
@@ -100,7 +100,7 @@ def head_value(model: Model, params: Parameters) -> Lane:
 
     def lane(carry, row):
         loss, aux = model.head(params, carry.y, row.finished)
-        return _with_loss(carry, loss if model.shared_out(loss) else masked(model.last, loss), aux, row)
+        return with_loss(carry, loss if model.shared_out(loss) else masked(model.last, loss), aux, row.finished)
 
     return lane
 
@@ -114,7 +114,7 @@ def backward(model: Model, params: Parameters, choices: Choices) -> Lane:
         trained, given = model.at_hand(params, microbatch, chunk, valid)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
         gradients, ct = choices.halves.backward(trained, given, kept)((ct, seed(model, valid)))
-        carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
+        carry = carry._replace(ct=moved(choices.exchange.part(ct), model, distance=-1))
         carry = carry._replace(blocks=_with_weights(carry, choices, gradients.blocks, chunk, valid))
         ends = of_enter(model, params, row.leaving, masked(model.first & (chunk == 0) & valid, ct))
         ends = jax.tree.map(lambda d, more: d if more is None else d + masked(valid, more), ends, gradients.ends)
@@ -134,7 +134,7 @@ def backward_input(model: Model, params: Parameters, choices: Choices) -> Lane:
         trained, given = model.at_hand(params, microbatch, chunk, valid)
         kept = waiting(carry.slots, choices.kinds, row.read[model.index])
         ct, handed = inputs(trained, given, kept, (ct, seed(model, valid)))
-        carry = carry._replace(ct=_sent(choices.exchange.part(ct), model, distance=-1))
+        carry = carry._replace(ct=moved(choices.exchange.part(ct), model, distance=-1))
         carry = carry._replace(handed=written(carry.handed, handed, row.handed[model.index]))
         ends = of_enter(model, params, row.leaving, masked(model.first & (chunk == 0) & valid, ct))
         return carry._replace(ends=added(carry.ends, choices.scatter(ends), jnp.ones((), bool)))
@@ -169,7 +169,7 @@ def send(model: Model, choices: Choices) -> Lane:
     def lane(carry, row):
         # On a CPU it waits for all of them: its loop's collectives must be in one order on all devices.
         y = ordered(choices.exchange.part(carry.y), (carry.loss, carry.ct))
-        return carry._replace(x=_sent(y, model, distance=1), y=None)
+        return carry._replace(x=moved(y, model, distance=1), y=None)
 
     return lane
 
@@ -216,8 +216,9 @@ def seed(model: Model, valid: Bool[Array, ""]) -> Float[Array, ""] | None:
     return jnp.where(valid, zero + 1, zero)
 
 
-def _with_loss(carry: Carry, loss, aux: PyTree, row: Row) -> Carry:
-    of_head = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, row.finished, 0), carry.of_head, aux)
+def with_loss(carry: Any, loss: Array, aux: PyTree, microbatch: Array) -> Any:
+    """A carry with what the head makes of a microbatch: its loss added up, its auxiliary values in their place."""
+    of_head = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, microbatch, 0), carry.of_head, aux)
     return carry._replace(loss=carry.loss + loss.astype(carry.loss.dtype), of_head=of_head)
 
 
@@ -230,7 +231,10 @@ def scattered(blocks: PyTree, scatter: Callable[[PyTree], PyTree]) -> PyTree:
     return jax.tree.map(lambda d: d[0], scatter(jax.tree.map(lambda d: d[None], blocks)))
 
 
-def _sent(tree: PyTree, model: Model, *, distance: int) -> PyTree:
+def moved(tree: PyTree, model: Model, *, distance: int) -> PyTree:
+    """What the stage so many before this one has; as it is, if that is this one."""
+    if not distance:
+        return tree
     return jax.tree.map(lambda leaf: send_next(leaf, model.axis.names, distance=distance), tree)
 
 

@@ -42,6 +42,8 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     mesh = next(iter(jax.tree.leaves(compiled.input_shardings))).mesh
     along: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh):
+        if not entry.axes:  # of groups of one device, which `jax.lax` leaves in the program; nothing is sent
+            continue
         along[entry.axes] = along.get(entry.axes, 0) + entry.bytes
     sent = plan.sent
     pairs = {axes: (sent.get(axes, 0), along.get(axes, 0)) for axes in {**sent, **along}}

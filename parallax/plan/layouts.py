@@ -17,7 +17,7 @@ from parallax.models import gpt2
 from parallax.plan import arguments, temporaries
 from parallax.plan.compilers import Number
 from parallax.plan.hardware import Hardware
-from parallax.plan.planned import ADAMW, Plan, known, plan
+from parallax.plan.planned import ADAMW, Plan, counts, known, plan
 from parallax.plan.quantities import quantity
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
@@ -33,12 +33,13 @@ def search(
     precision: str = "bfloat16",
     optimizer: optax.GradientTransformation = ADAMW,
     sequences: Sequence[int] = SEQUENCES,
+    schedules: Sequence[str] = ("one_f_one_b",),
 ) -> list[Plan]:
     """The plans of all layouts of exactly `devices` that fit, the fastest first.
 
     Of layouts that differ in ZeRO's stage and remat alone, one is left out if another that fits splits no more and computes no
-    more again. Where tensor parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines run
-    `one_f_one_b`, with as many microbatches as the batch has, of `sequences`.
+    more again. Where tensor parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as many
+    microbatches as the batch has, of `sequences`. Schedules with gradients of weights apart compute nothing again.
 
     Args:
         config: the model's sizes.
@@ -48,18 +49,21 @@ def search(
         precision: that of `Layout`.
         optimizer: one that acts element by element.
         sequences: of a microbatch on a device, to choose from.
+        schedules: of pipelines, to choose from: words of `Layout`.
 
     Raises:
         ValueError: no layout takes so many devices, or none of those fits, and the message says which comes nearest; or a
-            number below 1, or a precision that is not known.
+            number below 1, or a precision or a schedule that is not known.
     """
     known(config)
     Layout(precision=precision)  # refuses one that is not known
+    for schedule in schedules:
+        Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
         raise ValueError(f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}.")
     nearest: Layout | None = None
     found = []
-    for family in _families(config, devices, batch, precision, sequences):
+    for family in _families(config, devices, batch, precision, sequences, schedules):
         least = math.inf  # what is computed again by the fitting layouts that split less
         for layouts in family:
             for again, layout in layouts:
@@ -104,7 +108,7 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _families(config, devices, batch, precision, sequences) -> Iterator[list[list[tuple[int, Layout]]]]:
+def _families(config, devices, batch, precision, sequences, schedules) -> Iterator[list[list[tuple[int, Layout]]]]:
     """Layouts that divide the model and the batch; those of a family differ in ZeRO's stage, a list each, and in remat alone.
 
     They come from less to more that is split and computed again; with each, the place of its remat in this order.
@@ -124,15 +128,18 @@ def _families(config, devices, batch, precision, sequences) -> Iterator[list[lis
                 continue
             sizes = {"data": data, "stage": stage, "tensor": tensor, "microbatches": microbatches, "chunks": chunks}
             # Where tokens are not split, what goes between stages can be.
-            for split_sends in (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,):
-                fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision}
+            splits = (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,)
+            orders = schedules if stage > 1 else ("one_f_one_b",)
+            for split_sends, schedule in itertools.product(splits, orders):
+                fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision, "schedule": schedule}
                 yield [_remats(**fields, zero=zero) for zero in KNOWN["zero"]]
 
 
 def _remats(**fields: Any) -> list[tuple[int, Layout]]:
     """The layouts of these fields by remat, each with its place among all of them."""
     every = (fields | {"remat": remat} for remat in KNOWN["remat"])
-    return [(place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)]
+    admitted = [(place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)]
+    return [(place, layout) for place, layout in admitted if counts(layout)]
 
 
 def _peak(config, layout, hardware, batch, optimizer) -> Number:

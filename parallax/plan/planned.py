@@ -30,7 +30,7 @@ from parallax.plan.compilers import Number
 from parallax.plan.hardware import Hardware
 from parallax.plan.quantities import quantity
 from parallax.plan.temporaries import FLOAT, Temporary
-from parallax.plan.traffic import Term
+from parallax.plan.traffic import Sizes, Term
 
 ADAMW = optax.adamw(3e-4)
 PASSES = 4  # over what a layer keeps, in its forward or its backward pass, each counted once: written, read, and twice in between
@@ -180,6 +180,8 @@ def plan(
     """
     check(config, layout, batch)
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
+    takes = waited(config, layout, batch, hardware)
+    awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
     work = Work(model_flops(config, batch), device_flops(config, layout, batch))
     held = memory(config, layout, hardware, batch, optimizer)
     return Plan(
@@ -191,14 +193,35 @@ def plan(
         work=work,
         traffic=tuple(terms),
         seconds=Seconds(
-            products=work.device / (_rate(hardware, layout) * hardware.efficiency),
-            passes=_passes(config, layout, batch, hardware) / hardware.bandwidth,
-            messages=sum(messages(terms, layout, hardware).values()),
+            products=_flops(config, layout, takes) / (_rate(hardware, layout) * hardware.efficiency),
+            passes=_passes(config, layout, batch, hardware, takes) / hardware.bandwidth,
+            messages=sum(messages(awaited, layout, hardware).values()),
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
             fresh=hardware.fresh * held.temporary.peak,
         ),
-        bubble=_bubble(config, layout, batch),
+        bubble=1 - 3 * layout.microbatches * layout.chunks / (takes.forward + takes.backward + takes.weights),
     )
+
+
+def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Sizes:
+    """The sizes of a step with the calls whose time it takes.
+
+    Where each stage has its own job in a tick, all wait for the dearest: a fold over the table, with the seconds of the products
+    and of the passes over memory of F, I and W.
+    """
+    size, order = traffic.sizes(config, layout, batch), words.read(layout).order
+    if order.waited is None:
+        return size
+    none = size._replace(forward=0, backward=0, weights=0, heads=0)
+    rate = _rate(hardware, layout) * hardware.efficiency
+
+    def seconds(**calls: int) -> Number:
+        once = none._replace(**calls)
+        return _flops(config, layout, once) / rate + _passes(config, layout, batch, hardware, once) / hardware.bandwidth
+
+    costs = seconds(forward=1), seconds(backward=1), seconds(weights=1)
+    forward, backward, weights = order.waited(layout.stage, layout.microbatches, layout.chunks, costs)
+    return size._replace(forward=forward, backward=backward, weights=weights)
 
 
 def known(config: Any) -> None:
@@ -216,19 +239,19 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
     known(config)
     layout.check(**config.sizes, batch=batch, devices=devices)
-    does = words.read(layout)
-    if not does.order.together:
-        raise ValueError(
-            f"plan counts schedules in which the stages keep step; got {layout}. Count this one by its table, "
-            "schedule.zero_bubble_in_turns(...).makespan(forward=F, backward=I, weight=W), or compile its step."
-        )
-    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
-    if waits and (does.again.passes or does.again.gathers_alone or does.kept.gathers):
+    if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which its schedule is there to "
             "shorten, and what then waits for the weights' gradients is not counted. Take remat=none without ZeRO-3, or another "
             "schedule."
         )
+
+
+def counts(layout: Layout) -> bool:
+    """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must compute nothing again."""
+    does = words.read(layout)
+    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
+    return not waits or not (does.again.passes or does.again.gathers_alone or does.kept.gathers)
 
 
 def memory(
@@ -257,9 +280,12 @@ def model_flops(config: gpt2.Config, batch: int) -> Number:
 def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     """Floating-point operations of one device in a step, `batch` sequences in all.
 
-    Each lane counts in all ticks in which it runs anywhere, and what is computed again counts again.
+    Each lane counts in all ticks in which it runs on the device, on garbage too, and what is computed again counts again.
     """
-    size = traffic.sizes(config, layout, batch)
+    return _flops(config, layout, traffic.sizes(config, layout, batch))
+
+
+def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     of_pairs = words.read(layout).contexts.of(whole=1, share=(2 * n + 1) / (4 * n))  # zigzag leaves out those after the query
@@ -295,9 +321,8 @@ def _rate(hardware: Hardware, layout: Layout) -> Number:
     return words.read(layout).numbers.of(full=hardware.full_rate, short=hardware.rate)
 
 
-def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Number:
+def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes) -> Number:
     """Bytes between products and memory: what a layer makes, forward, backward, and where it is made again."""
-    size = traffic.sizes(config, layout, batch)
     # What is computed again, attention's scores among it, is made whatever is kept.
     kept = temporaries.everything(config, dataclasses.replace(layout, remat="none"), batch, hardware.short)
     does = words.read(layout)
@@ -313,11 +338,6 @@ def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware)
 
 def _updated(config: gpt2.Config, layout: Layout) -> int:
     return sum(leaf.share for leaf in leaves(config, layout))
-
-
-def _bubble(config: gpt2.Config, layout: Layout, batch: int) -> Number:
-    size = traffic.sizes(config, layout, batch)
-    return 1 - 3 * layout.microbatches * layout.chunks / (size.forward + size.backward + size.weights)
 
 
 # As text

@@ -32,7 +32,8 @@ class Temporary(NamedTuple):
     """Bytes that a step needs on a device beside its state and its batch.
 
     Attributes:
-        kept: what the layers keep for their backward pass, of all microbatches in flight; with a weight lane, what waits for it.
+        kept: what the layers keep for their backward pass, of all microbatches in flight; with a weight lane, what waits for it,
+            and where each stage has its own job in a tick, what came and waits for one.
         block: what one layer needs while its backward pass runs, and a stage's residuals on their way.
         gradients: of one microbatch, and their sums.
         gathered: parameters that live as shares, made whole (ZeRO-3); and those in 16 bits.
@@ -177,6 +178,8 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
     in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
     waiting = does.stages.of(alone=0, piped=does.order.handed(layout.stage, does.microbatches, chunks))
     waiting = waiting * layers * handed(config, layout, batch, short)
+    arrivals = does.stages.of(alone=0, piped=does.order.arrivals(layout.stage, does.microbatches, chunks))
+    waiting += arrivals * size.narrow * does.sends.of(whole=size.stream, share=size.stream / layout.tensor)
     split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
     first, others = taken_apart(layer(config, layout, batch, short), size, does, c) if loop else (0.0, 0.0)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from parallax.collectives import AxisLike, cost, ring, send_next
+from parallax.collectives import AxisLike, cost, halving, ring, send_next
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout, words
@@ -25,6 +25,11 @@ from parallax.plan import arguments
 
 BLOCK_TOKENS = 512  # of `cross_entropy.mean`
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
+LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {  # in whose time, and the bytes of the result
+    lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
+    lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
+    lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
+}
 IDLE = {"mlp.down.bias"}  # of a layer, what its backward pass never needs
 # And what it needs no more where everything is kept: what was added is, and so are norms' weights, in another shape.
 ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)} | {f"{part}.weight" for part in NORMS}
@@ -53,10 +58,13 @@ class Term(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """Of one call. `lax.pmax`, which is no ring of ours, counts as its result."""
+        """Of one call. What `jax.lax` moves counts as its result, and takes the time of halving; `lax.pmax` that of one hop."""
         if self.collective is lax.pmax:
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
-        return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
+        if self.collective not in LAX:
+            return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
+        like, results = LAX[self.collective]
+        return cost.of(like, self.nbytes, self.n, itemsize=self.itemsize)._replace(sent=results(self.nbytes, self.n), messages=1)
 
     @property
     def sent(self) -> int:
@@ -65,7 +73,7 @@ class Term(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one microbatch on a device, and how often its parts run in a step.
+    """The sizes of one microbatch on a device, and how often its parts run on it in a step.
 
     Attributes:
         sequences: of the microbatch.
@@ -75,6 +83,7 @@ class Sizes(NamedTuple):
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
+        leaves: calls of the embedding's transpose.
         hops: activations sent to the next stage, and cotangents to the one before.
         last: ticks in a row, alike, that end the step.
         weights: calls of a stage for the gradients of its weights: `backward`, or fewer where they have a lane of their own.
@@ -87,20 +96,24 @@ class Sizes(NamedTuple):
     backward: int
     heads: int
     embeds: int
+    leaves: int
     hops: int
     last: int
     weights: int
 
 
 def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
-    """How often what runs. Idle stages run too, on garbage: each lane counts in all ticks in which it runs anywhere."""
+    """How often what runs.
+
+    Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all ticks in which it runs anywhere.
+    """
     b, P, M, v = layout.sequences(batch), layout.stage, layout.microbatches, layout.chunks
     order = words.read(layout).order
-    forward, backward, heads, last = order.ticks(P, M, v)
-    # XLA opens a loop of one tick, and what the last tick would send, nobody reads. It embeds a lone microbatch once.
-    hops = forward + backward - (last == 1)
+    ticks = order.ticks(P, M, v)
+    forward, backward, heads, last = ticks
+    hops, embeds, leaves = order.ends(ticks, P, M, v)
     layers, tokens = config.layers // (P * v), b * config.context // layout.context
-    return Sizes(b, tokens, layers, forward, backward, heads, 1 if M == 1 else forward, hops, last, order.weights(P, M, v))
+    return Sizes(b, tokens, layers, forward, backward, heads, embeds, leaves, hops, last, order.weights(P, M, v))
 
 
 def terms(
@@ -111,6 +124,7 @@ def terms(
     axes: Mapping[str, AxisLike] | None = None,
     short: int = 2,
     itemsize: int = 4,
+    size: Sizes | None = None,
 ) -> list[Term]:
     """All collectives of a step of `decoder.train_step`, those of several calls of one kind in one term.
 
@@ -121,8 +135,9 @@ def terms(
         axes: who moves data along which axis, as in `decoder.prepare`.
         short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU backend sends 4).
         itemsize: bytes of a parameter, and of a number that is computed in full precision.
+        size: with these calls; by default `sizes`, those of the step.
     """
-    step = _Step(config, layout, batch, axes, short, itemsize)
+    step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
     parts = (
         *(step.inside_layers(), step.around_context(), step.at_the_ends()),
         *(step.between_stages(), step.over_replicas(), step.over_all()),
@@ -141,8 +156,8 @@ def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
 class _Step:
     """The terms of one step, by what causes them."""
 
-    def __init__(self, config, layout, batch, axes, short, itemsize):
-        self.config, self.layout, self.size = config, layout, sizes(config, layout, batch)
+    def __init__(self, config, layout, size, axes, short, itemsize):
+        self.config, self.layout, self.size = config, layout, size
         self.does = words.read(layout, axes)
         self.axes = self.does.axes
         self.wide, self.itemsize = max(itemsize, 4), itemsize
@@ -205,7 +220,7 @@ class _Step:
         size, both = self.size, ("stage", "tensor")
         ends = size.embeds + size.heads
         of_tokens = itertools.chain(
-            self.halves("tokens at the ends", size.backward + size.heads, "sums at the ends", ends),
+            self.halves("tokens at the ends", size.leaves + size.heads, "sums at the ends", ends),
             self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends),
         )
         yield from self.does.tokens.of(whole=self.all_reduce("vocabulary", both, self.stream, ends), share=of_tokens)
@@ -223,7 +238,7 @@ class _Step:
         yield from self.does.sends.of(
             whole=(), share=(self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward),)
         )
-        yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.backward + size.heads)
+        yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads)
         split_too = self.does.tokens.of(whole=(), share=("tensor",))
         for leaf in self.leaves:
             if "stage" not in leaf.axes:
@@ -273,7 +288,7 @@ class _Step:
         A lane that does not make them scatters zeros, which XLA does once for all that look alike.
         """
         size = self.size
-        made = {"wte": size.backward + size.heads, "wpe": size.backward + 1, "norm.weight": size.heads + 1}
+        made = {"wte": size.leaves + size.heads, "wpe": size.leaves + 1, "norm.weight": size.heads + 1}
         in_lanes = size.weights if leaf.block else made.get(leaf.path, size.heads)
         return self.does.stages.of(alone=size.backward, piped=in_lanes)
 

@@ -10,7 +10,7 @@ in the model, so the message that a job sends may go to any stage.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -146,6 +146,14 @@ class Branching:
         """
         return float(self._lengths(forward, backward, weight).sum() + hop * self.ticks)
 
+    def dearest(self, forward: Cost = 1, backward: Cost = 1, weight: Cost = 1) -> tuple[int, int, int]:
+        """In how many ticks F, I and W is the dearest job that any stage has: the ticks by whose time `makespan` adds up."""
+        costs = np.array([-1.0, float(forward), float(backward), float(weight)])
+        tick = np.arange(self.ticks)
+        longest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
+        counts = np.bincount(longest, minlength=4)
+        return int(counts[1]), int(counts[2]), int(counts[3])
+
     def bubble(self, forward: Cost = 1, backward: Cost = 1, weight: Cost = 1) -> float:
         """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + I + W)."""
         return self.makespan(forward, backward, weight) - self.microbatches * float(forward + backward + weight)
@@ -247,63 +255,6 @@ class Branching:
 
     def _lengths(self, *costs: Cost) -> Float[np.ndarray, " ticks"]:
         return np.array([0, *costs], np.float64)[self.kinds].max(axis=1) / self.chunks
-
-
-class Job(NamedTuple):
-    """One job of an order: `lane` is "forward", "backward" (I) or "weight"; `place` is the chunk's place in the model."""
-
-    lane: str
-    microbatch: int
-    place: int
-
-
-def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Branching:
-    """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
-
-    Raises:
-        ValueError: a job waits for one that never comes, or that comes after it.
-    """
-    chunk = {int(place): c for (c, _), place in np.ndenumerate(places)}
-    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
-    last, v = places.size - 1, len(places)
-    done: dict[Job, int] = {}
-    begun, rows = [0] * len(orders), []
-    while any(i < len(order) for i, order in zip(begun, orders, strict=True)):
-        tick, row = len(rows), np.full((3, len(orders)), -1)
-        for s, order in enumerate(orders):
-            job = order[begun[s]] if begun[s] < len(order) else None
-            if job is not None and all(done.get(each, tick) < tick for each in needs(job, last)):
-                if homes.get(job.place) != s:
-                    raise ValueError(f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}.")
-                row[LANES.index(job.lane), s] = job.microbatch * v + chunk[job.place]
-        if (row < 0).all():
-            s = next(s for s, order in enumerate(orders) if begun[s] < len(order))
-            job = orders[s][begun[s]]
-            missing = next(each for each in needs(job, last) if each not in done)
-            raise ValueError(
-                f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, "
-                "which comes in no tick before. Change the order of one of the two stages."
-            )
-        for s in np.flatnonzero((row >= 0).any(axis=0)).tolist():
-            done[orders[s][begun[s]]] = tick
-            begun[s] += 1
-        rows.append(row)
-    return Branching(*np.array(rows).transpose(1, 0, 2), places=places)
-
-
-def needs(job: Job, last: int) -> Iterator[Job]:
-    """The jobs whose results a job needs; `last` is the last place of the model."""
-    lane, m, place = job
-    if lane == "forward" and place > 0:
-        yield Job("forward", m, place - 1)
-    if lane == "backward":
-        yield Job("backward", m, place + 1) if place < last else Job("forward", m, place)
-    if lane == "weight":
-        yield Job("backward", m, place)
-
-
-def _named(job: Job) -> str:
-    return f"{job.lane} of microbatch {job.microbatch} at place {job.place}"
 
 
 def _frozen(table) -> Int32[np.ndarray, "..."]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from parallax.schedule.branching import Branching, Job, in_order
+from parallax.schedule.branching import Branching
+from parallax.schedule.orders import Job, in_order
 from parallax.schedule.table import LANES
 
 LETTERS = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}

@@ -3,14 +3,27 @@
 The legend: P stages, M microbatches, v chunks a stage, F forward, I input gradient, W weight gradient.
 """
 
+import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
-from parallax.schedule.branching import Branching, Job, in_order, needs
+from parallax.schedule.branching import Branching
 from parallax.schedule.makers import checked_sizes
+from parallax.schedule.table import LANES
+
+URGENCY = ("backward", "forward", "weight")  # which of the jobs that are ready comes first
+
+
+class Job(NamedTuple):
+    """One job of an order: `lane` is "forward", "backward" (I) or "weight"; `place` is the chunk's place in the model."""
+
+    lane: str
+    microbatch: int
+    place: int
 
 
 def looped(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
@@ -62,32 +75,85 @@ def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: in
 
     Of F the furthest place comes first, of I the microbatch that began first.
     """
-    P, M, last = places.shape[1], microbatches, places.size - 1
-    done: dict[Job, int] = {}
+    P, last = places.shape[1], places.size - 1
+    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
     orders: list[list[Job]] = [[] for _ in range(P)]
-    waiting = [
-        {Job(lane, m, int(place)) for lane in ("forward", "backward", "weight") for m in range(M) for place in places[:, s]}
-        for s in range(P)
-    ]
-    tick = 0
-    while any(waiting):
-        chosen = []
+    ready: list[dict[str, list[tuple[int, int]]]] = [{lane: [] for lane in URGENCY} for _ in range(P)]
+    holds, left = [0] * P, 3 * microbatches * places.size
+    begin = [Job("forward", m, 0) for m in range(microbatches)]
+    while left:
+        for job in begin:
+            heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
+        begin, before = [], left
         for s in range(P):
-            ready = [job for job in waiting[s] if all(done.get(each, tick) < tick for each in needs(job, last))]
-            full = sum((job.lane == "forward") - (job.lane == "weight") for job in orders[s]) >= held[s]
-            ready = [job for job in ready if not (full and job.lane == "forward")]
-            if ready:
-                chosen.append((s, min(ready, key=_urgency)))
-        if not chosen:
+            may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and holds[s] >= held[s])]
+            if may:
+                microbatch, place = heapq.heappop(ready[s][may[0]])
+                job = Job(may[0], microbatch, -place)
+                orders[s].append(job)
+                holds[s] += (job.lane == "forward") - (job.lane == "weight")
+                begin += followers(job, last)
+                left -= 1
+        if left == before:
             raise ValueError(f"No stage can go on with {held} chunks held at most. Let them hold more.")
-        for s, job in chosen:
-            done[job] = tick
-            orders[s].append(job)
-            waiting[s].remove(job)
-        tick += 1
     return in_order(orders, places)
 
 
-def _urgency(job: Job) -> tuple[int, int, int]:
-    order = {"backward": 0, "forward": 1, "weight": 2}[job.lane]
-    return (order, job.microbatch, -job.place)
+def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Branching:
+    """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
+
+    Raises:
+        ValueError: a job waits for one that never comes, or that comes after it.
+    """
+    chunk = {int(place): c for (c, _), place in np.ndenumerate(places)}
+    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
+    last, v = places.size - 1, len(places)
+    done: dict[Job, int] = {}
+    begun, rows = [0] * len(orders), []
+    while any(i < len(order) for i, order in zip(begun, orders, strict=True)):
+        tick, row = len(rows), np.full((3, len(orders)), -1)
+        for s, order in enumerate(orders):
+            job = order[begun[s]] if begun[s] < len(order) else None
+            if job is not None and all(done.get(each, tick) < tick for each in needs(job, last)):
+                if homes.get(job.place) != s:
+                    raise ValueError(f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}.")
+                row[LANES.index(job.lane), s] = job.microbatch * v + chunk[job.place]
+        if (row < 0).all():
+            s = next(s for s, order in enumerate(orders) if begun[s] < len(order))
+            job = orders[s][begun[s]]
+            missing = next(each for each in needs(job, last) if each not in done)
+            raise ValueError(
+                f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, "
+                "which comes in no tick before. Change the order of one of the two stages."
+            )
+        for s in np.flatnonzero((row >= 0).any(axis=0)).tolist():
+            done[orders[s][begun[s]]] = tick
+            begun[s] += 1
+        rows.append(row)
+    return Branching(*np.array(rows).transpose(1, 0, 2), places=places)
+
+
+def followers(job: Job, last: int) -> Iterator[Job]:
+    """The jobs that need a job's result: those of which it is one of `needs`."""
+    lane, m, place = job
+    if lane == "forward":
+        yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)
+    if lane == "backward":
+        yield Job("weight", m, place)
+        if place > 0:
+            yield Job("backward", m, place - 1)
+
+
+def needs(job: Job, last: int) -> Iterator[Job]:
+    """The jobs whose results a job needs; `last` is the last place of the model."""
+    lane, m, place = job
+    if lane == "forward" and place > 0:
+        yield Job("forward", m, place - 1)
+    if lane == "backward":
+        yield Job("backward", m, place + 1) if place < last else Job("forward", m, place)
+    if lane == "weight":
+        yield Job("backward", m, place)
+
+
+def _named(job: Job) -> str:
+    return f"{job.lane} of microbatch {job.microbatch} at place {job.place}"
