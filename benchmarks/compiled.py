@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import measure
+import optax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, plan
+from parallax import grads, mesh, plan, precision, rules, sequence
 from parallax.compiled import targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -29,19 +31,36 @@ from parallax.models.prepared import Compute
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "steps.jsonl"
 CONFIG = gpt2.Config(layers=4, heads=12, width=768, context=1024, vocabulary=8192)
-# The name of a row, sequences, layout, who moves data, and attention: "kernel" is the target's own, "scores" the plain one.
+MODELS = {
+    "four": CONFIG,
+    "small": gpt2.SMALL,
+    "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
+}
+# The name of a row, sequences, layout, who moves data ("jit": `jax.jit` with shardings, a rival), and attention: "kernel" is the
+# target's own, "scores" the plain one. After a comma "made": gradients are summed where they are made (`grads.as_made`);
+# "matmul": products while tokens travel (`sequence.overlapping`). Last, the model, where it is not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores
     psum_kernel     64 data=8                                      lax  kernel
+    psum_made       64 data=8                                      lax  kernel,made
     ring_kernel     64 data=8                                      ring kernel
+    ring_made       64 data=8                                      ring kernel,made
+    jit             64 data=8                                      jit  scores
     zero3_kernel    64 data=8,zero=3                               lax  kernel
     zero3_block     64 data=8,zero=3,remat=block                   lax  scores
     stage           64 data=2,stage=4,microbatches=8               lax  scores
     stage_block     64 data=2,stage=4,microbatches=8,remat=block   lax  scores
     stage_kernel    64 data=2,stage=4,microbatches=8               lax  kernel
+    tensor          32 data=4,tensor=2                             lax  scores
+    tensor_jit      32 data=4,tensor=2                             jit  scores
     tensor_kernel   32 data=4,tensor=2                             lax  kernel
     tensor_ring     32 data=4,tensor=2                             ring kernel
+    sequence        32 data=4,tensor=2,sequence=True               lax  kernel
+    sequence_ring   32 data=4,tensor=2,sequence=True               ring kernel
+    sequence_matmul 32 data=4,tensor=2,sequence=True               ring kernel,matmul
+    small           64 data=8                                      lax  kernel            small
+    wide            64 data=8                                      lax  kernel            wide
 """
 
 
@@ -62,31 +81,60 @@ def main():
     print(measure.table([line(row) for row in read(arguments.file)]))
 
 
-def compiled(target: str, text: str) -> targets.Program:
+def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> targets.Program:
     """A row's step, compiled for the target."""
-    _, batch, words, mover, attend = text.split()
-    there, layout = targets.target(target), Layout.parse(f"{words},precision=bfloat16")
+    _, batch, words, mover, how, *model = text.split()
+    there, layout, config = targets.target(target), Layout.parse(f"{words},precision=bfloat16"), MODELS[(model or ["four"])[0]]
     world = mesh.make(devices=there.devices, **layout.axes)
+    windows = jax.ShapeDtypeStruct((int(batch), config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    if mover == "jit":
+        return targets.compile(*rival(config, world), windows, target=there)
     axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else None
-    compute = Compute(attend=grouped if attend == "scores" else None)
+    given = {"attend": grouped} if "scores" in how else {}
+    given |= {"sums": grads.as_made} if "made" in how else {}
+    compute = Compute(**given | ({"joins": sequence.overlapping} if "matmul" in how else {}))
     prepared = decoder.prepare(
-        *(gpt2.FAMILY, CONFIG, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), axes=axes, compute=compute
+        *(gpt2.FAMILY, config, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), axes=axes, compute=compute
     )
-    windows = jax.ShapeDtypeStruct((int(batch), CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
+
+
+def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:
+    """The same step under `jax.jit` with shardings, all logits at once, as a user would write it; and its state's shapes."""
+    specs = rules.specs(eqx.filter_eval_shape(gpt2.GPT2, config, key=jax.random.key(0)), gpt2.rules("tensor"), world)
+
+    def loss(model, windows):
+        logits = gpt2.logits(precision.cast(model, jnp.bfloat16), windows[:, :-1], attend=grouped)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), windows[:, 1:])
+        return jnp.mean(losses)
+
+    def init():
+        model = gpt2.GPT2(config, key=jax.random.key(0))
+        return model, plan.ADAMW.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def train(state, windows):
+        value, gradients = jax.value_and_grad(loss)(state[0], windows)
+        updates, moments = plan.ADAMW.update(gradients, state[1], state[0])
+        return (eqx.apply_updates(state[0], updates), moments), value
+
+    shapes = jax.eval_shape(init)
+    placed = mesh.shardings((specs, rules.optimizer_specs(plan.ADAMW, shapes[0], specs)), world)
+    shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
+    return jax.jit(train, donate_argnums=0, out_shardings=(placed, None)), shapes
 
 
 def figures(program: targets.Program, text: str) -> Row:
     """What the table says of a row's program."""
-    name, batch, words, mover, attend = text.split()
+    name, batch, words, mover, how, *model = text.split()
+    config = MODELS[(model or ["four"])[0]]
     found = program.timeline()
-    peak = plan.model_flops(CONFIG, int(batch)) / (program.target.rates.products / program.target.cores * program.mesh.size)
+    peak = plan.model_flops(config, int(batch)) / (program.target.rates.products / program.target.cores * program.mesh.size)
     return {
         "target": program.target.name,
         "row": name,
         "layout": words,
         "moves": mover,
-        "attention": attend,
+        "attention": how,
         "ms": round(1e3 * found.seconds, 2),
         "local ms": round(1e3 * found.compute, 2),
         "0.5 x links": round(1e3 * found.at_speed[0.5], 2),

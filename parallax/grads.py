@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from parallax import bisect, mesh
 from parallax.collectives import Axis, AxisLike, joined, types, xla
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import varying, varying_axes, wide
+from parallax.collectives.types import linear, varying, varying_axes, wide
 from parallax.typed import PyTree
 
 Loss = Float[Array, ""]
@@ -92,7 +92,13 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
     return wrapped
 
 
-def averaged(grad: Grad, axis: AxisLike, *, aux: Callable[[Any, Axis], Any] = mean_of_devices) -> Grad:
+def averaged(
+    grad: Grad,
+    axis: AxisLike,
+    *,
+    aux: Callable[[Any, Axis], Any] = mean_of_devices,
+    made: Callable[[Any], Any] | None = None,
+) -> Grad:
     """The mean of `grad` over the devices of `axis`, among which the batch is split: data parallelism.
 
     The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then reduced
@@ -103,9 +109,10 @@ def averaged(grad: Grad, axis: AxisLike, *, aux: Callable[[Any, Axis], Any] = me
         grad: a grad arrow.
         axis: the axis, or the axes, that split the batch.
         aux: what becomes of auxiliary values: a function of them and of `axis`.
+        made: picks the part of the parameters whose gradients `grad` sums itself, where it makes them: see `as_made`.
     """
     axis = Axis.of(axis)
-    sums = summed(grad, axis, loss=True, aux=aux)
+    sums = summed(grad, axis, loss=True, aux=aux, made=made)
 
     def wrapped(params, batch):
         n = axis.size()
@@ -115,12 +122,19 @@ def averaged(grad: Grad, axis: AxisLike, *, aux: Callable[[Any, Axis], Any] = me
     return wrapped
 
 
-def summed(grad: Grad, axis: AxisLike, *, loss: bool = False, aux: Callable[[Any, Axis], Any] = mean_of_devices) -> Grad:
+def summed(
+    grad: Grad,
+    axis: AxisLike,
+    *,
+    loss: bool = False,
+    aux: Callable[[Any, Axis], Any] = mean_of_devices,
+    made: Callable[[Any], Any] | None = None,
+) -> Grad:
     """`grad`, its gradients summed over `axis` where all devices have the parameter: `A {U_X} -> A`.
 
     For devices that each compute a part of one loss, as in sequence parallelism, where a norm sees some of the tokens. The
     parameters are declared varying first, so that their gradients stay local until this one all-reduce. With `loss`, the
-    losses are parts as well, and are summed too. `aux` as in `averaged`.
+    losses are parts as well, and are summed too. `aux` and `made` as in `averaged`.
     """
 
     axis = Axis.of(axis)
@@ -128,14 +142,46 @@ def summed(grad: Grad, axis: AxisLike, *, loss: bool = False, aux: Callable[[Any
     def wrapped(params, batch):
         _try_out(grad, params, batch, axis)
         with _set(DECLARED, DECLARED.get() | set(axes_of(axis))):
-            value, gradients = grad(varying(params, axis.names), batch)
-        over = jax.tree.map(lambda w: missing(w, axis), beside(gradients, params))
+            declared = varying(params, axis.names)
+            given = declared if made is None else eqx.tree_at(made, declared, made(params))
+            value, gradients = grad(given, batch)
+        local = lambda g, w: {*varying_axes(g), *varying_axes(w)}  # what was not declared varying may be summed already
+        names = lambda g, w, own: tuple(name for name in missing(own, axis) if name in local(g, w))
+        over = jax.tree.map(names, gradients, beside(gradients, given), beside(gradients, params))
         over_loss = axes_of(axis) if loss else ()
         own = value[0] if isinstance(value, tuple) else value
         total, sums = reduced((own, gradients), (over_loss, over), axis)
         return on_parts(value, lambda _: total, lambda values: aux(ordered(values, (total, sums)), axis)), sums
 
     return wrapped
+
+
+def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+    """`function(params, ...)`, the gradients of whose parameters are summed over `axis` where they are made: `A {U_X} -> A`.
+
+    Round a block that a loop runs, each layer's gradients are all-reduced in the loop of the backward pass, where the work of
+    the layers before it can hide the messages; at the end nothing is left to hide them. It moves what `averaged` does at the
+    end, leaf by leaf, and in every microbatch: wrap no grad arrow in `accumulated` that has it inside. `averaged` must leave
+    these parameters to it:
+
+        block = grads.as_made(block, ring("data"))
+        grad = grads.averaged(jax.value_and_grad(loss), ring("data"), made=lambda model: model.blocks)
+
+    Without one of the two the gradients are the same, summed at the end or by `jax.lax`. Sums are taken in float32 or wider.
+
+    Args:
+        function: a block; its first argument is the tree of parameters, which all devices of `axis` have alike.
+        axis: the axis, or the axes, that split the batch. A parameter that differs along some of them is summed over the others.
+    """
+    axis = Axis.of(axis)
+
+    def handed(w):
+        names = missing(w, axis) if eqx.is_inexact_array(w) else ()
+        over = axis.over(names)
+        total = lambda ct: over.all_reduce(ct.astype(wide(ct.dtype))).astype(ct.dtype)
+        return linear(w, forward=lambda w: varying(w, names), backward=total) if names else w
+
+    return lambda params, *arguments: function(jax.tree.map(handed, params), *arguments)
 
 
 class NotGathered(ValueError):

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
-from parallax.collectives import Axis, AxisLike, joined
+from parallax.collectives import Axis, AxisLike, joined, matmul
 from parallax.collectives.types import linear, replicated, varying
 from parallax.tensor import Joins
 
@@ -122,6 +122,19 @@ def joins(
         parts=over.size(),
         over_tokens=over,
         gathered=lambda x: replicated(over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names),
+    )
+
+
+def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:
+    """`joins` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to both neighbours at once.
+
+    Along the layers the tokens are moved by its hops, whoever else moves data along `axis`; around them, by `axis` itself.
+    """
+    return joins(
+        axis,
+        shared=shared,
+        all_gather_matmul=matmul.all_gather_matmul,
+        matmul_reduce_scatter=matmul.matmul_reduce_scatter,
     )
 
 

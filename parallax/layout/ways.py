@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from parallax import context, grads, mesh, pipeline, precision, rules, schedule, tensor, zero
 from parallax.collectives import Axis
 from parallax.grads import Grad
-from parallax.layout.rows import Ends, Functions, Order, Placed
+from parallax.layout.rows import Ends, Functions, Order, Placed, Replicas
 from parallax.schedule import Branching, Schedule
 from parallax.typed import PyTree
 
@@ -92,6 +92,14 @@ def _apart(params: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
 def averaged(grad: Grad, data: Axis, placed: Placed) -> Grad:
     """Data parallelism: gradients all-reduced."""
     return grads.averaged(grad, data)
+
+
+def summed_in_blocks(does: Functions, sums: Callable[..., Any]) -> Replicas:
+    """Data parallelism whose blocks sum their gradients by `sums(block, axis)`; those of the rest are all-reduced last."""
+    return does.replicas._replace(
+        block=lambda block, axis, placed: sums(block, does.reduced),
+        outside=lambda grad, axis, placed: grads.averaged(grad, axis, made=placed.where),
+    )
 
 
 def scattered(grad: Grad, data: Axis, placed: Placed) -> Grad:

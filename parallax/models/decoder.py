@@ -25,7 +25,7 @@ from parallax import context, cross_entropy, experts, islands, mesh, precision, 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying, wide
 from parallax.grads import Grad, on_parts
-from parallax.layout import Layout, words
+from parallax.layout import Layout, ways, words
 from parallax.layout.rows import Functions, Placed
 from parallax.models import documents, tapped
 from parallax.models.family import Batch, Configuration, Family
@@ -208,9 +208,9 @@ def loss_step(
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `attend`, `around`,
-    `documents`, `dispatch` and `schedule`; `axes` as in `prepare`.
+    `documents`, `dispatch`, `joins` and `schedule`; `axes` as in `prepare`.
     """
-    compute = dataclasses.replace(compute, remat=None)
+    compute = dataclasses.replace(compute, remat=None, sums=None)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute, platform_of(mesh_))
     _check_attention(family, layout, compute)
     make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
@@ -285,6 +285,12 @@ def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Com
     if platform == "tpu":  # behind a barrier, or with two layers in a loop's body, its compiler copies all that is kept
         does = does._replace(kept=does.kept._replace(block=remat.in_a_loop(does.kept.block)))
         does = does._replace(replicas=does.replicas._replace(unroll=1))
+    if compute.sums is not None:
+        _check_sums(layout)
+        does = does._replace(replicas=ways.summed_in_blocks(does, compute.sums))
+    if compute.joins is not None:
+        _check_joins(layout)
+        does = does._replace(tokens=does.tokens._replace(joins=compute.joins))
     does = does if table is None else does._replace(table=lambda: table)
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
 
@@ -385,6 +391,24 @@ def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
         f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its own "
         "device alone. Take Compute(around=context.causal) where attention is softmax(q k^T / sqrt(K)) v, or context.ulysses."
     )
+
+
+def _check_sums(layout: Layout) -> None:
+    """Refuse sums inside blocks that would be taken once a microbatch, or of what ZeRO scatters."""
+    if layout.stage > 1 or layout.microbatches > 1 or layout.zero:
+        raise ValueError(
+            "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
+            f"zero=0; got Layout({layout}). Leave `sums` out: gradients are then reduced once, or by zero=3 where they are made."
+        )
+
+
+def _check_joins(layout: Layout) -> None:
+    """Refuse joins for tokens that no axis splits."""
+    if not layout.sequence:
+        raise ValueError(
+            "decoder: Compute(joins=...) says how blocks join whose tokens are split over the tensor axis, so it needs "
+            f"sequence=True; got Layout({layout}). Set it, or leave `joins` out."
+        )
 
 
 def _check_mesh(layout: Layout, mesh_: mesh.AnyMesh) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
-from parallax import experts, mesh, rules
+from parallax import experts, mesh, rules, tensor
 from parallax.models.documents import Documents
 from parallax.schedule import AnySchedule
 from parallax.step import Info, InfoWithAux, State
@@ -32,6 +32,10 @@ class Compute:
         schedule: the pipeline's, where it is another than the layout's.
         max_norm: clip the gradients to this global norm.
         trainable: what is trained, as `step.init` takes it.
+        sums: `(block, axis)`: wraps each block so that its gradients are summed over the replicas where they are made, while the
+            backward pass runs: `grads.as_made`. None: they are summed at the end of the step.
+        joins: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
+            None: `sequence.joins`, which gathers them first.
     """
 
     attend: Callable[..., Any] | None = None
@@ -43,6 +47,8 @@ class Compute:
     around: Callable[..., Any] | None = None
     documents: Documents | None = None
     dispatch: experts.Dispatch = experts.gathered
+    sums: Callable[..., Any] | None = None
+    joins: Callable[..., tensor.Joins] | None = None
 
 
 PLAIN = Compute()
