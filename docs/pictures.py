@@ -37,6 +37,16 @@ ROUTES = {
 SHARDINGS = {"tensor_columns.svg": P(None, "tensor"), "tensor_rows.svg": P("tensor")}
 STAGES = {"plain": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 
+
+def by_purpose(planned: plan.Plan) -> dict[str, int]:
+    """The bytes that a device sends in a step over `data`, by what they are for; those below a megabyte are left out."""
+    sent: dict[str, int] = {}
+    for term in planned.traffic:
+        if term.axes:
+            sent[term.what] = sent.get(term.what, 0) + term.sent
+    return {what: nbytes for what, nbytes in sent.items() if nbytes > 10**6}
+
+
 ORDERS = {"context_zigzag.svg": context.zigzag, "context_contiguous.svg": context.contiguous}
 
 if __name__ == "__main__":
@@ -55,6 +65,11 @@ if __name__ == "__main__":
     planned = lambda zero: plan.plan(gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16)
     held = {name: planned(zero).memory.at_peak for name, zero in STAGES.items()}
     print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
+    sent = {name: by_purpose(planned(zero)) for name, zero in STAGES.items()}
+    print(f"zero_sent.svg: {draw.bytes_by_kind(sent, folder / 'zero_sent.svg', counted='sent in a step').splitlines()[-1]}")
+    split = plan.plan(gpt2.SMALL, Layout(data=2, tensor=4), hardware.A100, batch=16).sent
+    along = {axes: nbytes for axes, nbytes in split.items() if axes}
+    print(f"tensor_sent.svg: {draw.traffic(along, folder / 'tensor_sent.svg').splitlines()[-1]}")
     needed = {}
     for order in (context.contiguous, context.zigzag):  # blocks of (T / 8)^2 scores that the causal mask does not drop
         table = context.visits(order, 4)

@@ -8,7 +8,7 @@ Explicit, does too.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -17,13 +17,17 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from parallax import given, neighbours
-from parallax.typed import PyTree
+from parallax.typed import Device, PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
 
 
-def make(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+@overload
+def make(*, devices: Sequence[Device] | None, **sizes: int) -> Mesh: ...
+@overload
+def make(**sizes: int) -> Mesh: ...  # alone, so that type checkers accept `make(**layout.axes)`
+def make(*, devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
     TPUs are laid so that a ring along an axis goes over single links of the torus where it can. Devices of several slices are
@@ -298,11 +302,11 @@ def twice(paths: Sequence[str]) -> list[str]:
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
-def entry_axes(entry: Any) -> tuple:
+def entry_axes(entry: Any) -> tuple[str, ...]:
     """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def dotted(path: Sequence) -> str:
+def dotted(path: Sequence[Any]) -> str:
     """A pytree path as `blocks.attention.qkv.weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -1,15 +1,17 @@
-"""Trees as types: jaxtyping's `PyTree` is checked at run time, and unknown to type checkers, which read `Any`."""
+"""Trees and devices as types: checked at run time, and unknown to type checkers, which read `Any`."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
+    Device: TypeAlias = Any  # JAX has no types for it
     PyTree: TypeAlias = Any
     Specs: TypeAlias = Any
 else:
+    from jax import Device
     from jaxtyping import PyTree
 
     Specs = PyTree[PartitionSpec | None]  # a spec for each array, None where a leaf is none
 
-__all__ = ["PyTree", "Specs"]
+__all__ = ["Device", "PyTree", "Specs"]

@@ -16,6 +16,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -140,19 +141,43 @@ def _texts(tree: ast.AST) -> str:
     return "\n".join(" ".join(text.split()) for text in [*plain, *filled])
 
 
-@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
+WRITTEN = sorted([*DOCS, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+# Where links lead outside. A link to another host is added here after somebody has opened it.
+HOSTS = {"docs.jax.dev", "docs.nvidia.com", "github.com", "jobset.sigs.k8s.io"}
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
     text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "`", text)):
+    return re.sub(r"`[^`\n]*`", "`", text)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    text = prose(page)
+    named = re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE)
+    used = {name or shown for shown, name in re.findall(r"(?<!!)\[([^]\n]+)\]\[([^]\n]*)\]", text)}
+    assert used == {name for name, _ in named}
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + [link for _, link in named]:
         if re.match(r"\w+:", link):
+            host = urlsplit(link).hostname
+            assert host in HOSTS, f"{page.name} links to {link}: open it, and name its host in HOSTS"
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}, which is not there"
         if page in DOCS:
-            assert target.is_relative_to(ROOT / "docs"), f"{page.name} links to {link}, which is no part of the site"
+            assert target.resolve().is_relative_to(ROOT / "docs"), f"{page.name} links to {link}, which is no part of the site"
         if anchor:
             assert anchor in anchors(target), f"{page.name} links to {link}; {target.name} has {sorted(anchors(target))}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_pages_name_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/.])((?:benchmarks|docs|examples|parallax|tests)/[\w./-]+\.\w+)", text)
+    folders = (ROOT, page.parent)
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
 
 
 def anchors(page: Path) -> set[str]:

@@ -88,7 +88,9 @@ def table(entries: Sequence[Entry]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def differences(entries: Sequence[Entry], predicted: Mapping[AxisName, int | Cost] | Sequence[Entry]) -> list[str]:
+def differences(
+    entries: Sequence[Entry], predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry]
+) -> list[str]:
     """Where the program differs from what was `predicted`, a sentence each; none if it does not.
 
     What cannot be counted (in a conditional, or in a loop of unknown length) is always told.

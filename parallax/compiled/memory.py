@@ -18,6 +18,7 @@ import numpy as np
 
 from parallax.compiled import buffers
 from parallax.compiled.buffers import Value
+from parallax.typed import Device
 
 PHASES = ("forward", "backward", "update")
 
@@ -70,7 +71,7 @@ def of(compiled: jax.stages.Compiled) -> Profile:
     )
 
 
-def live(device: jax.Device | None = None) -> int:
+def live(device: Device | None = None) -> int:
     """The bytes of all arrays that exist on `device` (the first of this process by default), each buffer once."""
     device = jax.local_devices()[0] if device is None else device
     shards = (shard.data for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device)

@@ -10,9 +10,13 @@ Number = int | float
 
 
 def bytes_by_kind(
-    plans: Mapping[str, Mapping[str, Number]], path: canvas.Path | None = None, *, limit: Number | None = None
+    plans: Mapping[str, Mapping[str, Number]],
+    path: canvas.Path | None = None,
+    *,
+    limit: Number | None = None,
+    counted: str = "on a device",
 ) -> str:
-    """The bytes on a device by kind, as text: a column for each of the `plans`, a line for each kind, and their sum.
+    """The bytes of each kind, as text: a column for each of the `plans`, a line for each kind, and their sum.
 
     With a `path`, also as a picture there: a stacked bar for each plan.
 
@@ -20,23 +24,26 @@ def bytes_by_kind(
         plans: for each plan's name the bytes of each kind, as `Memory.at_peak` of a plan gives them.
         path: of a PNG, SVG or PDF file.
         limit: the bytes that a device has, drawn as a line.
+        counted: says which bytes these are, such as `"sent in a step"`.
 
     Raises:
         ImportError: with a `path`, where matplotlib is not installed.
     """
     kinds = list(dict.fromkeys(kind for plan in plans.values() for kind in plan))
     totals = {name: sum(plan.values()) for name, plan in plans.items()}
-    rows = [["on a device", *plans]]
+    rows = [[counted, *plans]]
     rows += [[kind, *(quantity(plan[kind], "B") if kind in plan else "-" for plan in plans.values())] for kind in kinds]
     rows.append(["in all", *(quantity(total, "B") for total in totals.values())])
     if limit is not None:
         rows.append([f"of {quantity(limit, 'B')}", *(f"{total / limit:.0%}" for total in totals.values())])
     if path is not None:
-        _stacked(plans, kinds, totals, limit, path)
+        _stacked(plans, kinds, totals, limit, counted, path)
     return canvas.columns(rows)
 
 
-def traffic(sent: Mapping[str | Sequence[str], Number] | Sequence[Entry], path: canvas.Path | None = None) -> str:
+def traffic(
+    sent: Mapping[str, Number] | Mapping[tuple[str, ...], Number] | Sequence[Entry], path: canvas.Path | None = None
+) -> str:
     """The bytes that a device sends in a step along each axis (or several), as text, the most first.
 
     With a `path`, also as a picture there: a bar for each.
@@ -107,6 +114,7 @@ def _stacked(
     kinds: Sequence[str],
     totals: Mapping[str, Number],
     limit: Number | None,
+    counted: str,
     path: canvas.Path,
 ) -> None:
     highest = float(max([*totals.values(), limit or 0.0]))
@@ -129,7 +137,7 @@ def _stacked(
         axes.text(place, total / unit + 0.012 * highest / unit, label, ha="center", va="bottom", size=9, weight="bold")
     if limit is not None:
         axes.axhline(limit / unit, color="black", linestyle="--", linewidth=1, label=f"a device has {quantity(limit, 'B')}")
-    axes.set(ylabel=f"{name} on a device", ylim=(0, 1.1 * highest / unit if highest else 1), xlim=(-0.6, len(plans) - 0.4))
+    axes.set(ylabel=f"{name} {counted}", ylim=(0, 1.1 * highest / unit if highest else 1), xlim=(-0.6, len(plans) - 0.4))
     axes.set_xticks(range(len(plans)), list(plans))
     canvas.bare(axes, "top", "right")
     handles, labels = axes.get_legend_handles_labels()

@@ -12,7 +12,7 @@ from parallax import rules
 from parallax.draw import canvas
 from parallax.mesh import entry_axes, is_array
 from parallax.plan.quantities import quantity
-from parallax.typed import PyTree
+from parallax.typed import Device, PyTree
 
 NAMED = 8  # devices that a cell names; of more it tells how many
 ROWS = 60  # leaves that a picture shows, the largest
@@ -106,7 +106,7 @@ def model(tree: PyTree, path: canvas.Path | None = None) -> str:
 Block = tuple[tuple[int, int], ...]  # where it begins and ends in each dim
 
 
-def _held(array: Any, name: str = "draw.sharding") -> dict[jax.Device, Block]:
+def _held(array: Any, name: str = "draw.sharding") -> dict[Device, Block]:
     """The block that each device holds, in the order of the mesh."""
     if getattr(array, "sharding", None) is None:
         raise ValueError(

@@ -157,8 +157,8 @@ class Fields:
     model_type: str
     title: str
     numbers: Mapping[str, Number | Part]
-    only: Mapping[str, tuple] = field(default_factory=dict)
-    derived: Callable[[Mapping[str, Any]], Mapping[str, tuple]] = lambda numbers: {}
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    derived: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, ...]]] = lambda numbers: {}
     free: Mapping[str, Free] = field(default_factory=dict)
     made: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 

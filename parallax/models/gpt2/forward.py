@@ -58,7 +58,9 @@ def loss(
     return pieces.loss(PIECES, model, batch, **options)[0]
 
 
-def logits(model: GPT2, tokens: Int[Array, "batch tokens"], *, attend=attention) -> Float[Array, "batch tokens vocabulary"]:
+def logits(
+    model: GPT2, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any] = attention
+) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout.
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.

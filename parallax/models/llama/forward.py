@@ -72,7 +72,9 @@ def loss_and_statistics(
     return pieces.loss(PIECES, model, batch, axis=axis, joins=joins, attend=attend, remat=remat, unroll=unroll)
 
 
-def logits(model: Llama, tokens: Int[Array, "batch tokens"], *, attend=grouped) -> Float[Array, "batch tokens vocabulary"]:
+def logits(
+    model: Llama, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any] = grouped
+) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device.
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
