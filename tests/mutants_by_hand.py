@@ -228,7 +228,7 @@ LAYERS = (
 )
 
 IN_TWO = "test_weight_lane.py::"
-IN_TURNS, PLAYED = "test_branching.py::", "test_slots_hold_each_array_from_its_job_to_its_use"
+IN_TURNS, PLANNED, PLAYED = "test_branching.py::", "test_plan.py::", "test_slots_hold_each_array_from_its_job_to_its_use"
 LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
 PIPELINE = (
@@ -315,6 +315,24 @@ PIPELINE = (
         "if False:",
         IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
     ),
+    Mutant(
+        "_without_sent",
+        "jax.tree.map(jnp.zeros_like, sent)",
+        "sent",
+        IN_TURNS + "test_what_all_stages_run_runs_in_its_ticks_alone",
+    ),
+    Mutant("_scope", "table.kind[:, 0] == number", "table.kind[:, 0] > 0", IN_TURNS + "test_the_program_is_the_table"),
+    Mutant("followers", "if place > 0:", "if place > 1:", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant(
+        "Branching.dearest", ".argmax(axis=1)", ".argmin(axis=1)", PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table"
+    ),
+    Mutant(
+        "waited",
+        "backward=backward",
+        "backward=size.backward",
+        PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job",
+    ),
+    Mutant("counts", "not waits or ", "True or ", PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job"),
     Mutant("_from_0", "job.microbatch - 1", "job.microbatch", "test_foreign_schedules.py::test_torchs_1f1b_is_ours"),
     Mutant("_products", "trips * sum(", "sum(", IN_TWO + "test_the_work_of_a_stage_is_counted_in_its_jaxpr"),
 )

@@ -404,7 +404,7 @@ def test_the_jobs_that_ran_are_those_of_the_table(table):
 
 
 def test_what_all_stages_run_runs_in_its_ticks_alone():
-    """The head's sum over the stages, and enter's: M times in more ticks, though all that it adds up was there before the job."""
+    """The sums of the head, of enter and of its transpose over the stages: M times each, in more ticks than that together."""
     table = one_f_one_b_in_turns(2, 3)
     enter = lambda params, part: tensor.leave(part * params["scale"], "stage")
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
@@ -414,7 +414,7 @@ def test_what_all_stages_run_runs_in_its_ticks_alone():
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     params = {"blocks": jnp.ones((1, 2, 4, 4), FLOAT64), "scale": jnp.ones((), FLOAT64)}
     sums = [op for op in hlo.parse(run.lower(params, jnp.ones((6, 4), FLOAT64)).compile()) if op.shape == (2, 4)]
-    assert [op.kind for op in sums].count("all-reduce") == 2 * table.microbatches < table.ticks
+    assert [op.kind for op in sums].count("all-reduce") == 3 * table.microbatches < table.ticks
     assert [op.kind for op in sums].count("collective-permute") == table.ticks  # between two stages both ways are one
 
 
