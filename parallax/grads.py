@@ -167,7 +167,8 @@ def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
         block = grads.as_made(block, ring("data"))
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), made=lambda model: model.blocks)
 
-    Without one of the two the gradients are the same, summed at the end or by `jax.lax`. Sums are taken in float32 or wider.
+    Without one of the two the gradients are the same, summed at the end or by `jax.lax`. Sums are taken in float32 or wider, and
+    rounded to the type that the block computes in.
 
     Args:
         function: a block; its first argument is the tree of parameters, which all devices of `axis` have alike.
