@@ -55,6 +55,8 @@ if __name__ == "__main__":
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
         draw.timeline(table, folder / name, **costs)
         print(f"{name}: {draw.summary(table, **costs)}")
+    held = draw.in_flight(PICTURES["one_f_one_b.svg"], folder / "in_flight.svg")
+    print(f"in_flight.svg: {held.splitlines()[1]}")
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
     jax.config.update("jax_num_cpu_devices", 8)

@@ -1,11 +1,22 @@
-"""`python -m parallax plan --model xl --devices 64 --hardware a100`: what a run will need, which split is best, and is it so?
+"""Plans a split of a model over devices, compiles it for machines that are not there, and finds the value that is wrong.
 
 plan      without --layout: the best layouts of --devices, and the plan of the first; with it: the plan of that one; with a
-          program, FILE.py:FUNCTION, and --mesh: what any step needs, read from its trace
+          program, FILE.py:FUNCTION, and --mesh: what any step needs, read from its trace; with --islands: groups that talk
+          once in --every steps
 compile   compiles --layout for --target, a machine that is not there: memory, bytes, estimated time, what is exposed
 compare   compiles --layout for virtual CPU devices, runs nothing, and sets each prediction beside the program
 estimates two published estimates, recomputed
 bisect    runs a step of --layout and one of one device, in float64, and names the first value that differs
+
+    python -m parallax plan --model xl --devices 64 --hardware a100
+    python -m parallax plan --layout data=8 --hardware h100 --islands 4 --every 50
+    python -m parallax plan examples/lora.py:planned --mesh data=256
+    python -m parallax compile --layout data=8 --target v5e:2x4
+    python -m parallax compare --layout data=2,stage=2,tensor=2
+    python -m parallax bisect --layout data=2,tensor=2
+
+`python -m parallax COMMAND --help` has the options of a command. The package itself is for programs of your own: README.md and
+docs/ say how.
 """
 
 import argparse
@@ -237,7 +248,9 @@ def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    top = argparse.ArgumentParser(prog="python -m parallax", description=(__doc__ or "").splitlines()[0])
+    top = argparse.ArgumentParser(
+        prog="python -m parallax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = top.add_subparsers(required=True)
     for name, run, words in (
         ("plan", plan, "what a layout needs, or which is best"),

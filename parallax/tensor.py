@@ -20,7 +20,7 @@ from parallax.collectives.types import axes, linear, varying, varying_axes
 
 
 class Joins(NamedTuple):
-    """How the devices of an axis come together round the layers that they share: `joins` makes one, or `sequence.joins`.
+    """What the devices of an axis exchange before and after the layers that they share. Made by `joins` or `sequence.joins`.
 
     The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
 

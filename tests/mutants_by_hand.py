@@ -1346,6 +1346,13 @@ ISLANDS = (
     Mutant("_stacked", "eqx.tree_at(lambda state: state.step, stacked, inner.step)", "stacked", BY_NUMPY),
     Mutant("_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"),
     Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
+    Mutant("prepare", "if batch % count:", "if False:", "test_islands_models.py -k does_not_split_over_the_islands"),
+)
+
+DRAWN = (
+    Mutant("_curve", "(span.stop, -1)", "(span.start, -1)", "test_draw.py::test_microbatches_in_flight_over_time_by_hand"),
+    Mutant("_curve", "held / schedule.chunks", "held", "test_draw.py -k in_flight_are_at_most"),
+    Mutant("_mean", "held * (stop - start)", "held", "test_draw.py::test_microbatches_in_flight_over_time_by_hand"),
 )
 
 
@@ -1417,6 +1424,7 @@ BY_HAND = (
     *COMPILED,
     *TRACED,
     *BISECT,
+    *DRAWN,
 )
 
 # Those that may survive: why the behaviour is the same.

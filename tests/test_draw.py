@@ -56,6 +56,28 @@ def test_summary():
     assert draw.summary(one_f_one_b(4, 16), 0, 0).startswith("4 stages, 16 microbatches: time 0, bubble 0, at most 7")
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_in_flight_are_at_most_those_that_the_tables_count(name):
+    lines = draw.in_flight(SCHEDULES[name], forward=1, backward=2, weight=1).splitlines()
+    assert [float(line.split()[1]) for line in lines[1:]] == SCHEDULES[name].in_flight.tolist()
+
+
+def test_microbatches_in_flight_over_time_by_hand(tmp_path):
+    """Each microbatch is held from the start of its F to the end of its B, so the mean follows from these alone."""
+    schedule = one_f_one_b(2, 2)
+    spans = [(span.stage, span.lane, span.start, span.stop) for span in schedule.lockstep()]
+    for stage, line in enumerate(draw.in_flight(schedule, tmp_path / "held.svg").splitlines()[1:]):
+        starts, stops = ([at[i] for at in spans if at[:2] == (stage, lane)] for lane, i in (("forward", 2), ("backward", 3)))
+        mean = (sum(stops) - sum(starts)) / schedule.makespan()
+        assert line.split() == [str(stage), f"{schedule.in_flight[stage]:g}", f"{mean:.3g}"]
+    assert {"0", "1", "stage", "time, in units of the costs given"} <= set(svg_text(tmp_path / "held.svg"))
+
+
+def test_a_cost_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"needs costs above 0; got 0, 2 and 1. Give each job its time"):
+        draw.in_flight(one_f_one_b(2, 2), forward=0)
+
+
 def svg_text(path):
     return [text for node in xml.etree.ElementTree.parse(path).iter() if (text := (node.text or "").strip())]
 

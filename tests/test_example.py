@@ -184,7 +184,7 @@ def test_the_report_has_all_sections_and_pictures(finished):
     text = (finished[0] / "out/gpt2" / "report.html").read_text()
     headings = re.findall(r"<h2>(.*)</h2>", text)
     assert headings == ["The run", "Losses", "Sample", "Mesh", "Timetable", "Traffic", "Certificate", "Memory", "Times"]
-    assert text.count("<img ") == 5
+    assert text.count("<img ") == 6
 
 
 OTHERWISE = {

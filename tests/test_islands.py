@@ -312,9 +312,9 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))
     for every, stream, message in (
-        (0, islands.ALL_AT_ONCE, "every of 1 step or more between rounds; got 0"),
-        (2, islands.Stream(APART, delay=2), "a delay from 0 to every - 1 = 1 steps; got 2"),
-        (2, islands.Stream(APART, mixing=1.5), "a mixing from 0 to 1; got 1.5"),
+        (0, islands.ALL_AT_ONCE, "every of 1 step or more between rounds; got 0. Take every=50, or 1"),
+        (2, islands.Stream(APART, delay=2), "a delay from 0 to every - 1 = 1 steps; got 2. Take one of these, or a larger every"),
+        (2, islands.Stream(APART, mixing=1.5), "a mixing from 0 to 1; got 1.5. Take 0, and islands"),
     ):
         with pytest.raises(ValueError, match=message):
             islands.local(train, NESTEROV, every=every, axis="island", stream=stream)

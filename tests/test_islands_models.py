@@ -29,14 +29,14 @@ STEPS, BATCH = 6, 8
 STREAM = islands.Stream(islands.by_layers(1), delay=1, mixing=0.25)
 
 
-def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLOAT64, axis="island", every=3):
+def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLOAT64, axis="island", every=3, batch=BATCH):
     layout = Layout.parse(text)
     mesh_ = mesh.make(island=count, **layout.axes, devices=jax.devices()[: count * layout.devices])
     with jax.numpy_dtype_promotion("standard"):
         return on_islands.prepare(
             *(gpt2.FAMILY, config, optax.adamw(1e-3, eps=1e-6), layout, mesh_, islands.nesterov()),
             every=every,
-            batch=BATCH,
+            batch=batch,
             key=jax.random.key(0),
             axis=axis,
             stream=stream,
@@ -55,6 +55,14 @@ def ran(text, stream=islands.ALL_AT_ONCE):
             losses.append(np.asarray(info.loss))
     model = decoder.joined(gpt2.FAMILY, Layout.parse(text), islands.model_of(state))
     return np.stack(losses), jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
+
+
+def test_a_batch_that_does_not_split_over_the_islands_is_refused():
+    """The batch that the message proposes is taken."""
+    message = r"on_islands.prepare: the batch's sequences \(batch=8\) must divide by the 3 islands. Take batch=9."
+    with pytest.raises(ValueError, match=message):
+        prepared("", count=3)
+    assert prepared("", count=3, batch=9).shapes.sent == (None,)
 
 
 @functools.cache

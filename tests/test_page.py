@@ -1,6 +1,7 @@
 """A page of texts and pictures loads nothing from elsewhere, shows all of them, and a browser draws it."""
 
 import base64
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -69,12 +70,29 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("width", [412, 1100])
-def test_a_browser_draws_it(written, width):
-    """Where there is one; the colours of the mesh are on the picture that it makes."""
+@pytest.mark.parametrize(("scheme", "paper"), [(1, 1.0), (0, 0.07)], ids=["light", "dark"])
+def test_a_browser_draws_it(written, width, scheme, paper):
+    """Where there is one: the colours of the mesh are on the picture that it makes, and the page is light or dark."""
     path, *_ = written
     seen = path.with_suffix(".png")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400", f"--screenshot={seen}"]
-    subprocess.run([*command, path.as_uri()], check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [*command, f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()], check=True, timeout=120, capture_output=True
+    )
     pixels = matplotlib.image.imread(seen)[..., :3]
     blue = np.asarray([0x00, 0x72, 0xB2]) / 255  # the first of `draw.canvas.COLOURS`
     assert (np.abs(pixels - blue).max(axis=-1) < 0.02).mean() > 0.01
+    np.testing.assert_allclose(pixels[3, 3], paper, atol=0.02)  # the browser's own colours of a page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize(("width", "wider"), [(412, True), (1100, False)], ids=["phone", "desk"])
+def test_a_wide_picture_keeps_its_letters_on_a_phone(tmp_path, width, wider):
+    """It is wider than the window, and scrolls; on a wide window it fits. The last of its devices are then not seen."""
+    draw.mesh(mesh.make(data=1, tensor=8), tmp_path / "mesh.svg")
+    draw.page(tmp_path / "page.html", "", {"Mesh": [tmp_path / "mesh.svg"]})
+    measure = "<script>document.title = document.querySelector('img').width</script>"
+    (tmp_path / "page.html").write_text((tmp_path / "page.html").read_text().replace("</body>", measure + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400", "--dump-dom"]
+    run = subprocess.run([*command, (tmp_path / "page.html").as_uri()], check=True, timeout=120, capture_output=True, text=True)
+    assert (int(re.search(r"<title>(\d+)</title>", run.stdout).group(1)) > width) == wider

@@ -31,7 +31,8 @@ def write(path: Path, plan: Plan, train: Any, *, described: str, sample: str, se
         timetable = []
         if plan.schedule.stages > 1:
             draw.timeline(plan.schedule, drawn("timetable"))
-            timetable = [draw.summary(plan.schedule), drawn("timetable")]
+            held = draw.in_flight(plan.schedule, drawn("held"))
+            timetable = [draw.summary(plan.schedule), drawn("timetable"), drawn("held"), held]
         pictured = lambda name: [drawn(name)] * drawn(name).exists()
         sections = {
             "The run": [described],

@@ -1,6 +1,6 @@
 """The flags of the example, each with its default, its meaning and its range: `python examples/gpt2.py --help` prints them.
 
-JAX is not imported here, but for a proposal: what is wrong with a flag by itself is told at once.
+A wrong flag is reported at once, since JAX is imported only where another layout must be proposed.
 """
 
 import dataclasses

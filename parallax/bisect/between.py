@@ -162,7 +162,7 @@ def _collectives(eqn: JaxprEqn, body: _Body) -> list[str]:
 
 
 def _moves(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """The collectives of an equation, and their axes. That of a `linear` holds two functions and no jaxpr."""
+    """The collectives of an equation, and their axes. The equation of a `linear` has no jaxpr, but a function."""
     own = _name(eqn)
     if eqn.primitive.name in MOVES:
         return [(own or eqn.primitive.name, _over(eqn))]

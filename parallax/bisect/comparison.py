@@ -24,7 +24,7 @@ class Finding(NamedTuple):
         index: of the number that is off the most, in the whole value.
         right: that number in the first run.
         wrong: likewise, in the second.
-        microbatch: of the second run, where that number has a row of the batch.
+        microbatch: the microbatch of the second run that the number belongs to, if it belongs to a row of the batch.
         looks: what kind of mistake it looks like.
         after: the values right before it that are equal.
         between: what lies between these and it, in the second run's program; None where that has none.
@@ -128,7 +128,7 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Values whose sizes may be set beside each other: all gradients of weights, say, or all moments."""
+    """The group of values whose sizes can be compared, such as all gradients of weights, or all moments."""
     return key.way, key.path.split(".")[0] if key.way != RESULT else ".".join(key.path.split(".")[:3])
 
 

@@ -18,7 +18,7 @@ def looks(right: np.ndarray, wrong: np.ndarray, sizes: Mapping[str, int], parts:
         wrong: another one of its shape.
         sizes: of the mesh's axes, in the run that is wrong.
         parts: its microbatches.
-        differs: the axes along which its devices have other copies.
+        differs: the axes along which its copies differ.
     """
     if right.shape != wrong.shape:
         return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"

@@ -44,7 +44,7 @@ class Value(NamedTuple):
 
     Attributes:
         whole: the value; nan where no device reported anything.
-        differs: the axes along which devices have other copies, and by how much of the largest number.
+        differs: the axes along which the devices' copies differ, and by how much of the largest number.
         rows: the dim of the batch, and how many rows a microbatch has on a device; None: it has none.
     """
 

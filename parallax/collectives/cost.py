@@ -79,7 +79,7 @@ class Cost(NamedTuple):
             row. Below `hops` where a round need not wait for the one before.
         bytes: over the busiest link: of the largest message of each round.
         sent: bytes that a device sends, over all its links: the results of the program's permutes.
-        messages: that a device sends: the program's permutes, loops counted out.
+        messages: that a device sends: the program's permutes, in all trips of its loops.
         reduced: bytes that a device adds to others.
     """
 

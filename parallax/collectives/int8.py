@@ -94,7 +94,7 @@ def _nbytes(size, itemsize, block_size):
 
 @cost.priced(_from_a_block_on(_both, ring.all_reduce), "quantized.all_reduce")
 def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
-    """About the sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`.
+    """An approximate sum over devices, with the same bits on every device: `A {U_X} -> A`. The twin of `lax.psum`.
 
     It is off by at most (sum of a_i over the other devices + A) / 127, where a_i and A are the largest magnitudes in the
     number's block on device i and in the sum. The flattened leaf is padded to a multiple of n numbers; blocks are cut from

@@ -3,7 +3,7 @@
 Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o further on. The devices are a
 box: `(16,)`, or `(2, 8)` for two machines of eight; offsets and steps are its points, added dim by dim, and of a box of one dim
 plain numbers. A *round* is {step: offsets}: those blocks go to the device `step` further on, where offset o has become o - step.
-The messages of a round wait for nothing of each other, and blocks of one step are one message: small ones are joined for it.
+The messages of a round do not wait for each other. Blocks of one step travel as one message, for which small ones are joined.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: each device hands one block to its neighbour in each round
 
@@ -366,7 +366,7 @@ def _gather_in_a_loop(routes, run: range, held, keep, kept, axis_name, dim: int)
 
 
 def _walks(routes, run: range) -> dict[int, tuple[Point, tuple[Point, ...]]]:
-    """Of each table that does not rest in a run: its step, and the offsets that it sends first."""
+    """For each table that sends in a run of rounds: its step, and the offsets that it sends in the first of them."""
     return {p: item for p, route in enumerate(routes) for item in route.rounds[run.start].items()}
 
 

@@ -211,7 +211,7 @@ def auto(
 def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int) -> list[float]:
     """The median seconds of each call: of a function of local blocks, and the bytes of its float32 array on each device.
 
-    They take turns, so that a machine that drifts drifts for all. Of all processes, the slowest counts.
+    They take turns, so that a machine that becomes slower does so for all. The time is that of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
     placed = lambda x, spec, n: jax.make_array_from_callback((n, *x.shape[1:]), NamedSharding(mesh, spec), lambda _: x)

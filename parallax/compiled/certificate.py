@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     Attributes:
         kind: XLA's name, as "collective-permute".
         axes: the mesh axes along which its devices lie, in the mesh's order; of a permute, along which it moves anything.
-        count: how often it runs, loops counted out.
+        count: how often it runs, in all trips of loops.
         bytes: of its results, over all runs. For a permute, what a device receives.
         hops: the longest chain among them of which each must wait for the one before.
         conditional: it stands in a branch that may not be taken: counted as if all branches ran.

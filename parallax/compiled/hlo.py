@@ -138,7 +138,7 @@ class Run(NamedTuple):
 
     Attributes:
         instruction: the collective.
-        times: how often it runs, loops counted out.
+        times: how often it runs, in all trips of loops.
         conditional: it stands in a branch that may not be taken.
         unbounded: it stands in a loop whose number of trips XLA does not know, which counts as one.
     """

@@ -78,7 +78,7 @@ class Costs:
         return self._written(line) + sum(self._read(each, inner) for each in inner if each.opcode == "parameter")
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Bytes of the result; of one that is an array updated in place, those of the update."""
+        """Bytes of the result; where the result is an array updated in place, the bytes of the update."""
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
         inner = self.program[line.called[0][0]] if line.opcode == "fusion" and line.called else []

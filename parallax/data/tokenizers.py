@@ -36,7 +36,8 @@ class Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, as a young model makes, decode to U+FFFD.
+    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a model
+    samples early in its training, decode to U+FFFD.
 
     Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in one dim.
     """

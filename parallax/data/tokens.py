@@ -216,7 +216,7 @@ def _chunks(file: File) -> Iterator[np.ndarray]:
 
 
 def _remembered(place: Path) -> dict[str, Any] | None:
-    """What an earlier reader found; None where there was none, or its word is damaged."""
+    """What an earlier reader found; None where no reader left a record, or the record is damaged."""
     with contextlib.suppress(ValueError, OSError):
         return manifest.read(place)
 

@@ -7,6 +7,7 @@ PDF). Pictures need matplotlib, which comes with the extra `examples`; text need
 from parallax.draw.attended import attention
 from parallax.draw.bars import balance, bytes_by_kind, traffic
 from parallax.draw.devices import mesh, model, sharding
+from parallax.draw.held import in_flight
 from parallax.draw.html_page import page
 from parallax.draw.over_time import memory, sampled
 from parallax.draw.replays import replay, replay_trace
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "balance",
     "bytes_by_kind",
+    "in_flight",
     "memory",
     "mesh",
     "model",

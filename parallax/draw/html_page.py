@@ -18,6 +18,10 @@ nav a { margin-right: 1rem; }
 pre { overflow-x: auto; font: 13px/1.4 ui-monospace, monospace; background: #8881; padding: 0.8rem; border-radius: 6px; }
 pre.wraps { white-space: pre-wrap; }
 img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
+@media (max-width: 45em) {
+  .picture { overflow-x: auto; }
+  .picture img { max-width: min(56rem, 250vw); }
+}
 """
 
 
@@ -57,4 +61,5 @@ def _shown(part: str | Path, name: str) -> str:
     kind = KINDS.get(part.suffix)
     if kind is None:
         raise ValueError(f"draw.page: a picture must be an SVG or a PNG; got {part.name}. Draw it to a path with that suffix.")
-    return f'<img alt="{html.escape(name)}" src="data:{kind};base64,{base64.b64encode(part.read_bytes()).decode()}">'
+    image = f'<img alt="{html.escape(name)}" src="data:{kind};base64,{base64.b64encode(part.read_bytes()).decode()}">'
+    return f'<div class="picture">{image}</div>'

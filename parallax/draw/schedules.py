@@ -6,7 +6,7 @@ pass `run=Schedule.asynchronous` (or a `functools.partial` of it with its `hop`)
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from parallax.schedule import AnySchedule, Cost, Schedule, Span, job_name
 
@@ -69,12 +69,11 @@ def timeline(
 
     spans = run(schedule, forward, backward, weight)
     end = max(span.stop for span in spans)
-    shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
-    width = min(max(0.24 * end / shortest, 6.0), 22.0)  # inches across `end`
+    inches = width(spans)
     lanes, names, P = list(schedule.lanes), _letters(schedule), schedule.stages
     # SVG keeps its text as text, and one schedule always gives the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
-        figure = Figure(figsize=(width + 1.7, 0.44 * P + 1.7), layout="constrained")
+        figure = Figure(figsize=(inches + 1.7, 0.44 * P + 1.7), layout="constrained")
         axes = figure.add_subplot()
         axes.barh(range(P), end, height=0.86, color="0.88")
         colours = [_shade(span.lane, span.chunk, schedule.chunks) for span in spans]
@@ -90,7 +89,7 @@ def timeline(
         )
         longest = len(str(schedule.microbatches - 1))
         for span, length, colour in zip(spans, lengths, colours, strict=True):
-            if length / end * width > 0.075 * longest + 0.02:  # inches: so wide are digits of size 8
+            if length / end * inches > 0.075 * longest + 0.02:  # inches: so wide are digits of size 8
                 middle, ink = (span.start + span.stop) / 2, "white" if sum(colour) < 1.6 else "black"
                 axes.text(middle, span.stage, str(span.microbatch), ha="center", va="center", size=8, color=ink)
         axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
@@ -115,6 +114,12 @@ def timeline(
         handles.append(Patch(color="0.88", label="bubble"))
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=8)
         figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def width(spans: Sequence[Span]) -> float:
+    """Inches across the time of a picture, enough for the shortest job to show its number."""
+    shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
+    return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
 
 
 def trace(

@@ -73,11 +73,18 @@ def local(
             do not cover the model; or the outer optimizer mixes the elements of a leaf that is split.
     """
     if every < 1:
-        raise ValueError(f"islands.local needs every of 1 step or more between rounds; got {every}.")
+        raise ValueError(
+            f"islands.local needs every of 1 step or more between rounds; got {every}. Take every=50, or 1 to talk in each step."
+        )
     if not 0 <= stream.delay < every:
-        raise ValueError(f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got {stream.delay}.")
+        raise ValueError(
+            f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got {stream.delay}. Take one of these, or a "
+            f"larger every."
+        )
     if not 0 <= stream.mixing <= 1:
-        raise ValueError(f"islands.local needs a mixing from 0 to 1; got {stream.mixing}.")
+        raise ValueError(
+            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands take the outer weights."
+        )
     outer, names = elementwise.with_extra(outer), names_of(axis)
 
     def step(state, batch, limit=None, present=None):

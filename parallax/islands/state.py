@@ -199,8 +199,8 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
         like = islands.of_others(prepared.shapes, 2)                               # a run of two islands
         state, lost = islands.regrouped(checkpoints.restore(like).state, prepared.shapes)
 
-    All islands go on from the outer weights. Island i takes the inner optimizer's state of island i mod n, of n that there
-    were. What is under way or was rounded away is dropped.
+    All islands go on from the outer weights. Of n islands that there were, island i mod n gives island i its inner optimizer's
+    state. What is under way or was rounded away is dropped.
     """
     first = lambda tree: next(leaf.shape[0] for leaf in jax.tree.leaves(tree) if mesh.is_array(leaf))
     before, islands = first(state.inner.model), first(shapes.inner.model)

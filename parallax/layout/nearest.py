@@ -340,7 +340,7 @@ def _changed(fields: Fields, sizes: Fields, change: Fields) -> tuple[dict[str, A
 
 
 def _differs(one: Any, other: Any) -> bool:
-    """Whether two values are not the same, of the same type."""
+    """Whether two values differ in value or in type."""
     return type(one) is not type(other) or one != other
 
 

@@ -1,4 +1,4 @@
-"""What a loop adds up: which sums over devices are only added to a carry, so that one sum after the loop does for all."""
+"""Finds sums over devices that a loop only adds to a carry: one sum after the loop gives the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

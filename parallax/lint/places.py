@@ -20,7 +20,7 @@ class Known(NamedTuple):
     Attributes:
         dims: how it is split, while its elements are those of one argument; None where they are not.
         argument: the number of that argument.
-        fed: the axes along which it depends on a split batch, by no collective.
+        fed: the axes along which it depends on a split batch, where no collective lies between.
         chosen: the axes whose index it depends on.
     """
 

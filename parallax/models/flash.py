@@ -55,9 +55,9 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, a function of arrays with a derivative of its own, that may be called where `check_vma=True`.
 
-    Pallas's kernels are refused there unless they say along which axes their results vary. This says it for them: along those
-    of any argument. `f` must send nothing to other devices. It is traced where JAX checks no types, in a thread of its own, as
-    what JAX checks belongs to a thread.
+    Pallas's kernels are refused there unless they say along which axes their results vary. Here they vary along
+    all axes along which an argument does. `f` must send nothing to other devices. It is traced where JAX checks no types, in a
+    thread of its own, as what JAX checks belongs to a thread.
     """
 
     @jax.custom_vjp

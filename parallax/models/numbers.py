@@ -1,4 +1,4 @@
-"""The numbers of a configuration, whoever gives them: Python's, NumPy's, or those of a file."""
+"""Checks the numbers of a configuration, which are Python's, NumPy's or from a file."""
 
 import math
 import operator

@@ -136,7 +136,7 @@ def _apart(joins: tensor.Joins, segments: Int[Array, "batch tokens"] | None) -> 
 
 
 def positions(x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0) -> Int[Array, " tokens"]:
-    """The places `first`, `first` + 1, ... of so many tokens, which vary where `x` does: what a pipeline keeps must."""
+    """The places `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which a pipeline needs."""
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 

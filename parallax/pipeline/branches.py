@@ -250,7 +250,7 @@ def _sometimes(runs: Bool[Array, ""], part: Callable[[Tree, Turn], Tree], carry:
     """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
 
     XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The number of the
-    trip, 0, is added to the row: what does not depend on it XLA would compute before the loop, whether there is a trip or not.
+    trip, 0, is added to the row. Otherwise XLA would compute before the loop what does not depend on it, even for no trip.
     """
     part_of = lambda trip, carry: part(carry, jax.tree.map(lambda column: column + trip, row))
     count = runs.astype(jnp.int32)

@@ -245,6 +245,6 @@ def of_enter(model: Model, params: Parameters, microbatch: Array, ct: PyTree) ->
 
 
 def _with_weights(carry: Carry, choices: Choices, gradients: PyTree, chunk: Array, valid: Bool[Array, ""]) -> PyTree:
-    """The sums of the blocks' gradients, with those of one chunk."""
+    """The sums of the blocks' gradients, with those of one chunk added."""
     weights = scattered(gradients, choices.scatter)
     return jax.tree.map(lambda total, d: total.at[chunk].add(masked(valid, d).astype(total.dtype)), carry.blocks, weights)

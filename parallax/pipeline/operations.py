@@ -99,7 +99,7 @@ def _of(f: Callable[[Any], Any], x: PyTree) -> int:
 
 
 def _products(jaxpr: Jaxpr) -> int:
-    """The operations in a program's products, its loops counted out; of a loop of unknown length one trip."""
+    """The operations in a program's products, in all trips of its loops; of a loop of unknown length in one trip."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

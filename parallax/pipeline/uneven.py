@@ -47,7 +47,7 @@ def padded(blocks: Tree, table: Layers) -> Tree:
     is 0, and an optimizer that decays weights moves it.
 
     Raises:
-        ValueError: the table is none, or of other layers than the blocks have.
+        ValueError: `table` is not a valid table, or its layers are not as many as those of the blocks.
     """
     table = checked(table)
     longest, first = table.max(), _first(table)

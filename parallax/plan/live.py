@@ -27,7 +27,7 @@ class Buffer:
     """Bytes with a place of their own, in the frame in which they are set aside."""
 
     def __init__(self, nbytes: int, eqn: Any = None, what: str = "", *, fixed: bool = False, carry: bool = False):
-        """`fixed`: it is an argument, a result or a constant, and no temporary; `carry`: a loop's, which begins in its place."""
+        """`fixed`: it is an argument, a result or a constant, no temporary; `carry`: a loop's carry, in its start's place."""
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         self.into: Buffer = self
 

@@ -296,7 +296,7 @@ class Reading:
         return self._loop(eqn, body, (operands[first:second], operands[second:], []), [True] * len(eqn.outvars), 1)
 
     def _loop(self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int) -> list[Value]:
-        """A loop: its carries have a place each, what it stacks up is set aside before it begins."""
+        """A loop: each carry has a buffer, and the buffers of its stacked results are there before it begins."""
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):

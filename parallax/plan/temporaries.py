@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
         scores: S / t.
         narrow: bytes of a number that the model computes.
         stream: numbers of the residual stream.
-        gathered: numbers of what enters a column-parallel layer, as kept.
+        gathered: numbers of the input of a column-parallel layer, as it is kept.
     """
 
     whole: int
@@ -138,9 +138,9 @@ def taken_apart(kept: Number, size: Sizes, does: Functions, compiler: Compiler) 
     """Bytes that are taken out of a loop's stacks before the backward pass of what is in its body: the last layer's; the others'.
 
     XLA reads a layer's share of a stack where it is used. It cannot where a body has several layers (ZeRO-3), whose shares are
-    cut from one slice, nor through the barrier that `jax.checkpoint` puts round what it keeps. The last layer's is there together
-    with what its GELU takes and gives, and goes as its backward pass goes on; the others' wait. Where a layer keeps little, its
-    own is part of the compiler's `block`.
+    cut from one slice, nor through the barrier that `jax.checkpoint` puts round what it keeps. What the last layer keeps is
+    there together with the input and the output of its GELU, and is freed during its backward pass; that of other
+    layers stays. Where a layer keeps little, it is part of the compiler's `block`.
 
     Args:
         kept: bytes that a layer keeps.

@@ -221,7 +221,7 @@ class Checkpoints:
                 behind them, and they go as it does.
 
         Raises:
-            Refused: there were checkpoints, and none is good; the message says of each why. Nothing begins again unseen.
+            Refused: there were checkpoints, and none is good; the message says of each why. So no run starts again unnoticed.
             ValueError: the checkpoint is good, and its arrays are not those of `like`; the message names the leaf.
         """
         self.wait()

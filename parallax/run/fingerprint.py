@@ -282,7 +282,7 @@ def _groups(over: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]
 
 
 def _strays(path: str, held: dict[tuple[int, ...], tuple[int, ...]], over: Mesh) -> list[Differs]:
-    """The devices of one group, by place, whose words are not the most common ones: all where two are as common as each other."""
+    """The devices of one group, by place, whose words are not the most common ones: all devices where no words are."""
     counts = Counter(held.values())
     if len(counts) == 1:
         return []

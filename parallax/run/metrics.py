@@ -192,7 +192,7 @@ def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """A sink that hands on to each of these; to none of them, it is silent, as ranks other than 0 should be."""
+    """A sink that passes each record to all of `sinks`. Without any it does nothing, which is right on ranks other than 0."""
 
     def sink(step, values):
         for each in sinks:

@@ -2,8 +2,8 @@
 
 Rank 0 listens at the coordinator's address, and lets in whom `handshake` knows; a stranger is turned away with a line, and the
 job goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
-holds Python's lock, keeps it and says nothing. Only time tells that from long work, so there the `Watchdog` decides, and asks
-here whom to name. JAX is not imported here.
+holds Python's lock, keeps its connection and sends nothing. Only the time that passes tells such a process from one that works
+for long, so there the `Watchdog` decides, and asks this module which process to name. JAX is not imported here.
 """
 
 import contextlib

@@ -87,7 +87,8 @@ def check_hashes(folder: Path, files: dict[str, list]) -> None:
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """Whether the run with these settings made `folder` for its checkpoint of `step`, finished or not.
 
-    False for all that does not say so: a link, another run's, anybody's files. An empty folder holds nothing to lose.
+    False unless a record there says so: for a link, for the folder of another run, for other files. An empty folder holds nothing
+    to lose.
     """
     if folder.is_symlink():
         return False

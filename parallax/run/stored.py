@@ -64,7 +64,7 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 
 
 def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
-    """The arrays of `tree`, `f` as a function of them to arrays, and the list to which that adds the leaves that are none."""
+    """The arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which it adds the other leaves."""
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 

@@ -71,7 +71,7 @@ def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_
 
 
 def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Branching:
-    """In each tick each stage runs, of what is ready, I before F before W, and F only while it holds fewer than `held` chunks.
+    """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than `held` chunks, else a W.
 
     Of F the furthest place comes first, of I the microbatch that began first.
     """

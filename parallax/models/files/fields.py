@@ -64,7 +64,7 @@ class Part:
 
     Args:
         names: the fields that it is read from.
-        of: from all fields to the value. It raises `ValueError`, with a sentence that goes on after the file's name.
+        of: from all fields to the value. It raises `ValueError`; the caller puts the file's name before its message.
         to: from the value to the fields that are written.
     """
 
