@@ -26,8 +26,11 @@ AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over 
 @overload
 def make(*, devices: Sequence[Device] | None, **sizes: int) -> Mesh: ...
 @overload
-def make(**sizes: int) -> Mesh: ...  # alone, so that type checkers accept `make(**layout.axes)`
-def make(*, devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
+def make(**sizes: int) -> Mesh: ...
+# The second form is for `make(**layout.axes)`: a type checker would take each of its numbers for `devices` too.
+def make(  # pyright: ignore[reportInconsistentOverload]
+    *, devices: Sequence[Device] | None = None, **sizes: int
+) -> Mesh:
     """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
     TPUs are laid so that a ring along an axis goes over single links of the torus where it can. Devices of several slices are
