@@ -169,7 +169,8 @@ def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
     job = compute("w", 1_500_000)
     loop = 'while(%s), condition=%test, body=%body, metadata={op_name="jit(f)/while/body/forward.3_of_5/while"}'
     text = (
-        f"HloModule m, is_scheduled=true\n\n%body (s: f32[8]) -> f32[8] {{\n{job}\n}}\n\n"
+        "HloModule m, is_scheduled=true\n\n%test (s: f32[8]) -> pred[] {\n  ROOT %go = pred[] custom-call(%s)\n}\n\n"
+        f"%body (s: f32[8]) -> f32[8] {{\n{job}\n}}\n\n"
         f"%tick (s: f32[8]) -> f32[8] {{\n  %job = f32[8] {loop}\n}}\n\n"
         "ENTRY %main (x: f32[8]) -> f32[8] {\n  %ticks = f32[8] while(%x), condition=%test, body=%tick, "
         'backend_config={"known_trip_count":{"n":"5"}}\n}\n'
