@@ -164,6 +164,26 @@ def test_a_replay_by_hand():
     assert timeline.of(text, one, two).seconds == pytest.approx(1.001e-3)  # beside the product that it is fused into
 
 
+def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
+    """A job of a millisecond in 3 of 5 ticks."""
+    job = compute("w", 1_500_000)
+    loop = 'while(%s), condition=%test, body=%body, metadata={op_name="jit(f)/while/body/forward.3_of_5/while"}'
+    text = (
+        "HloModule m, is_scheduled=true\n\n%test (s: f32[8]) -> pred[] {\n  ROOT %go = pred[] custom-call(%s)\n}\n\n"
+        f"%body (s: f32[8]) -> f32[8] {{\n{job}\n}}\n\n"
+        f"%tick (s: f32[8]) -> f32[8] {{\n  %job = f32[8] {loop}\n}}\n\n"
+        "ENTRY %main (x: f32[8]) -> f32[8] {\n  %ticks = f32[8] while(%x), condition=%test, body=%tick, "
+        'backend_config={"known_trip_count":{"n":"5"}}\n}\n'
+    )
+    one = links.torus(rates.CHIPS["v5e"], [(0, 0), (1, 0)])
+    found = timeline.of(text, one, {"x": 2})
+    assert found.seconds == pytest.approx(3 * timeline.of(text.replace("3_of_5", "1_of_5"), one, {"x": 2}).seconds)
+    assert found.seconds == pytest.approx(3e-3)
+    assert found.unbounded == 0
+    unknown = timeline.of(text.replace("forward.3_of_5", "forward"), one, {"x": 2})
+    assert (unknown.seconds, unknown.unbounded) == (pytest.approx(5e-3), 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_step_sends_what_theory_says(kind):
     """Byte for byte, along every axis; nothing else, no loop but those over layers, no branch, no unknown length."""

@@ -7,7 +7,8 @@ The text of a program for TPUs or GPUs is in the order in which it runs. It is r
 that the TPU's compiler estimated, or its bytes and operations over a GPU's rates; a loop's body runs once a trip; a message
 begins at its start, waits for its links, each of which carries one message at a time, and its end waits for it. *Exposed* is the
 end of the replay less the end of the same with messages that take no time. It is an estimate, made of a compiler's estimates and
-of the rates in `compiled.rates`: no measurement.
+of the rates in `compiled.rates`: no measurement. Of stages with a job of their own each it has the jobs of one, and no wait for
+the dearest job of the others in a tick: that is a fold over the table (`schedule.compared`).
 """
 
 import math
@@ -122,6 +123,17 @@ def _body(loop: hlo.Instruction) -> str:
     return next(name for key, names in hlo.CALLED.findall(loop.attributes) if key == "body" for name in [names.strip("%, ")])
 
 
+def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
+    """How often a loop turns now; of one trip or none, as often in all as its name says."""
+    known = dict(loop.called)[_body(loop)]
+    if known or not loop.counted:
+        return max(known, 1)
+    state.due[loop.name] = state.due.get(loop.name, 0) + loop.counted
+    now = int(state.due[loop.name])
+    state.due[loop.name] -= now
+    return now
+
+
 def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
     return (line for lines in program.computations.values() for line in lines)
 
@@ -145,7 +157,7 @@ class _Replay:
 
     def run(self, speed: float, *, without: str = "", events: list[Event] | None = None, waits: Counter | None = None) -> float:
         """The seconds of the program with links of `speed`, infinite for messages that take no time."""
-        state = SimpleNamespace(now=0.0, free={}, speed=speed, without=without, events=events, waits=waits)
+        state = SimpleNamespace(now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits)
         self._computation(self.program.entry, state)
         return state.now
 
@@ -153,7 +165,7 @@ class _Replay:
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:
             if line.opcode == "while":
-                for _ in range(max(dict(line.called)[_body(line)], 1)):
+                for _ in range(_trips(line, state)):
                     self._computation(_body(line), state)
             elif line.opcode in ("call", "conditional"):
                 for called, _ in line.called:

@@ -297,8 +297,8 @@ class Order(NamedTuple):
         handed: places for what the input's gradient hands on to that of the weights; closed form.
         arrivals: places for what came from other stages and waits.
         ends: `(ticks, P, M, v)`: how often a device runs what stands at the ends of a stage.
-        waited: `(P, M, v, costs)`: how many ticks take the time of F, of I and of W (of B and of none, without a lane for W),
-            where the jobs of a chunk have these costs.
+        waited: `(P, M, v, costs)`: how many ticks take the time of F, of I and of W, where the jobs of a chunk have these costs;
+            None where a lane takes its time in each tick in which it runs.
         interleaves: whether a stage may have several chunks.
         together: whether all stages run the same lanes in a tick; else each has a job of its own, and the closed forms are of
             what one device runs, and the rest is read from its table.
