@@ -10,7 +10,7 @@ bisect    runs a step of --layout and one of one device, in float64, and names t
 
     python -m parallax plan --model xl --devices 64 --hardware a100
     python -m parallax plan --layout data=8 --hardware h100 --islands 4 --every 50
-    python -m parallax plan examples/lora.py:planned --mesh data=256
+    python -m parallax plan path/to/file.py:function --mesh data=256
     python -m parallax compile --layout data=8 --target v5e:2x4
     python -m parallax compare --layout data=2,stage=2,tensor=2
     python -m parallax bisect --layout data=2,tensor=2

@@ -146,9 +146,9 @@ LAYERS = (
         "grads.averaged(grad, axis)",
         "test_as_made.py::test_the_recipe_sums_in_the_loop",
     ),
-    Mutant("_check_sums", " or layout.zero", "", "test_as_made.py::test_refusals"),
-    Mutant("_check_sums", " or layout.microbatches > 1", "", "test_as_made.py::test_refusals"),
-    Mutant("_check_joins", "not layout.sequence", "False", "test_as_made.py::test_refusals"),
+    Mutant("_check_sums", " or does.replicas.needs", "", "test_as_made.py::test_refusals"),
+    Mutant("_check_sums", " or does.microbatches > 1", "", "test_as_made.py::test_refusals"),
+    Mutant("_check_joins", "not does.tokens.needs", "False", "test_as_made.py::test_refusals"),
     Mutant(
         "overlapping",
         "matmul_reduce_scatter=matmul.matmul_reduce_scatter",

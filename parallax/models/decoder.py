@@ -286,10 +286,10 @@ def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Com
         does = does._replace(kept=does.kept._replace(block=remat.in_a_loop(does.kept.block)))
         does = does._replace(replicas=does.replicas._replace(unroll=1))
     if compute.sums is not None:
-        _check_sums(layout)
+        _check_sums(does, layout)
         does = does._replace(replicas=ways.summed_in_blocks(does, compute.sums))
     if compute.joins is not None:
-        _check_joins(layout)
+        _check_joins(does, layout)
         does = does._replace(tokens=does.tokens._replace(joins=compute.joins))
     does = does if table is None else does._replace(table=lambda: table)
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
@@ -393,18 +393,18 @@ def _check_attention(family: Family, layout: Layout, compute: Compute) -> None:
     )
 
 
-def _check_sums(layout: Layout) -> None:
+def _check_sums(does: Functions, layout: Layout) -> None:
     """Refuse sums inside blocks that would be taken once a microbatch, or of what ZeRO scatters."""
-    if layout.stage > 1 or layout.microbatches > 1 or layout.zero:
+    if does.stages.axis or does.microbatches > 1 or does.replicas.needs:
         raise ValueError(
             "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
             f"zero=0; got Layout({layout}). Leave `sums` out: gradients are then reduced once, or by zero=3 where they are made."
         )
 
 
-def _check_joins(layout: Layout) -> None:
+def _check_joins(does: Functions, layout: Layout) -> None:
     """Refuse joins for tokens that no axis splits."""
-    if not layout.sequence:
+    if not does.tokens.needs:
         raise ValueError(
             "decoder: Compute(joins=...) says how blocks join whose tokens are split over the tensor axis, so it needs "
             f"sequence=True; got Layout({layout}). Set it, or leave `joins` out."
