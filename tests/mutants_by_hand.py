@@ -1298,6 +1298,12 @@ CONTEXT = (
     ),
     Mutant("_scores", "if theirs.there is not None:", "if False:", "test_context.py::test_equals_one_device[zigzag-4]"),
     Mutant(
+        "_tiles",
+        "lax.optimization_barrier((of_queries[0], mine, ours))",
+        "(None, mine, ours)",
+        "test_context.py::test_no_array_grows_with_the_square_of_the_tokens",
+    ),
+    Mutant(
         "ulysses",
         "jnp.repeat(x, copies, axis=2)",
         "jnp.tile(x, (1, 1, copies, 1))",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from parallax import context, mesh
+from parallax import context, jaxprs, mesh
 from parallax.collectives import ring
 from parallax.compiled import certificate
 
@@ -242,6 +242,31 @@ def test_bytes_are_those_of_the_formula(n, documents):
     assert entry.count == layers * (n - 1) * (2 * (2 + documents) + 2)
     sent = lambda narrow: layers * (n - 1) * (2 * (narrow * keys + 4 * marks) + 4 * keys)
     assert entry.bytes in (sent(2), sent(4))  # XLA's CPU backend may widen bfloat16
+
+
+def largest(jaxpr):
+    """The numbers of the largest array of a traced program."""
+    own = max(int(np.prod(var.aval.shape)) for eqn in jaxpr.eqns for var in eqn.outvars)
+    return max([own, *(largest(jaxprs.opened(body)) for eqn in jaxpr.eqns for body in jaxprs.inner(eqn))])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_array_grows_with_the_square_of_the_tokens(way):
+    """Over layers in a scan, which share their documents: masks of all pairs would be computed before it, and kept."""
+    n, (make, order, _), (H, G) = 2, WAYS[way], heads(way, 2)
+    attend = make("context", order)
+
+    def gradients(q, keys, segments):
+        layer = lambda q, kv: (attend(q, *kv, segments=segments), None)
+        return jax.grad(lambda q: jnp.sum(jax.lax.scan(layer, q, keys)[0] ** 2))(q)
+
+    def of(T):
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+        arrays = shape(2, T, H, WIDTH), (shape(3, 2, T, G, WIDTH),) * 2, jax.ShapeDtypeStruct((2, T), jnp.int32)
+        specs = SPEC, P(None, None, "context"), SPEC
+        return largest(jax.make_jaxpr(mesh.spmd(gradients, mesh=world(n), in_specs=specs, out_specs=SPEC))(*arrays).jaxpr)
+
+    assert of(96) == 2 * of(48)
 
 
 @pytest.mark.slow

@@ -166,6 +166,8 @@ def _tiles(of_queries, of_keys, causal: bool, segments: Marks | None, positions:
         positions = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     mine, theirs = (positions[0], positions[1]) if positions is not None else (None, None)
     ours, others = segments if segments is not None else (None, None)
+    # Masks of constants alone, where layers are a scan, JAX would compute before it, for all tiles, and keep: H T^2 of them.
+    _, mine, ours = lax.optimization_barrier((of_queries[0], mine, ours))
     there = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     cut = lambda length, tree, dim: jax.tree.map(lambda x: _cut(x, _size(length, block), dim), tree)
