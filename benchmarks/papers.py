@@ -71,7 +71,7 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     if unlike.torus or unlike.adapters:
         network = networks.Torus(unlike.torus, row.chip.fast) if unlike.torus else networks.of(row.chip, row.devices)
         along |= {(each.axis,): each.seconds[each.mover] for each in movers.chosen(planned, network)}
-    share = {("data",): unlike.weights, ("tensor",): unlike.sums}
+    share: dict[tuple[str, ...], float] = {("data",): unlike.weights, ("tensor",): unlike.sums}
     shares = {axes: taken * share.get(axes, 1.0) for axes, taken in along.items()}
     beside = shares.pop(("data",), 0.0) if unlike.prefetched else 0.0
     of_chip = (0.0, products) if row.chip.name == hardware.H100.name else (products, 0.0)

@@ -184,8 +184,8 @@ def prepared(case: Case, world: Any) -> tuple[Any, tuple[Any, Any]]:
     shares = rules.fsdp("data", size=layout.data, inside=rule, min_size=256, keep=keep)
     specs = rules.specs(eqx.filter_eval_shape(model.make), shares, world)
     grad, optimizer = grad_of(model, layout, specs)
-    held = {"optimizer_rule": shares} if layout.zero in (1, 2) else {}
-    planned = step.planned(model.make, ADAMW, shares if layout.zero == 3 else rule, world, **held)
+    held = shares if layout.zero in (1, 2) else None
+    planned = step.planned(model.make, ADAMW, shares if layout.zero == 3 else rule, world, optimizer_rule=held)
     train = step.make(grad, optimizer)
     train = mesh.spmd(train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P()))
     return jax.jit(train, donate_argnums=0), (planned.shapes, model.batch(model.rows * layout.data * layout.microbatches))
@@ -258,7 +258,7 @@ def beside(traced: plan.Trace, compiled: jax.stages.Compiled, world: Mesh) -> Be
     sent.pop((), None)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return Beside(
-        operations=(sum(traced.operations.values()), program_operations(compiled.as_text())),
+        operations=(sum(traced.operations.values()), program_operations(compiled.as_text() or "")),
         sent=(traced.sent, sent),
         arguments=(traced.arguments, memory.argument_size_in_bytes),
         peak=(traced.peak, held),
