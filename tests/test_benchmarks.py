@@ -48,8 +48,9 @@ RUNS = {
     ),
     "papers": (
         ["--picture={folder}/papers.png"],
-        ["Narayanan, table 1: 529.6 B", "PaLM 540 B", "factors: products", "scored half, 17 rows: median", "Drawn in"],
+        ["Narayanan, table 1: 529.6 B", "PaLM 540 B", "Llama 3", "factors: products", "scored half, 25 rows: median", "Drawn in"],
     ),
+    "traces": (["--picks=1,6"], ["2 of 2", "operations", "traced kB", "in the median", "of 2, equal: operations 2, sent 2"]),
     "train_step": (
         ["--quick", "--data=2", "--layers=1", "--rounds=2"],
         ["a plain", "b ours", "c GSPMD", "d ours, psum", "e ours, ring", "of matrix rate", "(e/c)"],
@@ -86,7 +87,7 @@ RUNS = {
 }
 
 
-LONG = ("buckets", "collectives", "fingerprint", "islands", "scaling", "train_step", "pipeline")
+LONG = ("traces", "buckets", "collectives", "fingerprint", "islands", "scaling", "train_step", "pipeline")
 
 
 @pytest.mark.sweep(3)
