@@ -79,6 +79,7 @@ class Model:
         index: of this stage; `first` and `last` tell whether it is one of those.
         terms: zeros like the stage's own loss and auxiliary values, with the types in which they are added up.
         read: a tree like the ends, with whether the stage reads each.
+        counts: whether what the head computes here counts: everywhere where the stages share it, or on the last stage.
         early: whether a collective in one of the functions needs nothing but parameters.
     """
 
@@ -136,7 +137,7 @@ class Model:
 
     def head(self, params: Parameters, x: PyTree, microbatch: Int[Array, ""]) -> tuple[Float[Array, ""], PyTree]:
         """A microbatch's loss, and auxiliary values: None if there are none."""
-        with bisect.at(microbatch=microbatch):
+        with bisect.at(microbatch=bisect.job(microbatch, self.counts)):
             return self._head(params, x, self.part(microbatch))
 
     def shared_out(self, value: Array) -> bool:
@@ -189,7 +190,8 @@ class Model:
             made = like(jax.tree.map(jnp.zeros_like, made), self.x)
         made = traces["stage"].out
         self.terms = Output(None, *(jax.tree.map(self._of_a_stage, each) for each in (made.loss, made.aux)))
-        trace("head", self._head, self.params, self.x, part)
+        loss, _ = trace("head", self._head, self.params, self.x, part).out
+        self.counts = True if self.shared_out(loss) else self.last
         for name in ("enter", "head"):
             used = traces[name].used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), self.axis.names)
