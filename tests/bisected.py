@@ -57,6 +57,7 @@ RUNS = {  # of the mutants of a module, by the first words of its name
 RUN_OF = {  # of functions that act in another run than their module's
     "Functions.reduced": "experts; expert=2,tensor=2,sequence=true",
     "Model.position": CHUNKS,
+    "Mover.all_mean": EXPERTS,
     "_by_layer": IN_STAGES,
     "_exchange": EXPERTS,
     "_own_loss": "experts; context=2,stage=2,microbatches=2",
@@ -76,6 +77,7 @@ RUN_OF = {  # of functions that act in another run than their module's
 }
 NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run here computes
     "Axis.of": "a tuple of one axis and its mover: no run has one",
+    "Model._trace": "which reports of taps count",
     "_as_int32": "refuses tokens",
     "_cut": "in how many parts a message is sent",
     "_from_0": "reads schedules of other programs",
@@ -111,10 +113,20 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
 }
 REFUSES = ("_check", "check", "refus", "_try_out", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
 PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+    ("_scatter_in_a_loop", "h)))"),
     ("accumulated", "total"),
     ("averaged", "lambda g: g"),
+    ("backward", "choices.kinds, row.written[model.index]"),
+    ("backward_weight", "row.handed[model.index]"),
+    ("backward_weight", "row.read[model.index]"),
+    ("forward", "chosen(model.first"),
+    ("scattered", "lambda _: total"),
 )
-EXECUTORS = {"schedule": "parallax/pipeline/", "collectives": "parallax/collectives/"}  # they run the tables of these packages
+EXECUTORS = {  # of modules that make tables: where they are run
+    "collectives": "parallax/collectives/",
+    "pipeline.turns": "parallax/pipeline/branches.py",
+    "schedule": "parallax/pipeline/",
+}
 WORDS = ("placed", "found elsewhere", "equal", "raised")
 
 
@@ -141,11 +153,12 @@ class Said(NamedTuple):
 
     def has(self, mutant: Mutant, path: Path) -> bool:
         """Whether the mutant's function is between, or what is between runs its table, or it made what the run is given."""
-        own, executor = f"{path.as_posix()}:{mutant.name}", EXECUTORS.get(_module(path).split(".")[0], "no folder")
+        own, module = f"{path.as_posix()}:{mutant.name}", f"{_module(path)}."
         if self.first.startswith("argument."):
-            return not self.functions and _module(path).split(".")[0] in ("data", "models")
+            return not self.functions and module.startswith(("data.", "models."))
         made = [name.split(".<locals>")[0] for name in (*self.functions, *self.callers)]
-        return own in made or any(name.startswith(executor) for name in self.functions)
+        runs = [folder for name, folder in EXECUTORS.items() if module.startswith(f"{name}.")]
+        return own in made or any(name.startswith(folder) for name in self.functions for folder in runs)
 
 
 def chosen(only: str, count: int, seed: int) -> list[tuple[Mutant, Path]]:

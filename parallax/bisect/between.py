@@ -47,13 +47,15 @@ class _Body(NamedTuple):
     makers: dict[Any, JaxprEqn]
 
 
-def before_tap(program: Jaxpr, path: str, way: str) -> Between:
-    """What the values of a tap are made of, back to other taps."""
+def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> Between:
+    """What the values of a tap are made of, back to other taps; with `numbers`, those of the microbatch and layer too."""
     found = _Slice()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:
             if eqn.primitive.name == "tap" and (eqn.params["mark"].path, eqn.params["way"]) == (path, way):
-                found.atom(eqn.invars[0], body)
+                first = 1 + len(eqn.params["mark"].sizes)
+                for atom in (eqn.invars[0], *(eqn.invars[first : first + 2] if numbers else ())):
+                    found.atom(atom, body)
     return found.between()
 
 

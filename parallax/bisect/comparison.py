@@ -170,17 +170,19 @@ def _finding(a: Record, b: Record, key: Key, off: tuple[float, float], copies: M
     said = looks(right.astype(np.float64), wrong.astype(np.float64), b.sizes, b.microbatches, copies)
     if key.way == ARGUMENT:
         said = f"the runs are given other values; {said}"
-    lies = _between(b, key)
+    if copies and key.layer >= 0:
+        said += "; or several layers have this number"
+    lies = _between(b, key, numbers=bool(copies))
     before = {(path, way) for path, way in lies.taps} if lies else set()
     near = [each for each in equal if (each.path, each.way) in before and abs(each.layer - key.layer) <= 1]
     after = tuple(dict.fromkeys(str(each) for each in (near or equal[-1:])))
     return Finding(key, *off, index, value(right), value(wrong), microbatch, said, after[-4:], lies)
 
 
-def _between(b: Record, key: Key) -> between.Between | None:
+def _between(b: Record, key: Key, *, numbers: bool) -> between.Between | None:
     if b.program is None or key.way == ARGUMENT:
         return None
     if key.way != RESULT:
-        return between.before_tap(b.program, key.path, key.way)
+        return between.before_tap(b.program, key.path, key.way, numbers=numbers)
     results = [each for each in b.values if each.way == RESULT]
     return between.before_result(b.program, results.index(key))

@@ -190,8 +190,13 @@ class Model:
             made = like(jax.tree.map(jnp.zeros_like, made), self.x)
         made = traces["stage"].out
         self.terms = Output(None, *(jax.tree.map(self._of_a_stage, each) for each in (made.loss, made.aux)))
-        loss, _ = trace("head", self._head, self.params, self.x, part).out
-        self.counts = True if self.shared_out(loss) else self.last
+
+        def head(*given):
+            loss, aux = self._head(*given)
+            self.counts = True if self.shared_out(loss) else self.last
+            return loss, aux
+
+        trace("head", head, self.params, self.x, part)
         for name in ("enter", "head"):
             used = traces[name].used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), self.axis.names)
