@@ -113,12 +113,14 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
 }
 REFUSES = ("_check", "check", "refus", "_try_out", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
 PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+    ("Model.position", "chunk + self.index"),
     ("_scatter_in_a_loop", "h)))"),
     ("accumulated", "total"),
     ("averaged", "lambda g: g"),
     ("backward", "choices.kinds, row.written[model.index]"),
     ("backward_weight", "row.handed[model.index]"),
     ("backward_weight", "row.read[model.index]"),
+    ("coloured", "0 if lane == first else -1"),
     ("forward", "chosen(model.first"),
     ("scattered", "lambda _: total"),
 )
