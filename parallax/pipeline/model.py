@@ -91,6 +91,7 @@ class Model:
         self.parts = in_parts(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
+        self.counts: Bool[Array, ""] | bool = self.last
         self._trace(trained_of(params, functions))
 
     def params_after(self, carry: PyTree) -> Parameters:
