@@ -156,7 +156,7 @@ def first_difference(options: argparse.Namespace) -> str:
         return prepared.train, (prepared.init(), windows)
 
     right = bisect.load(options.record) if options.record else bisect.record(lambda: run(Layout()))
-    split = bisect.record(lambda: run(layout))
+    split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)
     return str(bisect.compare(right, split))

@@ -1,12 +1,14 @@
 """What `bisect` says of the mutants that change numbers: the first wrong value, and whether its fault is behind it.
 
-    python tests/bisected.py                    all that were chosen by hand and act in a small GPT-2
+    python tests/bisected.py                    all that were chosen by hand and act in one of the runs
     python tests/bisected.py --only all_mean
     python tests/bisected.py --drawn 20 --seed 3
 
-Each mutant is put into a copy of the package, and the copy's split run is compared with the record of one device, without the
-mutant. A mutant is found where the run differs, and rightly placed where the function that holds the fault made an equation
-between the first wrong value and the equal values before it. Ends with code 1 where a run is wrong and no tap says so.
+Each mutant is put into a copy of the package, and a split run of the copy is compared with a record of one device, without the
+mutant: of a model of one's own, of a GPT-2 or of a Llama. A mutant is `placed` where the function that holds the fault made an
+equation between the first wrong value and the equal values before it, or called the one that did, as where the fault leaves a
+division out. A table makes no equation: there the functions that run it count. `raised` is a fault that says so itself; `equal`,
+one that changes no number of its run.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,87 +29,180 @@ from mutants_by_hand import BY_HAND, NO_FAULT
 from mutants_drawn import drawn
 
 ROOT = Path(__file__).parents[1]
-HERE = ("tensor", "cross_entropy", "grads", "models.gpt2.forward", "models.gpt2.model", "models.pieces", "models.family")
-HERE += ("models.decoder", "collectives.route", "collectives.axis", "zero", "sequence", "pipeline", "layout.ways", "schedule")
-REFUSE = ("_check", "check", "refus", "_try_out", "_source", "in_flight", "asynchronous")  # in names: these change no numbers
-LAYOUTS = {  # by the first words of a module's name; the last is for all others
-    "pipeline": "stage=2,microbatches=4",
-    "schedule": "stage=2,microbatches=4",
-    "models.pieces": "stage=2,microbatches=2",
-    "sequence": "tensor=2,sequence=true",
-    "zero": "data=2,zero=1",
-    "": "data=2,tensor=2,microbatches=2",
+OWN, GPT2 = "own; data=2,tensor=2,microbatches=2", "gpt2; data=2,tensor=2,microbatches=2"
+ONE_BEHIND, WEIGHTS_LATER = "own; stage=2,microbatches=4", "own; stage=2,microbatches=4,schedule=zero_bubble"
+CHUNKS, TURNS = "own; stage=2,microbatches=4,chunks=2", "own; stage=2,microbatches=4,schedule=one_f_one_b_in_turns"
+EXPERTS, IN_STAGES = "experts; expert=2", "experts; stage=2,microbatches=2"
+RUNS = {  # of the mutants of a module, by the first words of its name
+    "collectives.axis": OWN,
+    "collectives.route": "own; data=6; looped",
+    "collectives.tables": "own; data=6; halving",
+    "context": "llama; context=4",
+    "cross_entropy": GPT2,
+    "data.batches": OWN,
+    "experts": EXPERTS,
+    "grads": OWN,
+    "layout.ways": GPT2,
+    "models.decoder": GPT2,
+    "models.gpt2.forward": GPT2,
+    "models.gpt2.model": GPT2,
+    "models.llama.forward": "llama; tensor=4",
+    "models.pieces": "gpt2; stage=2,microbatches=2",
+    "pipeline": ONE_BEHIND,
+    "schedule": ONE_BEHIND,
+    "sequence": "llama; tensor=2,sequence=true",
+    "tensor": GPT2,
+    "zero": "own; data=2,tensor=2,zero=1",
 }
+RUN_OF = {  # of functions that act in another run than their module's
+    "Functions.reduced": "experts; expert=2,tensor=2,sequence=true",
+    "Model.position": CHUNKS,
+    "Mover.all_mean": EXPERTS,
+    "_by_layer": IN_STAGES,
+    "_exchange": EXPERTS,
+    "_own_loss": "experts; context=2,stage=2,microbatches=2",
+    "_shares": "own; data=6; two_rings",
+    "_to_the_head": TURNS,
+    "backward_weight": WEIGHTS_LATER,
+    "forward": CHUNKS,
+    "looked_up": "llama; context=2",
+    "needs": TURNS,
+    "reach": WEIGHTS_LATER,
+    "run_blocks": IN_STAGES,
+    "seed": IN_STAGES,
+    "turns": TURNS,
+    "two_rings": "own; data=6; two_rings",
+    "ulysses": "",
+    "zero_bubble": WEIGHTS_LATER,
+}
+NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run here computes
+    "Axis.of": "a tuple of one axis and its mover: no run has one",
+    "Model._trace": "which reports of taps count",
+    "_as_int32": "refuses tokens",
+    "_cut": "in how many parts a message is sent",
+    "_from_0": "reads schedules of other programs",
+    "_gather_in_a_loop": "a table whose chain begins late: no mover here has one",
+    "_hands_on": "a table whose chain changes its step: likewise",
+    "_hops": "counts hops, for predictions",
+    "_in_order": "several movers along several axes: no run has them",
+    "_is_cheap": "which lane of a schedule a product is in",
+    "_mesh_order": "axes that are named in another order than the mesh has: likewise",
+    "_pieces": "in how many messages blocks are sent",
+    "_products": "counts work, for predictions",
+    "_stacked_aux": "auxiliary values of a schedule in the shape of a V: likewise",
+    "_with_weights": "an idle tick whose numbers are not finite: likewise",
+    "apart": "which lane of a schedule a product is in",
+    "as_soon_as_can_be": "the order of jobs that do not depend on each other",
+    "fewest": "likewise",
+    "from_csv": "which errors of a file are told in a sentence",
+    "gpipe": "the order of jobs that do not depend on each other",
+    "handed_of_zero_bubble": "counts slots, for plans",
+    "hierarchical": "which axis is slow",
+    "joined": "several movers along several axes: no run has them",
+    "loss_step": "the loss of an evaluation",
+    "masked": "an idle tick whose numbers are not finite: no run has one",
+    "mean_of_parts": "auxiliary values of microbatches: no run has any",
+    "messages": "counts messages, for predictions",
+    "missing": "the replication type of a gradient",
+    "norm": "complex numbers",
+    "own_chunks": "what follows an update by auxiliary values",
+    "slots_of": "what is in a slot before it is written",
+    "splits_of": "a leaf that two axes split in one order: no run has one",
+    "ticks_of_one_f_one_b": "counts ticks, for plans",
+    "torus": "in which round a message goes",
+}
+REFUSES = ("_check", "check", "refus", "_try_out", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
+PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+    ("Model.position", "chunk + self.index"),
+    ("_scatter_in_a_loop", "h)))"),
+    ("accumulated", "total"),
+    ("averaged", "lambda g: g"),
+    ("backward", "choices.kinds, row.written[model.index]"),
+    ("backward_weight", "row.handed[model.index]"),
+    ("backward_weight", "row.read[model.index]"),
+    ("coloured", "0 if lane == first else -1"),
+    ("forward", "chosen(model.first"),
+    ("scattered", "lambda _: total"),
+)
+EXECUTORS = {  # of modules that make tables: where they are run
+    "collectives": "parallax/collectives/",
+    "pipeline.turns": "parallax/pipeline/branches.py",
+    "schedule": "parallax/pipeline/",
+}
+WORDS = ("placed", "found elsewhere", "equal", "raised")
 
 
 class Said(NamedTuple):
-    """What became of one mutant under one layout.
+    """What became of one mutant.
 
     Attributes:
-        word: `found`, `missed` (what the run returns is wrong, and no tap is), `equal` or `refused` (it raised).
+        run: in which run.
+        word: `found`, `equal` or `raised`.
         first: the first wrong value, or the error.
         looks: the kind of mistake.
         collectives: between the equal values and it.
         functions: likewise.
+        callers: of these functions.
     """
 
+    run: str
     word: str
     first: str
     looks: str = ""
     collectives: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()
 
     def has(self, mutant: Mutant, path: Path) -> bool:
-        """Whether the mutant's function, or another of its file, made something between."""
-        own = f"{path.as_posix()}:{mutant.name.rpartition('.')[2]}"
-        return any(name.split(".<locals>")[0] == own or f".{own.rpartition(':')[2]}" in name for name in self.functions)
+        """Whether the mutant's function is between, or what is between runs its table, or it made what the run is given."""
+        own, module = f"{path.as_posix()}:{mutant.name}", f"{_module(path)}."
+        if self.first.startswith("argument."):
+            return not self.functions and module.startswith(("data.", "models."))
+        made = [name.split(".<locals>")[0] for name in (*self.functions, *self.callers)]
+        runs = [folder for name, folder in EXECUTORS.items() if module.startswith(f"{name}.")]
+        return own in made or any(name.startswith(folder) for name in self.functions for folder in runs)
 
 
 def chosen(only: str, count: int, seed: int) -> list[tuple[Mutant, Path]]:
-    """The mutants that act on the numbers of these layouts, as far as their modules tell."""
+    """The mutants that act on the numbers of these runs, as far as their modules and names tell."""
     found = []
     for mutant in (*BY_HAND, *drawn(ROOT, count, seed)):
         path = place(mutant, ROOT).path
-        inside = any(f"{_module(path)}.".startswith(f"{name}.") for name in HERE)
-        if (
-            inside
-            and mutant.key not in NO_FAULT
-            and not mutant.bits
-            and only in mutant.name
-            and not any(word in mutant.name for word in REFUSE)
-        ):
+        refuses = any(word in mutant.name for word in REFUSES)
+        counts = mutant.name not in NO_NUMBERS and mutant.key not in NO_FAULT and not mutant.bits
+        if run_of(mutant, path) and counts and only in mutant.name and not refuses:
             found.append((mutant, path))
     return found
 
 
-def layout_of(path: Path) -> str:
-    """A layout in which the code of a file runs."""
-    return next(layout for name, layout in LAYOUTS.items() if _module(path).startswith(name))
+def run_of(mutant: Mutant, path: Path) -> str:
+    """A run in which the code of a mutant runs; "" where there is none."""
+    of_module = next((run for name, run in RUNS.items() if f"{_module(path)}.".startswith(f"{name}.")), "")
+    return RUN_OF.get(mutant.name, of_module)
 
 
 def _module(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removeprefix("parallax.").removesuffix(".__init__")
 
 
-def put_to(mutant: Mutant | None, layout: str, record: Path, limit: float = 400) -> Said:
+def put_to(mutant: Mutant | None, run: str, records: Path, limit: float = 900) -> Said:
     """What a split run with the mutant says beside the record of one device."""
     with tempfile.TemporaryDirectory(prefix="bisected-") as folder:
-        os.symlink(ROOT / "tests", Path(folder, "tests"))
         _copied(ROOT / "parallax", Path(folder, "parallax"))
         if mutant is not None:
             found, content = mutated(mutant, ROOT)
             Path(folder, found.path).unlink()
             Path(folder, found.path).write_bytes(content)
-        command = [sys.executable, str(ROOT / "tests" / "bisected_run.py"), layout, str(record)]
+        command = [sys.executable, str(ROOT / "tests" / "bisected_run.py"), str(records), run]
         environment = os.environ | flags.quick() | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=limit
             )
         except subprocess.TimeoutExpired:
-            return Said("refused", f"took over {limit:.0f} s")
+            return Said(run, "raised", f"took over {limit:.0f} s")
     if done.returncode:
-        return Said("refused", done.stderr.strip().splitlines()[-1][:150])
+        return Said(run, "raised", done.stderr.strip()[-200:])
     return Said(*json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -119,34 +215,49 @@ def _copied(source: Path, target: Path) -> None:
             os.link(path, there)
 
 
+def word_of(said: Said, mutant: Mutant, path: Path) -> str:
+    """One of `WORDS`."""
+    return said.word if said.word != "found" else ("placed" if said.has(mutant, path) else "found elsewhere")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is said of each mutant; 1 if a wrong run has no wrong tap."""
+    """Print what is said of each mutant; 1 if one is found where its fault is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants of functions whose name has this")
+    parser.add_argument("--inside", default="", help="mutants of this module or package, such as pipeline")
+    parser.add_argument("--kind", default="", help="in runs of this kind of model alone, such as own")
     parser.add_argument("--drawn", type=int, default=0, help="how many more to draw")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--part", type=int, default=1, help="an N-th of them, that of number --seed")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--records", type=Path, help="the folder of the records of one device; by default a new one")
     asked = parser.parse_args(arguments)
-    words: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, "one.npz")
-        for layout in sorted({*LAYOUTS.values()}):
-            right = put_to(None, layout, record)
-            if right.word != "equal":
-                raise SystemExit(f"{layout}, without a mutant: {right}")
-        mutants = chosen(asked.only, asked.drawn, asked.seed)[asked.seed % asked.part :: asked.part]
-        with ThreadPoolExecutor(asked.jobs) as pool:
-            for (mutant, path), said in zip(
-                mutants, pool.map(lambda each: put_to(each[0], layout_of(each[1]), record), mutants), strict=True
-            ):
-                word = said.word if said.word != "found" else ("placed" if said.has(mutant, path) else "found, fault elsewhere")
-                words[word] = words.get(word, 0) + 1
-                print(f"{word:<23}{path.stem}.{mutant.name:<26}{mutant.replaces[:40]!r} -> {mutant.by[:30]!r}", flush=True)
-                lies = f"{'; '.join(said.collectives[:3])} | {', '.join(said.functions[:6])}"
-                print(f"    {said.first} | {said.looks} | {lies}", flush=True)
-    print(", ".join(f"{count} {word}" for word, count in words.items()))
-    return int("missed" in words)
+    every = [each for each in chosen(asked.only, asked.drawn, asked.seed) if f"{_module(each[1])}.".startswith(asked.inside)]
+    mutants = [each for each in every if run_of(*each).startswith(asked.kind)][asked.seed % asked.part :: asked.part]
+    results: list[tuple[Said, Mutant, Path]] = []
+    with tempfile.TemporaryDirectory() as new, ThreadPoolExecutor(asked.jobs) as pool:
+        records = asked.records or Path(new)
+        for kind in sorted({run_of(*each).partition(";")[0] for each in mutants}):
+            if not (records / f"{kind}.npz").exists() and (right := put_to(None, f"{kind}; data=2", records)).word != "equal":
+                raise SystemExit(f"without a mutant: {right}")
+        put = lambda each: put_to(each[0], run_of(*each), records)
+        for (mutant, path), said in zip(mutants, pool.map(put, mutants), strict=True):
+            results.append((said, mutant, path))
+            change = f"{mutant.replaces[:40]!r} -> {mutant.by[:30]!r}"
+            print(f"{word_of(said, mutant, path):<16}{path.stem}.{mutant.name:<26}{change}  [{said.run}]", flush=True)
+            lies = f"{'; '.join(said.collectives[:3])} | {', '.join(said.functions[:6])}"
+            print(f"    {said.first} | {said.looks} | {lies}", flush=True)
+    words = Counter(word_of(*each) for each in results)
+    print(", ".join(f"{words[word]} {word}" for word in WORDS))
+    print(f"Of pairs of one mutant's finding and another's function, {by_chance(results):.0%} would count as placed.")
+    return int(words["found elsewhere"] > 0)
+
+
+def by_chance(every: Sequence[tuple[Said, Mutant, Path]]) -> float:
+    """How often the function of another found mutant is between: what `placed` would be if findings said nothing."""
+    found = [each for each in every if each[0].word == "found"]
+    pairs = [said.has(other, path) for said, mutant, _ in found for _, other, path in found if other.name != mutant.name]
+    return sum(pairs) / max(len(pairs), 1)
 
 
 if __name__ == "__main__":

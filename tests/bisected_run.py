@@ -1,51 +1,106 @@
-"""A split run of a small GPT-2 beside the record of one device: `python bisected_run.py LAYOUT RECORD` prints what differs first.
+"""A split run beside the record of one device: `python bisected_run.py FOLDER "gpt2; data=2,tensor=2; ring"`.
 
-The record is made where there is none. Then the package must be the right one.
+Prints what differs first. A run is a kind of model, a layout, and who moves the data, by default rings. The record of one
+device is made in the folder where there is none. Then the package must be the right one.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tapped_net
 
-from parallax import bisect, mesh
+from parallax import bisect, collectives, mesh
+from parallax.collectives import route
 from parallax.layout import Layout
-from parallax.models import decoder, gpt2
+from parallax.models import decoder, gpt2, llama
 
-CONFIG = gpt2.Config(layers=2, heads=2, width=8, context=4, vocabulary=19, vocabulary_multiple=4, dropout=0.2)
 BATCH = 8
+SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 8, "context": 8, "vocabulary": 19, "vocabulary_multiple": 4}
+CONFIG = gpt2.Config(**{**SIZES, "heads": 2, "context": 4}, dropout=0.2)
+LLAMA: dict[str, Any] = {"groups": 2, "hidden": 12}
+DECODERS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (gpt2.FAMILY, CONFIG),
+    "gpt2 of 8 tokens": (gpt2.FAMILY, gpt2.Config(**SIZES, dropout=0.2)),
+    "llama": (llama.FAMILY, llama.Config(**SIZES, **LLAMA)),
+    "experts": (llama.FAMILY, llama.Config(**SIZES, **LLAMA, experts=4, chosen=2, balance=0.3, z=0.05)),
+}
+MOVERS = {"looped": collectives.ring} | {name: getattr(collectives, name) for name in ("ring", "two_rings", "halving")}
 
 
-def run(layout):
-    """What `bisect.record` takes."""
+class Run(NamedTuple):
+    """A step to be recorded.
+
+    Attributes:
+        kind: "own", or one of `DECODERS`.
+        layout: its layout.
+        mover: who moves the data, by its name in `MOVERS`; "looped" is a ring whose hops are a loop, as those of many devices.
+    """
+
+    kind: str
+    layout: Layout = Layout()
+    mover: str = "ring"
+
+    @classmethod
+    def parse(cls, text: str) -> "Run":
+        """The run of a kind, a layout and a mover, with "; " between."""
+        kind, layout, *mover = text.split("; ")
+        return cls(kind, Layout.parse(layout), *mover)
+
+    def record(self) -> bisect.Record:
+        """What it computes."""
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+            return bisect.record(self.prepared(), rows=self.layout.batch_axes, means=("context",))
+
+    def prepared(self) -> Any:
+        """What `bisect.record` takes."""
+        mover = collectives.xla if self.layout.schedule.endswith("in_turns") else MOVERS[self.mover]
+        route.UNROLLED = 1 if self.mover == "looped" else 8
+        if self.kind == "own":
+            fields = {name: getattr(self.layout, name) for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")}
+            return tapped_net.run(**fields, schedule=self.layout.schedule, mover=mover)
+        family, config = DECODERS[self.kind]
+        return decoder_run(family, config, self.layout, mover)
+
+
+def decoder_run(family: Any, config: Any, layout: Layout, mover: Any = collectives.ring, dtype: Any = jnp.float64) -> Any:
+    """What `bisect.record` takes, of a decoder."""
 
     def make():
         devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
-        windows = np.random.default_rng(0).integers(0, CONFIG.vocabulary, (BATCH, CONFIG.context + 1)).astype(np.int32)
-        compute = decoder.Compute(dtype=jnp.float64, max_norm=0.5)
-        options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
-        prepared = decoder.prepare(gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, devices, **options)
+        windows = np.random.default_rng(0).integers(0, config.vocabulary, (BATCH, config.context + 1)).astype(np.int32)
+        options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(dtype=dtype, max_norm=0.5)}
+        axes = {name: mover(name) for name in layout.axes}
+        prepared = decoder.prepare(family, config, optax.sgd(0.1, momentum=0.9), layout, devices, axes=axes, **options)
         return prepared.train, (prepared.init(), windows)
 
     return make
 
 
-def said(layout, stored):
+def said(run: Run, folder: Path) -> list[Any]:
     """The first difference, in the words of `bisected.Said`."""
+    stored = folder / f"{run.kind}.npz"
     if not stored.exists():
-        bisect.record(run(Layout())).save(stored)
-    found = bisect.compare(bisect.load(stored), run(Layout.parse(layout))).first
+        Run(run.kind).record().save(stored)
+    found = bisect.compare(bisect.load(stored), run.record()).first
     if found is None:
         return ["equal", ""]
-    lies = ((), ()) if found.between is None else (found.between.collectives, found.between.functions)
-    return ["missed" if found.key.way == "result" and "info" in found.key.path else "found", str(found.key), found.looks, *lies]
+    between = found.between
+    lies = ((), (), ()) if between is None else (between.collectives, between.functions, sorted(between.callers))
+    return ["found", str(found.key), found.looks, *lies]
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
-    print(json.dumps(said(sys.argv[1], Path(sys.argv[2]))))
+    text = sys.argv[2]
+    try:
+        found = said(Run.parse(text), Path(sys.argv[1]))
+    except Exception as error:  # a fault that says so
+        found = ["raised", f"{type(error).__name__}: {error}"[:200]]
+    print(json.dumps([text, *found]))

@@ -1410,8 +1410,24 @@ BISECT = (
         "test_bisect.py::test_a_fault_is_named",
     ),
     Mutant(
-        "job", "jnp.where(valid, microbatch, -1)", "microbatch", "test_bisect_gpt2.py::test_no_alarm_in_a_drawn_layout", long=True
+        "job",
+        "jnp.where(valid, microbatch, -1)",
+        "microbatch",
+        "test_bisect_layouts.py::test_no_alarm_in_a_drawn_layout",
+        long=True,
     ),
+    Mutant("Model._trace", "True if self.shared_out(loss) else self.last", "True", ALARM),
+    Mutant(
+        "record", "values = given | tapped", "values = tapped", "test_bisect.py::test_other_arguments_are_named_before_all_else"
+    ),
+    Mutant(
+        "residual",
+        "joins.own(_positions(x.shape[1] * joins.parts), dim=0)",
+        "_positions(x.shape[1])",
+        "test_bisect_layouts.py::test_no_alarm_over_context_replica_and_expert",
+        long=True,
+    ),
+    Mutant("_digits", "> largest / 4", "> 2 * largest", "test_bisect.py::test_a_factor_is_no_rounding"),
 )
 
 BY_HAND = (

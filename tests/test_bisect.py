@@ -1,78 +1,27 @@
 """Faults put into a split run are named: the value, the collective before it, the kind of mistake. Right runs raise no alarm."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tapped_net
+from bisected_run import decoder_run
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tapped_net import Parts
 
-from parallax import bisect, grads, mesh, step, tensor
+from parallax import bisect, grads, mesh
+from parallax.bisect.looks import looks
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying
 from parallax.layout import Layout
-from parallax.models import decoder, gpt2, tapped
+from parallax.models import gpt2
+from parallax.run.checkpoint import Checkpoints
 
-SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
-OF_LAYER = {"up": P(None, "tensor"), "down": P("tensor")}
-D, F, L, ROWS = 4, 8, 3, 8
-
-
-class Parts(NamedTuple):
-    """What a fault may replace: the functions that join devices and microbatches."""
-
-    enter: Any = functools.partial(tensor.enter, axis=ring("tensor"))
-    leave: Any = functools.partial(tensor.leave, axis=ring("tensor"))
-    accumulated: Any = grads.accumulated
-    averaged: Any = functools.partial(grads.averaged, axis=ring("data"))
-    rows: Any = lambda x: x
-    key: Any = lambda key: key
-
-
-def loss_of(parts):
-    def loss(params, batch):
-        x, y, keys = batch
-
-        def layer(x, each):
-            weights, number = each
-            with bisect.at(layer=number):
-                weights = bisect.tap_tree(weights, "layers.*", OF_LAYER)
-                up = bisect.tap(jnp.tanh(parts.enter(x) @ weights["up"]), "layers.*.hidden", P("batch", "tensor"))
-                down = bisect.tap(parts.leave(up @ weights["down"]), "layers.*.summed", P("batch"))
-                kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(parts.key(key), number), 0.7, (D,)))(keys)
-                down = bisect.tap(jnp.where(kept, down, jnp.zeros((), x.dtype)), "layers.*.dropped", P("batch"))
-                return bisect.tap(x + down, "layers.*.out", P("batch")), None
-
-        x = bisect.tap(parts.rows(x), "in", P("batch"))
-        x, _ = lax.scan(layer, x, (params, jnp.arange(L, dtype=jnp.int32)))
-        return bisect.tap(jnp.mean((x - y) ** 2), "loss", P(unreduced=frozenset({"batch"})))
-
-    return loss
-
-
-def model_run(parts=None, *, data=1, tensor=1, microbatches=1, remat=False, dtype="float64"):
-    """What `bisect.record` takes: a train step of a small residual net, over data x tensor."""
-    parts = parts or Parts()
-
-    def make():
-        r = np.random.default_rng(0)
-        params = {"up": r.standard_normal((L, D, F)).astype(dtype), "down": r.standard_normal((L, F, D)).astype(dtype)}
-        batch = (*(r.standard_normal((ROWS, D)).astype(dtype) for _ in range(2)), jax.random.split(jax.random.key(1), ROWS))
-        loss = loss_of(parts)
-        grad = parts.accumulated(jax.value_and_grad(jax.checkpoint(loss) if remat else loss), microbatches=microbatches)
-        grad = parts.averaged(grad)
-        tapped_grad = tapped.gradients(grad, SPECS)
-        devices = mesh.make(devices=jax.devices()[: data * tensor], data=data, tensor=tensor)
-        asarrays = lambda: jax.tree.map(jnp.asarray, params)
-        state, specs = step.init(asarrays, optax.sgd(0.1), lambda path, leaf: SPECS[path], devices)
-        train = step.make(tapped_grad, optax.sgd(0.1), specs=SPECS)
-        return mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())), (state, batch)
-
-    return make
+L = tapped_net.L
 
 
 def first(*runs, **options):
@@ -83,18 +32,27 @@ def first(*runs, **options):
 
 @functools.cache
 def one_device():
-    return bisect.record(model_run())
+    return bisect.record(tapped_net.run())
 
 
-@pytest.mark.parametrize(
-    "layout", [{"data": 4, "tensor": 2}, {"data": 2, "tensor": 2, "microbatches": 2, "remat": True}, {"microbatches": 4}], ids=str
-)
+RIGHT = [
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 2, "microbatches": 2, "remat": True},
+    {"data": 2, "tensor": 2, "zero": 1, "microbatches": 2},
+    {"data": 4, "zero": 3},
+    {"stage": 2, "microbatches": 4, "chunks": 2},
+    {"data": 2, "stage": 2, "tensor": 2, "microbatches": 2, "zero": 1, "schedule": "zero_bubble"},
+]
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("layout", RIGHT, ids=str)
 def test_no_alarm_in_a_right_layout(layout):
-    found = bisect.compare(one_device(), model_run(**layout))
+    found = bisect.compare(one_device(), tapped_net.run(**layout))
     assert found.first is None, str(found)
     assert not found.alone
     assert found.compared > 6 * L
-    assert 0 < found.worst[0] < 1e-13
+    assert 0 < found.worst[0] < 1e-13, found.worst
     assert str(found).startswith(f"All {found.compared} values are equal")
 
 
@@ -136,12 +94,20 @@ def _times(grad, n):
     return wrapped
 
 
-def _alone(grad):
+def _alone(grad, axis):
     def wrapped(params, batch):
         loss, found = grad(varying(params, "data"), batch)
         return ring.all_mean(loss, "data"), jax.tree.map(lambda g: replicated(g, "data"), found)
 
     return wrapped
+
+
+def _against(optimizer):
+    def update(updates, state, params=None):
+        updates, state = optimizer.update(updates, state, params)
+        return jax.tree.map(jnp.negative, updates), state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 FAULTS = {
@@ -154,25 +120,38 @@ FAULTS = {
     "another key": (Parts(key=lambda key: jax.random.fold_in(key, 7)), "layers.0.dropped", "another random key", "none"),
     "a row lost": (Parts(rows=last_row_dropped), "in", "", "none"),
     "a sum for the data axis' mean": (
-        Parts(averaged=lambda grad: grads.summed(grad, ring("data"), loss=True)),
-        "gradients.down",
+        Parts(averaged=lambda grad, axis: grads.summed(grad, axis, loss=True)),
+        "gradients.blocks.down",
         "summed 2 times",
         "all_reduce",
     ),
     "microbatches summed": (
         Parts(accumulated=lambda grad, microbatches: _times(grads.accumulated(grad, microbatches=microbatches), microbatches)),
-        "gradients.down",
+        "gradients.blocks.down",
         "summed 2 times",
         "all_reduce",
     ),
-    "gradients of one device": (Parts(averaged=_alone), "gradients.down", "have different copies", "none"),
+    "gradients of one device": (Parts(averaged=_alone), "gradients.blocks.down", "have different copies", "none"),
+    "weights in float32": (
+        Parts(weights=lambda weights: jax.tree.map(lambda w: w.astype("float32").astype(w.dtype), weights)),
+        "layers.0.down",
+        "rounded to float32",
+        "none",
+    ),
+    "an update against the gradient's sign": (
+        Parts(update=_against),
+        "result.0.model.blocks.down",
+        "",
+        "",
+    ),
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name):
     parts, where, kind, collective = FAULTS[name]
-    found = first(one_device(), model_run(parts, data=2, tensor=2, microbatches=2))
+    found = first(one_device(), tapped_net.run(parts, data=2, tensor=2, microbatches=2))
     assert str(found.key) == where
     assert kind in found.looks
     said = str(found)
@@ -181,9 +160,74 @@ def test_a_fault_is_named(name):
     assert said.startswith(f"{where} differs first")
 
 
+WHOLE = P()
+
+
+def purpose_run(devices, of=WHOLE, weights=WHOLE, joined=lambda x: x, grad=grads.averaged):
+    """What `examples/wrong_on_purpose.py` trains, with taps: hidden units split as `of`, weights as `weights`."""
+    specs = {"up": P(None, *weights), "down": weights}
+
+    def loss(net, batch):
+        hidden = bisect.tap(jnp.tanh(batch[0] @ net["up"]), "hidden", P("batch", *of))
+        out = bisect.tap(joined(hidden @ net["down"]), "out", P("batch"))
+        return bisect.tap(jnp.mean((out - batch[1]) ** 2), "loss", P(unreduced=frozenset({"batch"})))
+
+    def make():
+        normal = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+        found = grad(jax.value_and_grad(loss), ring("data"))
+
+        def tapped(net, batch):
+            value, gradients = found(net, batch)
+            return value, bisect.tap_tree(gradients, "gradients", specs, way=bisect.AFTER)
+
+        devices_ = mesh.make(devices=jax.devices()[:devices], data=devices)
+        mapped = mesh.spmd(tapped, mesh=devices_, in_specs=(specs, P("data")), out_specs=(P(), specs))
+        return mapped, ({"up": normal(0, 4, 8), "down": normal(1, 8, 1)}, (normal(2, 8, 4), normal(3, 8, 1)))
+
+    return make
+
+
+def _meant(grad, axis):
+    """The mean of gradients that `jax.grad` has summed already."""
+    return lambda net, batch: lax.pmean(grad(net, batch), "data")
+
+
+ON_PURPOSE = {  # the fourth mistake there is a step that waits for ever
+    "weights split over the data axis": ({"weights": P("data")}, "hidden", "another shape: [8, 2] instead of [8, 8]"),
+    "rows and weights split over one axis": (
+        {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
+        "hidden",
+        "not computed, at 75% of the places",
+    ),
+    "a sum where a mean belongs": ({"grad": _meant}, "gradients.down", "summed 4 times: the size of data"),
+}
+
+
+@pytest.mark.parametrize("name", ON_PURPOSE)
+def test_what_is_wrong_on_purpose_is_named(name):
+    options, where, kind = ON_PURPOSE[name]
+    found = first(purpose_run(1), purpose_run(4, **options))
+    assert str(found.key) == where
+    assert kind in found.looks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_is_told_from_other_mistakes(dtype):
+    right = np.random.default_rng(0).standard_normal((4, 8))
+    rounded = np.asarray(jnp.asarray(right, dtype), np.float64)
+    assert looks(right, rounded, {}, 1, {}) == f"rounded to {dtype}"
+    rounded[1, 1] *= 1.1
+    assert "rounded" not in looks(right, rounded, {}, 1, {})
+
+
+def test_a_factor_is_no_rounding():
+    right = np.random.default_rng(0).standard_normal((4, 8))
+    assert "times the right value" in looks(right, right * (1 + 2.0**-9), {}, 1, {})
+
+
 def test_the_microbatch_and_the_number_are_named():
     off = lambda x: x.at[1].multiply(2)  # of each microbatch on each device, the second row
-    found = first(one_device(), model_run(Parts(rows=off), data=2, microbatches=2))
+    found = first(one_device(), tapped_net.run(Parts(rows=off), data=2, microbatches=2))
     row, column = found.index
     assert row % 2 == 1
     assert found.microbatch == row // 2 % 2
@@ -191,54 +235,78 @@ def test_the_microbatch_and_the_number_are_named():
     assert one_device().values[bisect.Key("in", -1, "forward")].whole[row, column] == found.right
 
 
-def test_taps_cost_nothing_when_off():
-    """The text of a GPT-2 step is that of the same step with every tap taken out."""
+def test_other_arguments_are_named_before_all_else():
+    _, (state, (rows, targets, keys)) = tapped_net.run(data=2)()
+    found = first(one_device(), lambda: (tapped_net.run(data=2)()[0], (state, (rows, 2 * targets, keys))))
+    assert str(found.key) == "argument.1.1"
+    assert "given other values; summed 2 times" in found.looks
+    assert found.between is None
+
+
+def own_step():
+    step, arguments = tapped_net.run(data=2, tensor=2)()
+    return jax.jit(step), arguments
+
+
+def gpt2_step():
     config = gpt2.Config(layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=16)
-    make, arguments = gpt2_run(Layout(data=2), config)()
-    untapped = _lowered(make, arguments).as_text()
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+        return decoder_run(gpt2.FAMILY, config, Layout(data=2))()
+
+
+@pytest.mark.parametrize("made", [own_step, pytest.param(gpt2_step, marks=pytest.mark.slow)])
+def test_taps_cost_nothing_when_off(made):
+    """The text of a step is that of the same step with every tap taken out."""
+    untapped = _lowered(*made())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bisect, "tap", lambda x, *_, **__: x)
         patch.setattr(bisect, "tap_tree", lambda tree, *_, **__: tree)
-        make, arguments = gpt2_run(Layout(data=2), config)()
-        assert _lowered(make, arguments).as_text() == untapped
+        assert _lowered(*made()) == untapped
     assert "callback" not in untapped
 
 
 def _lowered(train, arguments):
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
-        return train.lower(*arguments)
-
-
-def gpt2_run(layout, config, batch=4):
-    def make():
-        devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
-        windows = np.random.default_rng(0).integers(0, config.vocabulary, (batch, config.context + 1)).astype(np.int32)
-        compute = decoder.Compute(dtype=jnp.float64, max_norm=0.5)
-        options = {"batch": batch, "key": jax.random.key(0), "compute": compute}
-        prepared = decoder.prepare(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, **options)
-        return prepared.train, (prepared.init(), windows)
-
-    return make
+    with jax.numpy_dtype_promotion("standard"):
+        return train.lower(*arguments).as_text()
 
 
 def test_a_record_is_saved_and_read(tmp_path):
     one_device().save(tmp_path / "run.npz")
     stored = bisect.load(tmp_path / "run.npz")
     assert bisect.compare(one_device(), stored).worst[0] == 0
-    wrong = bisect.record(model_run(Parts(leave=own_mean), tensor=2))
+    wrong = bisect.record(tapped_net.run(Parts(leave=own_mean), tensor=2))
     assert str(first(stored, wrong).key) == "layers.0.summed"
     found = first(wrong, stored)
     assert "summed 2 times" in found.looks
     assert found.between is None
 
 
-def test_few_bits_have_bounds_of_their_own():
-    exact, short = one_device(), bisect.record(model_run(dtype="float32"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "few"), [("float64", "float32"), ("float32", "bfloat16")])
+def test_few_bits_have_bounds_of_their_own(more, few):
+    exact, short = bisect.record(tapped_net.run(dtype=more)), bisect.record(tapped_net.run(dtype=few))
     assert bisect.compare(exact, short).first is not None
     bounds = bisect.rounding(exact, short)
-    assert bisect.compare(exact, model_run(data=2, tensor=2, dtype="float32"), bound=bounds).first is None
-    wrong = first(exact, model_run(Parts(leave=own_mean), tensor=2, dtype="float32"), bound=bounds)
+    split = {"data": 2, "tensor": 2, "microbatches": 2, "dtype": few}
+    found = bisect.compare(exact, tapped_net.run(**split), bound=bounds)
+    assert found.first is None, str(found)
+    wrong = first(exact, tapped_net.run(Parts(leave=own_mean), **split), bound=bounds)
     assert str(wrong.key) == "layers.0.summed"
+
+
+@pytest.mark.slow
+def test_two_checkpoints_are_compared(tmp_path):
+    make, (state, batch) = tapped_net.run(data=2, zero=1)()
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    new, _ = jax.jit(make)(state, batch)
+    with Checkpoints(tmp_path, settings={}, say=lambda line: None) as store:
+        store.save(1, new)
+    found = Checkpoints(tmp_path, settings={}, say=lambda line: None).restore(like)
+    assert found is not None
+    restored = found.state
+    assert bisect.compare(bisect.of_tree(new), bisect.of_tree(restored)).first is None
+    found = first(bisect.of_tree(state), bisect.of_tree(restored))
+    assert str(found.key) == "result.model.blocks.down"
 
 
 def test_what_cannot_be_is_refused():

@@ -25,6 +25,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in DOCS if "```python" in page.read_text(encoding="utf-8")]
 # These compile whole layers and steps, and take 4 s each on two cores; the others take 2.
 SLOW = {
+    "bisect.md",
     "context.md",
     "experts.md",
     "islands.md",

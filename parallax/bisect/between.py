@@ -29,11 +29,13 @@ class Between(NamedTuple):
         taps: the taps before it, as `(path, way)`.
         collectives: each in words, the nearest first.
         functions: of the equations, as `file.py:function`, the nearest first.
+        callers: the functions that called these, in no order.
     """
 
     taps: tuple[tuple[str, str], ...]
     collectives: tuple[str, ...]
     functions: tuple[str, ...]
+    callers: frozenset[str]
 
 
 class _Body(NamedTuple):
@@ -45,13 +47,15 @@ class _Body(NamedTuple):
     makers: dict[Any, JaxprEqn]
 
 
-def before_tap(program: Jaxpr, path: str, way: str) -> Between:
-    """What the values of a tap are made of, back to other taps."""
+def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> Between:
+    """What the values of a tap are made of, back to other taps; with `numbers`, those of the microbatch and layer too."""
     found = _Slice()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:
             if eqn.primitive.name == "tap" and (eqn.params["mark"].path, eqn.params["way"]) == (path, way):
-                found.atom(eqn.invars[0], body)
+                first = 1 + len(eqn.params["mark"].sizes)
+                for atom in (eqn.invars[0], *(eqn.invars[first : first + 2] if numbers else ())):
+                    found.atom(atom, body)
     return found.between()
 
 
@@ -84,9 +88,10 @@ class _Slice:
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}
         self.functions: dict[str, None] = {}
+        self.callers: set[str] = set()
 
     def between(self) -> Between:
-        return Between(tuple(self.taps), tuple(self.collectives), tuple(self.functions))
+        return Between(tuple(self.taps), tuple(self.collectives), tuple(self.functions), frozenset(self.callers))
 
     def atom(self, atom: Any, body: _Body) -> None:
         """Follow one operand and all that it depends on."""
@@ -108,11 +113,10 @@ class _Slice:
             jaxpr = own if own is not None else inner(eqn)[0]
             below = self._below(jaxpr, body, eqn)
             return [(below.jaxpr.outvars[place], below)]
-        if name := _function(eqn):
-            self.functions[name] = None
         for each in (eqn, *(each for jaxpr in inner(eqn) for each in _every(jaxpr))):
-            if name := _function(each):
-                self.functions[name] = None
+            names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in _frames(each)]
+            self.functions |= dict.fromkeys(names[:1])
+            self.callers.update(names[1:])
             self.collectives |= dict.fromkeys(_collectives(each, body))
         return [(each, body) for each in (eqn.invars[:1] if eqn.primitive.name == "tap" else eqn.invars)]
 
@@ -148,12 +152,6 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     found = traceback.frames if traceback else ()
     libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
     return [f for f in found if not f.file_name.startswith(_OWN) and not any(part in f.file_name for part in libraries)]
-
-
-def _function(eqn: JaxprEqn) -> str:
-    """The function that made an equation."""
-    frame = next(iter(_frames(eqn)), None)
-    return "" if frame is None else f"{_short(frame.file_name)}:{frame.function_name}"
 
 
 def _collectives(eqn: JaxprEqn, body: _Body) -> list[str]:

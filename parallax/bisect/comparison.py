@@ -8,7 +8,7 @@ import numpy as np
 
 from parallax.bisect import between
 from parallax.bisect.looks import looks
-from parallax.bisect.records import RESULT, Key, Record, record, relative
+from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
 
 BOUND = 1e-11  # of float64: some thousand roundings of 1e-16, with room
 SMALL = 1e-3  # a cotangent whose true value is 0 is all rounding: it is held to this part of the largest of its kind
@@ -82,7 +82,7 @@ Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def compare(run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any) -> Comparison:
-    """The first value, in program order, in which `run_b` differs from `run_a`: forward, backward, then what the run returns.
+    """The first value in which `run_b` differs from `run_a`: what it is given, forward, backward, then what it returns.
 
     Args:
         run_a: what is right: a run on one device, say. A run is a `Record`, or what `record` takes.
@@ -128,8 +128,8 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """The group of values whose sizes can be compared, such as all gradients of weights, or all moments."""
-    return key.way, key.path.split(".")[0] if key.way != RESULT else ".".join(key.path.split(".")[:3])
+    """Values whose sizes may be set beside each other: all gradients of weights, say, or all moments."""
+    return key.way, ".".join(key.path.split(".")[: 3 if key.way in (ARGUMENT, RESULT) else 1])
 
 
 def _tops(run: Record) -> dict[tuple[str, str], float]:
@@ -168,17 +168,21 @@ def _finding(a: Record, b: Record, key: Key, off: tuple[float, float], copies: M
         microbatch = index[dim] // rows % b.microbatches
     value = lambda x: float(x[index]) if right.shape == wrong.shape and x.size else float("nan")
     said = looks(right.astype(np.float64), wrong.astype(np.float64), b.sizes, b.microbatches, copies)
-    lies = _between(b, key)
+    if key.way == ARGUMENT:
+        said = f"the runs are given other values; {said}"
+    if copies and key.layer >= 0:
+        said += "; or several layers have this number"
+    lies = _between(b, key, numbers=bool(copies))
     before = {(path, way) for path, way in lies.taps} if lies else set()
     near = [each for each in equal if (each.path, each.way) in before and abs(each.layer - key.layer) <= 1]
     after = tuple(dict.fromkeys(str(each) for each in (near or equal[-1:])))
     return Finding(key, *off, index, value(right), value(wrong), microbatch, said, after[-4:], lies)
 
 
-def _between(b: Record, key: Key) -> between.Between | None:
-    if b.program is None:
+def _between(b: Record, key: Key, *, numbers: bool) -> between.Between | None:
+    if b.program is None or key.way == ARGUMENT:
         return None
     if key.way != RESULT:
-        return between.before_tap(b.program, key.path, key.way)
+        return between.before_tap(b.program, key.path, key.way, numbers=numbers)
     results = [each for each in b.values if each.way == RESULT]
     return between.before_result(b.program, results.index(key))

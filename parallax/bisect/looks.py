@@ -7,6 +7,7 @@ import numpy as np
 
 FEW = 0.02  # of the numbers: fewer may be zero by chance
 MANY = 5  # blocks have too many orders beyond this
+DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # of two
 NEAR = 1e-6  # of the largest number: how well a guess must explain the wrong value
 
 
@@ -29,12 +30,27 @@ def looks(right: np.ndarray, wrong: np.ndarray, sizes: Mapping[str, int], parts:
     if not np.any(wrong):
         return "zero: not summed, masked, or never sent"
     counts = {**sizes, "microbatches": parts}
-    guesses = (_factor(right, wrong, counts), _order(right, wrong, counts), _key(right, wrong), _part(right, wrong))
+    guesses = (
+        _digits(right, wrong),
+        _factor(right, wrong, counts),
+        _order(right, wrong, counts),
+        _key(right, wrong),
+        _part(right, wrong),
+    )
     return next((guess for guess in guesses if guess), "no known kind")
 
 
 def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
     return float(np.max(np.abs(wrong - guess), initial=0)) <= NEAR * float(np.max(np.abs(guess), initial=0))
+
+
+def _digits(right: np.ndarray, wrong: np.ndarray) -> str:
+    """Whether each number is off by what one rounding to a shorter type makes of it."""
+    parts = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)
+    largest = float(np.max(parts, initial=0))
+    if float(np.min(parts, initial=np.inf)) > largest / 4:  # all are off alike: a factor
+        return ""
+    return next((f"rounded to {name}" for name, n in DIGITS.items() if 2.0 ** -(n + 4) < largest <= 2.0**-n), "")
 
 
 def _factor(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:

@@ -23,8 +23,8 @@ from parallax.bisect import taps
 from parallax.bisect.taps import AFTER, BACKWARD, BATCH, FORWARD, Report
 from parallax.jaxprs import opened
 
-RESULT = "result"
-PHASES = (FORWARD, BACKWARD, AFTER, RESULT)
+ARGUMENT, RESULT = "argument", "result"
+PHASES = (ARGUMENT, FORWARD, BACKWARD, AFTER, RESULT)
 
 
 class Key(NamedTuple):
@@ -84,8 +84,7 @@ class Record:
 
 def of_tree(tree: Any) -> Record:
     """The arrays of a tree as a record: of a state that was restored, say, to be compared with another checkpoint's."""
-    leaves = jax.tree.leaves_with_path(eqx.filter(tree, eqx.is_array))
-    return Record({Key(f"result.{mesh.dotted(path)}", -1, RESULT): _of_array(leaf) for path, leaf in leaves}, {}, 1)
+    return Record(_of_arrays(eqx.filter(tree, eqx.is_array), RESULT), {}, 1)
 
 
 def load(path: str | Path) -> Record:
@@ -102,7 +101,7 @@ def load(path: str | Path) -> Record:
 def record(
     run: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, rows: Sequence[str] = ("data",), means: Sequence[str] = ()
 ) -> Record:
-    """What a run computes at all of its taps, and what it returns.
+    """What a run is given, what it computes at all of its taps, and what it returns.
 
     Args:
         run: makes a function and its arguments, such as `lambda: (prepared.train, (prepared.init(), windows))`. It is called
@@ -121,16 +120,22 @@ def record(
         traced = jax.jit(results).trace(arrays)
         compiled = traced.lower().compile()
         recorder.reports.clear()  # those of whatever `run` computed
+        given = _of_arrays(arrays, ARGUMENT)  # before the step, which may donate them
         made = jax.block_until_ready(compiled(arrays))
     if not recorder.reports:
         raise ValueError(
             "bisect.record needs a program with taps, traced now; this one reported nothing. Put bisect.tap into the model, and "
             "let `run` make the function: one that was traced before keeps what it was."
         )
-    return _put_together(recorder, made, opened(traced.jaxpr), tuple(rows), tuple(means))
+    tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
+    values = given | tapped | _of_arrays(made, RESULT)
+    return Record(values, sizes, microbatches, opened(traced.jaxpr))
 
 
-def _put_together(recorder: taps.Recorder, made: Any, program: Jaxpr, rows: tuple[str, ...], means: tuple[str, ...]) -> Record:
+def _put_together(
+    recorder: taps.Recorder, rows: tuple[str, ...], means: tuple[str, ...]
+) -> tuple[dict[Key, Value], dict[str, int], int]:
+    """The tapped values in program order, the sizes of the mesh's axes, and how many microbatches there are."""
     found: dict[Key, list[Report]] = {}
     for each in recorder.reports:
         if each.microbatch >= 0:
@@ -139,10 +144,13 @@ def _put_together(recorder: taps.Recorder, made: Any, program: Jaxpr, rows: tupl
     means = (*rows, *means)
     values = {key: _whole(reports, microbatches, rows, means) for key, reports in found.items() if not _mean_seed(key, reports)}
     ordered = {key: values[key] for key in sorted(values, key=_order(recorder.paths, values))}
-    for path, leaf in jax.tree.leaves_with_path(made):
-        ordered[Key(f"result.{mesh.dotted(path)}", -1, RESULT)] = _of_array(leaf)
     sizes = dict(size for reports in found.values() for each in reports[:1] for size in each.mark.sizes)
-    return Record(ordered, sizes, microbatches, program)
+    return ordered, sizes, microbatches
+
+
+def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
+    """The arrays that a program is given, or that it returns."""
+    return {Key(f"{way}.{mesh.dotted(path)}", -1, way): _of_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _mean_seed(key: Key, reports: list[Report]) -> bool:
@@ -296,7 +304,8 @@ def _places(form: _Form, each: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """A result of the program, as JAX puts it together, and whether its copies differ."""
+    """An array of all devices, as JAX puts it together, and whether its copies differ."""
+    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     whole = np.asarray(leaf)

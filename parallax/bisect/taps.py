@@ -174,7 +174,7 @@ def numbered(count: int) -> Int[Array, " count"] | None:
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
-def job(microbatch: Int[Array, ""], valid: Bool[Array, ""]) -> Int[Array, ""] | None:
+def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
     """The number of a microbatch where there is a job, and otherwise -1; None while no record is made."""
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
 

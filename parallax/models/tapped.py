@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from parallax import bisect
 from parallax.collectives.types import axes
@@ -20,7 +21,7 @@ def residual(x: Any, path: str, joins: Joins) -> Any:
     """`x` of the residual stream, [B, T, D], with a tap."""
     if not bisect.is_on():
         return x
-    return bisect.tap(x, path, P(bisect.BATCH), places={1: _places(x.shape[1] * joins.parts, joins, joins.own)})
+    return bisect.tap(x, path, P(bisect.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)})
 
 
 def whole(x: Any, path: str, joins: Joins) -> Any:
@@ -74,9 +75,9 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
 
 def _whole(x: Any, path: str, joins: Joins, spec: P) -> Any:
-    return bisect.tap(x, path, spec, places={1: _places(x.shape[1], joins, lambda x, dim: x)})
+    return bisect.tap(x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)})
 
 
-def _places(tokens: int, joins: Joins, own: Callable[..., Any]) -> Any:
-    """Where this device's tokens are in the sequence."""
-    return own(joins.tokens(jnp.arange(tokens * joins.contexts, dtype=jnp.int32), dim=0), dim=0)
+def _positions(tokens: int) -> Int[Array, " tokens"]:
+    """The places of a sequence's tokens."""
+    return jnp.arange(tokens, dtype=jnp.int32)

@@ -79,6 +79,7 @@ class Model:
         index: of this stage; `first` and `last` tell whether it is one of those.
         terms: zeros like the stage's own loss and auxiliary values, with the types in which they are added up.
         read: a tree like the ends, with whether the stage reads each.
+        counts: whether what the head computes here counts: everywhere where the stages share it, or on the last stage.
         early: whether a collective in one of the functions needs nothing but parameters.
     """
 
@@ -90,6 +91,7 @@ class Model:
         self.parts = in_parts(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
+        self.counts: Bool[Array, ""] | bool = self.last
         self._trace(trained_of(params, functions))
 
     def params_after(self, carry: PyTree) -> Parameters:
@@ -136,7 +138,7 @@ class Model:
 
     def head(self, params: Parameters, x: PyTree, microbatch: Int[Array, ""]) -> tuple[Float[Array, ""], PyTree]:
         """A microbatch's loss, and auxiliary values: None if there are none."""
-        with bisect.at(microbatch=microbatch):
+        with bisect.at(microbatch=bisect.job(microbatch, self.counts)):
             return self._head(params, x, self.part(microbatch))
 
     def shared_out(self, value: Array) -> bool:
@@ -189,7 +191,13 @@ class Model:
             made = like(jax.tree.map(jnp.zeros_like, made), self.x)
         made = traces["stage"].out
         self.terms = Output(None, *(jax.tree.map(self._of_a_stage, each) for each in (made.loss, made.aux)))
-        trace("head", self._head, self.params, self.x, part)
+
+        def head(*given):
+            loss, aux = self._head(*given)
+            self.counts = True if self.shared_out(loss) else self.last
+            return loss, aux
+
+        trace("head", head, self.params, self.x, part)
         for name in ("enter", "head"):
             used = traces[name].used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), self.axis.names)
