@@ -1,9 +1,11 @@
 """Attention over split tokens against one device: time, memory, bytes and work, of value and gradients.
 
     python benchmarks/context.py [--quick] [--devices 4] [--tokens 2048 4096]
+    python benchmarks/context.py --target v5e:2x4 [--tokens 16384]            # compiled for devices that are not there
 
 The devices are virtual and share the machine's cores, so times say how much work is done, and not how fast it would be on
-devices of their own. See benchmarks/README.md for the columns.
+devices of their own. Programs for a target are compiled by its own compiler, and their time is estimated (`compiled.timeline`).
+See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from parallax import context, mesh
+from parallax.compiled import targets
 from parallax.models import documents
 
 HEADS, GROUPS, WIDTH = 8, 2, 64
@@ -37,11 +40,11 @@ def rivals(n: int, tiles: context.Kernel):
     }
 
 
-def foretold(name: str, n: int, tokens: int) -> float:
-    """Bytes that a device receives, in float32: forward and backward."""
-    each = tokens // n * WIDTH * 4
+def foretold(name: str, n: int, tokens: int, size: int = 4) -> float:
+    """Bytes that a device receives, forward and backward, for numbers of `size` bytes."""
+    each = tokens // n * WIDTH * size
     if name in ("zigzag", "contiguous"):
-        return (n - 1) * 6 * GROUPS * each  # keys and values twice, and their gradients
+        return (n - 1) * (4 + 2 * 4 / size) * GROUPS * each  # keys and values twice, and their gradients in float32
     if name == "gathered":
         return (n * 2 + 2) * GROUPS * each  # results: gathered whole, and one share of what is scattered
     if name == "ulysses":
@@ -50,24 +53,64 @@ def foretold(name: str, n: int, tokens: int) -> float:
     return 0.0
 
 
-def program(attend, n: int, order, tokens: int):
-    """The compiled value and gradients of one sequence, its arrays, and its mesh."""
-    over = mesh.make(context=n, devices=jax.devices()[:n])
+SPEC = P(None, "context")
+
+
+def value_and_gradients(attend, over):
+    """The function to compile, of the queries, keys and values of one sequence."""
 
     def body(q, k, v):
         out, transposed = jax.vjp(attend, q, k, v)
         return out, transposed(out)
 
-    spec = P(None, "context")
-    f = jax.jit(mesh.spmd(body, mesh=over, in_specs=spec, out_specs=spec))
+    return jax.jit(mesh.spmd(body, mesh=over, in_specs=SPEC, out_specs=SPEC))
+
+
+def program(attend, n: int, order, tokens: int):
+    """The compiled value and gradients of one sequence, and its arrays."""
+    over = mesh.make(context=n, devices=jax.devices()[:n])
     normal = lambda i, heads: jax.random.normal(jax.random.key(i), (1, tokens, heads, WIDTH))
     arrays = normal(0, HEADS), normal(1, GROUPS), normal(2, GROUPS)
-    placed = mesh.place(arrays if order is None else [context.split(x, n, order=order) for x in arrays], spec, over)
-    return f.lower(*placed).compile(), placed
+    placed = mesh.place(arrays if order is None else [context.split(x, n, order=order) for x in arrays], SPEC, over)
+    return value_and_gradients(attend, over).lower(*placed).compile(), placed
+
+
+def compiled_for(name: str, tokens: int, block: int) -> str:
+    """A table of the programs that a target's compiler makes, in bfloat16: nothing runs."""
+    there, lines = targets.target(name), []
+    n = len(there.devices)
+    for way, (attend, over, _, work) in rivals(n, context.tiled(block)).items():
+        if way == "jax.nn":
+            continue
+        world = mesh.make(context=over, devices=there.devices[:over])
+        split = mesh.shardings(SPEC, world)
+        arrays = [jax.ShapeDtypeStruct((1, tokens, h, WIDTH), jnp.bfloat16, sharding=split) for h in (HEADS, GROUPS, GROUPS)]
+        found = targets.compile(value_and_gradients(attend, world), *arrays, target=there)
+        sent, times = sum(entry.bytes for entry in found.certificate()), found.timeline()
+        lines.append(
+            {
+                "attention": way,
+                "work (predicted)": f"{work:.3f}",
+                "estimated ms": measure.milliseconds(times.seconds),
+                "of them waiting": measure.milliseconds(times.exposed),
+                "waiting, links at half": measure.milliseconds(times.at_speed[0.5] - times.compute),
+                "temporary MB": f"{found.memory['temporaries'] / measure.MB:.1f}",
+                "predicted MB moved": f"{foretold(way, over, tokens, size=2) / measure.MB:.2f}",
+                "MB moved": f"{sent / measure.MB:.2f}",
+                "conditionals": str(found.text.count(" conditional(")),
+            }
+        )
+        print(f"{way}: compiled", flush=True)
+    sizes = f"1 sequence of {tokens:,} tokens, {HEADS} heads of {WIDTH}, {GROUPS} of keys, bfloat16, tiles of {block}"
+    return f"{there.name}, {sizes}: value and gradients, compiled.\n\n{measure.table(lines)}"
 
 
 def main():
     arguments = parse()
+    if arguments.target:
+        jax.config.update("jax_platforms", "cpu")
+        print(*(compiled_for(arguments.target, tokens, arguments.block) for tokens in arguments.tokens), sep="\n\n")
+        return
     n = arguments.devices
     measure.virtual_devices(n)
     lines = []
@@ -124,6 +167,7 @@ def check(results):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few tokens, to see that it runs")
+    parser.add_argument("--target", help="compile for this one, such as v5e:2x4 or '8 x h100', and run nothing")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--block", type=int, default=512)

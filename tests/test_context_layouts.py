@@ -35,6 +35,7 @@ def on(layout):
 def check(layout, kind, mover=ring, **compute):
     """Five AdamW steps under the layout equal those of one device: weights at birth, losses, gradients, weights at the end."""
     module, config = KINDS[kind]
+    config = dataclasses.replace(config, layers=max(config.layers, layout.stage * layout.chunks))
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module)
     run = reference.gpt2_on(layout, on(layout), config, 0, STEPS, BATCH, kind=module, mover=mover, **compute)
     reference.assert_same_run(run, plain)
@@ -62,21 +63,31 @@ def test_a_context_axis_trains_as_one_device(text, kind):
         ("context=2,stage=2,tensor=2,microbatches=2,remat=stage,split_sends=True", "llama", ring),
         ("context=4,tensor=2,sequence=True,zero=1,remat=attention", "gpt2", ring),
         ("context=8,zero=3", "llama", xla),
+        ("data=2,context=2,stage=2,microbatches=2,chunks=2,zero=1", "gpt2", ring),
+        ("context=2,stage=2,tensor=2,microbatches=2,chunks=2,sequence=True", "llama", xla),
+        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble,zero=1", "llama", ring),
     ],
 )
 def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
     check(Layout.parse(text), kind, mover)
 
 
+ULYSSES, GATHERED = {"around": context.ulysses}, {"attend": context.blockwise, "around": context.gathered}
+
+
 @pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "compute",
-    [{"around": context.ulysses}, {"attend": context.blockwise, "around": context.gathered}],
-    ids=["ulysses", "gathered"],
+    ("text", "compute", "mover"),
+    [
+        ("context=2,tensor=2,microbatches=2", ULYSSES, ring),
+        ("context=2,tensor=2,microbatches=2", GATHERED, ring),
+        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble_in_turns", GATHERED, xla),
+    ],
+    ids=["ulysses", "gathered", "gathered, in turns"],
 )
-def test_with_other_attention(compute):
-    check(Layout(context=2, tensor=2, microbatches=2), "llama", **compute)
+def test_with_other_attention(text, compute, mover):
+    check(Layout.parse(text), "llama", mover, **compute)
 
 
 @pytest.mark.slow
@@ -85,15 +96,16 @@ def test_with_other_attention(compute):
 @given(
     sizes=st.sampled_from([(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 2, 2), (1, 4, 2, 1), (1, 4, 1, 2), (2, 4, 1, 1), (4, 2, 1, 1)]),
     microbatches=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 2]),
     words=st.fixed_dictionaries(
         {name: st.sampled_from(nearest.KNOWN[name]) for name in ("zero", "sequence", "remat", "split_sends")}
         | {"schedule": st.sampled_from(["one_f_one_b", "gpipe", "zero_bubble"])}  # those in turns refuse a ring in a stage
     ),
     kind=st.sampled_from(sorted(KINDS)),
 )
-def test_drawn_layouts_train_as_one_device(sizes, microbatches, words, kind):
+def test_drawn_layouts_train_as_one_device(sizes, microbatches, chunks, words, kind):
     fields = dict(zip(("data", "context", "stage", "tensor"), sizes, strict=True))
-    fields = nearest.USUAL | fields | words | {"microbatches": min(microbatches, BATCH // sizes[0])}
+    fields = nearest.USUAL | fields | words | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
     for _ in range(2):  # a word may have lost its meaning by the change of another
         for fault in nearest.faults(fields, {}):  # words that have nothing to act on
             fields |= fault.changes[0]
@@ -159,6 +171,13 @@ def test_gathered_weights_are_no_attention():
     family = dataclasses.replace(bare.FAMILY, around=context.causal)
     with pytest.raises(ValueError, match=re.escape("the layers send nothing along ['context'], which splits their tokens")):
         lowered(family, bare.Config(), Layout(data=2, context=2, zero=3))
+
+
+def test_keys_do_not_go_round_where_stages_do_other_jobs():
+    layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble_in_turns")
+    message = "a stage's forward pass runs ppermute over 'context' (.*), which all devices must run at once"
+    with pytest.raises(ValueError, match=message):
+        lowered(llama.FAMILY, KINDS["llama"][1], layout)
 
 
 @pytest.mark.parametrize("message", REFUSED)
