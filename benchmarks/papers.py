@@ -83,7 +83,7 @@ def passes_of(row: Row, planned: plan.Plan) -> float:
     config, layout, t = row.config, planned.layout, planned.layout.tensor
     does, size = words.read(layout), traffic.sizes(config, layout, row.batch)
     if row.unlike.fused:
-        split = 34 if layout.sequence else 24
+        split = 34 if does.tokens.needs else 24
         scores = 5 * config.heads * config.context / config.width
         made = size.tokens * config.width * (34 - split + (split + scores) / t)
     elif row.unlike.kernel:

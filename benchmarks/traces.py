@@ -146,26 +146,26 @@ def drawn(count: int, seed: int = 0) -> list[Case]:
 
 def _layout(draw: random.Random, family: str, name: str) -> Layout | None:
     """A layout of the family, or None where those that were drawn do not go together."""
-    fields: dict[str, Any] = {"data": draw.choice((1, 2, 4, 8)), "microbatches": draw.choice((1, 2, 4))}
-    fields |= {"tensor": draw.choice((1, 2, 4)), "stage": draw.choice((2, 4)) if family == "pipeline" else 1}
+    settings: dict[str, Any] = {"data": draw.choice((1, 2, 4, 8)), "microbatches": draw.choice((1, 2, 4))}
+    settings |= {"tensor": draw.choice((1, 2, 4)), "stage": draw.choice((2, 4)) if family == "pipeline" else 1}
     again = ("block", "products", "attention") if name == GPT2 else ("block",)
-    fields["remat"] = draw.choice(again) if family == "remat" or draw.random() < 0.3 else "none"
-    fields["zero"] = draw.choice((1, 2, 3)) if family == "ZeRO" or (family == "pipeline" and draw.random() < 0.3) else 0
-    fields["sequence"] = name == GPT2 and fields["tensor"] > 1 and draw.random() < 0.5
+    settings["remat"] = draw.choice(again) if family == "remat" or draw.random() < 0.3 else "none"
+    settings["zero"] = draw.choice((1, 2, 3)) if family == "ZeRO" or (family == "pipeline" and draw.random() < 0.3) else 0
+    settings["sequence"] = name == GPT2 and settings["tensor"] > 1 and draw.random() < 0.5
     if family == "plain":
-        fields["remat"] = "none"
-    if not Layout.admits(**fields) or not 1 < Layout(**fields).devices <= 8 or (fields["zero"] and fields["data"] == 1):
+        settings["remat"] = "none"
+    if not Layout.admits(**settings) or not 1 < Layout(**settings).devices <= 8 or (settings["zero"] and settings["data"] == 1):
         return None
     # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again: docs/planning.md.
-    if fields["stage"] > 1 and (fields["zero"] == 2 or (fields["microbatches"] == 1 and fields["remat"] != "none")):
+    if settings["stage"] > 1 and (settings["zero"] == 2 or (settings["microbatches"] == 1 and settings["remat"] != "none")):
         return None
     if name != GPT2:
         model = MODELS[name]
-        if (fields["tensor"] > 1 and not model.split) or (fields["stage"] > 1 and model.stages is None):
+        if (settings["tensor"] > 1 and not model.split) or (settings["stage"] > 1 and model.stages is None):
             return None
-        if fields["stage"] > 1 and (fields["zero"] == 3 or fields["remat"] != "none"):
+        if settings["stage"] > 1 and (settings["zero"] == 3 or settings["remat"] != "none"):
             return None
-    return Layout(**fields)
+    return Layout(**settings)
 
 
 # A step of each, and the shapes that it takes
@@ -173,49 +173,49 @@ def _layout(draw: random.Random, family: str, name: str) -> Layout | None:
 
 def prepared(case: Case, world: Any) -> tuple[Any, tuple[Any, Any]]:
     """The jitted step of a case, and its state's and its batch's shapes."""
-    layout = case.layout
+    settings = case.layout
     if case.model == GPT2:
-        batch = 4 * layout.data * layout.microbatches
-        made = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0))
+        batch = 4 * settings.data * settings.microbatches
+        made = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, settings, world, batch=batch, key=jax.random.key(0))
         return made.train, (made.shapes, shape(batch, TINY.context + 1, dtype=jnp.int32))
     model = MODELS[case.model]
-    rule = rules.first(*(rules.match(glob, spec) for glob, spec in split_of(model, layout).items()), rules.match("**", P()))
+    rule = rules.first(*(rules.match(glob, spec) for glob, spec in split_of(model, settings).items()), rules.match("**", P()))
     keep = {"blocks.**": (0, 1)} if model.stages else {}
-    shares = rules.fsdp("data", size=layout.data, inside=rule, min_size=256, keep=keep)
+    shares = rules.fsdp("data", size=settings.data, inside=rule, min_size=256, keep=keep)
     specs = rules.specs(eqx.filter_eval_shape(model.make), shares, world)
-    grad, optimizer = grad_of(model, layout, specs)
-    held = shares if layout.zero in (1, 2) else None
-    planned = step.planned(model.make, ADAMW, shares if layout.zero == 3 else rule, world, optimizer_rule=held)
+    grad, optimizer = grad_of(model, settings, specs)
+    held = shares if settings.zero in (1, 2) else None
+    planned = step.planned(model.make, ADAMW, shares if settings.zero == 3 else rule, world, optimizer_rule=held)
     train = step.make(grad, optimizer)
     train = mesh.spmd(train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P()))
-    return jax.jit(train, donate_argnums=0), (planned.shapes, model.batch(model.rows * layout.data * layout.microbatches))
+    return jax.jit(train, donate_argnums=0), (planned.shapes, model.batch(model.rows * settings.data * settings.microbatches))
 
 
-def split_of(model: Model, layout: Layout) -> Mapping[str, P]:
+def split_of(model: Model, settings: Layout) -> Mapping[str, P]:
     """The specs of what tensor parallelism and the pipeline split."""
-    split: Mapping[str, P] = model.split if layout.tensor > 1 else {}
-    if layout.stage == 1:
+    split: Mapping[str, P] = model.split if settings.tensor > 1 else {}
+    if settings.stage == 1:
         return split
     return {glob: P(None, "stage", *spec[2:]) for glob, spec in split.items()} or {"blocks.**": P(None, "stage")}
 
 
-def grad_of(model: Model, layout: Layout, specs: Any) -> tuple[Any, Any]:
+def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
     """The grad arrow and the optimizer of a layout, put together as a user would."""
-    axis, data = ring("tensor") if layout.tensor > 1 else (), ring("data")
+    axis, data = ring("tensor") if settings.tensor > 1 else (), ring("data")
     whole = lambda model_, batch: model.loss(model_, batch, axis)
-    whole = jax.checkpoint(whole) if layout.remat == "block" else whole
-    if layout.stage > 1:
+    whole = jax.checkpoint(whole) if settings.remat == "block" else whole
+    if settings.stage > 1:
         assert model.stages is not None
         enter, stage, head = model.stages
-        table = schedule.one_f_one_b(layout.stage, layout.microbatches)
+        table = schedule.one_f_one_b(settings.stage, settings.microbatches)
         grad = pipeline.value_and_grad(enter, stage(axis), head, table, ring("stage"))
     else:
-        grad = jax.value_and_grad(zero.gathered(whole, specs, data) if layout.zero == 3 else whole)
-    parts = functools.partial(grads.accumulated, microbatches=layout.microbatches if layout.stage == 1 else 1)
-    if layout.zero in (0, 3):
+        grad = jax.value_and_grad(zero.gathered(whole, specs, data) if settings.zero == 3 else whole)
+    parts = functools.partial(grads.accumulated, microbatches=settings.microbatches if settings.stage == 1 else 1)
+    if settings.zero in (0, 3):
         return grads.averaged(parts(grad), data), ADAMW
     outside = (
-        zero.scattered(parts(grad), data, specs=specs) if layout.zero == 1 else parts(zero.scattered(grad, data, specs=specs))
+        zero.scattered(parts(grad), data, specs=specs) if settings.zero == 1 else parts(zero.scattered(grad, data, specs=specs))
     )
     return outside, zero.sharded(ADAMW, data, specs=specs)
 

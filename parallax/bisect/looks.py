@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
 FEW = 0.02  # of the numbers: fewer may be zero by chance
 MANY = 5  # blocks have too many orders beyond this
-DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # of two
+DIGITS = {np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1 for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)}  # of two
 NEAR = 1e-6  # of the largest number: how well a guess must explain the wrong value
 
 
