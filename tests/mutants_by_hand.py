@@ -1331,7 +1331,7 @@ CONTEXT = (
         "family.around is not None",
         "test_context_layouts.py -k ignores_the_axis",
     ),
-    Mutant("_tokens_split", "math.lcm(2, by)", "by", "test_layout.py::test_what_a_refusal_proposes_works"),
+    Mutant("_tokens_split", "math.lcm(2, by)", "by", "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit"),
     Mutant("ended_by", "jnp.cumsum(ends, axis=1) - ends", "jnp.cumsum(ends, axis=1)", "test_documents.py -k packed_window"),
     Mutant("apart", "jnp.where(same, weights, jnp.zeros_like(weights))", "weights", "test_documents.py -k packed_window"),
     Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context", long=True),

@@ -155,7 +155,7 @@ def trains_as_one_device(text, mover=ring, **compute):
         "data=4,tensor=2",
         *(
             pytest.param(text, marks=pytest.mark.slow)
-            for text in ["data=8,remat=block", "replica=2,data=2,tensor=2,sequence=True", "data=2,context=2,tensor=2", "data=1"]
+            for text in ["data=8,remat=block", "data=4,tensor=2,sequence=True", "data=2,context=2,tensor=2", "data=1"]
         ),
     ],
 )

@@ -167,7 +167,7 @@ APART = islands.by_path("up", "down")
 CASES = {
     "island 2 x data 2 x tensor 2": (Case((2, 2, 2), 3, ADAMW, NESTEROV), [("up", "down")]),
     "fragments, delay, mixing": (
-        Case((4, 1, 1), 4, ADAMW, NESTEROV, islands.Stream(APART, delay=1, mixing=0.5), mover=xla),
+        Case((4, 1, 1), 4, ADAMW, NESTEROV, islands.Stream(APART, delay=1, mixing=0.25), mover=xla),
         [("up",), ("down",)],
     ),
     "fragments": (Case((2, 1, 2), 3, ADAMW, NESTEROV, islands.Stream(APART)), [("up",), ("down",)]),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
@@ -108,8 +109,11 @@ def program(traced: ClosedJaxpr | Jaxpr) -> Program:
 
 
 def value(atom: Any, values: Values) -> Any:
-    """The value of an operand."""
-    return jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
+    """The value of an operand. A constant of the traced function may be NumPy's."""
+    if is_literal(atom):
+        return jnp.asarray(atom.val, atom.aval.dtype)
+    found = values[atom]
+    return jnp.asarray(found) if isinstance(found, np.ndarray) else found
 
 
 def numbers(atoms: Sequence[Any]) -> list[int]:
