@@ -590,6 +590,11 @@ RUN = (
         "if ",
         "test_peers.py::test_a_rank_that_has_gone_is_not_let_in_again",
     ),
+    Mutant(
+        "is_status", 'and is_whole(message.get("port"), 0, 65535)', "", "test_peers.py::test_each_field_of_a_message_is_checked"
+    ),
+    Mutant("is_text", "and value.isprintable()", "", "test_peers.py::test_each_field_of_a_message_is_checked"),
+    Mutant("Peers._accept", "min(waiting", "max(waiting", "test_peers.py::test_silent_connections_keep_no_rank_out"),
     Mutant("Secret.proof", "[whose, rank,", "[whose,", "test_peers.py::test_a_proof_holds_for_one_meeting_alone"),
     Mutant(
         "listen", "for port in ports(job)", "for port in ports(job)[:1]", "test_peers.py::test_two_jobs_given_one_port_stay_apart"

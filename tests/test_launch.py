@@ -282,6 +282,23 @@ with watchdog.Watchdog(job, seconds=0.5) as watch:
     assert "time.sleep(100)" in err or 'File "<string>"' in err  # where it was
 
 
+def test_before_the_first_step_the_others_are_asked_too():
+    """All ranks are in one phase then: the line of one that runs once said that it held up the job, whoever was stopped."""
+    program = """
+class Peers:
+    does = lambda self, doing, waits: None
+    fault = lambda self: 'rank 2 on node7 is stopped'
+job = processes.Job('hand', rank=1, processes=4, peers=Peers())
+with watchdog.Watchdog(job, seconds=0.1, first=0.5):
+    print('ready', flush=True)
+    time.sleep(100)
+"""
+    _, err, code, _ = ended(program)
+    assert code == 1
+    assert "at fault: rank 2 on node7 is stopped\n" in err
+    assert "holds up the job" not in err
+
+
 def test_before_the_second_step_there_is_more_time():
     program = """
 job = processes.Job('hand')

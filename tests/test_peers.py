@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from parallax.run import handshake, launch, peers
 
@@ -30,7 +32,7 @@ here.does("in step 7, phase 'train'", waits=rank != 2)
 print("met", flush=True)
 """
 IDLE = "time.sleep(60)"
-ASK = "time.sleep(8)\nprint('fault: ' + here.fault(), flush=True)\nhere.end_silent()\ntime.sleep(60)"
+ASK = "time.sleep(8)\nprint('fault: ' + here.fault(), flush=True)\ntime.sleep(60)"
 
 
 def free_port():
@@ -123,12 +125,15 @@ def silent_is_named(stopped):
     with Members(*[IDLE if rank == stopped else ASK for rank in range(3)]) as members:
         members.met()
         members.started[stopped].send_signal(signal.SIGSTOP)
-        assert members.started[stopped].wait(60) == -signal.SIGKILL
-        said = [members.said(rank) for rank in range(3) if rank != stopped]
-    named = rf"fault: rank {stopped} on \S+ \(process {members.started[stopped].pid}\) is "
-    # The first that asks kills it, and then it is gone for the other.
-    assert all(re.search(rf"{named}(stopped, or holds Python's lock|gone): it was ", words) for words in said), said
-    assert any(re.search(f"{named}stopped", words) for words in said), said
+        named = rf"fault: rank {stopped} on \S+ \(process {members.started[stopped].pid}\) is stopped, or holds Python's lock: "
+        others = [members.started[rank] for rank in range(3) if rank != stopped]
+        said = [other.stdout.readline() for other in others]
+        assert all(re.match(named, line) for line in said), said
+        for other in others:
+            other.kill()
+        # It ends itself as soon as it can: nobody else does.
+        members.started[stopped].send_signal(signal.SIGCONT)
+        assert members.started[stopped].wait(30) == 1
 
 
 def working_is_named():
@@ -254,6 +259,115 @@ def test_strangers_are_turned_away_in_a_line_and_the_job_goes_on():
     rank_1 = " (it says that it is rank 1)"
     assert set(found) == {("", nothing), ("", stranger), (rank_1, stranger), (rank_1, twice)}
     assert len(found) == len(set(found)) < peers.LINES  # once each
+
+
+def let_in(port, rank, **more):
+    """The connection of one that says that it is this rank, and stays silent."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+    job = launch.Job("test", rank, 3, f"127.0.0.1:{port}", secret="a token")
+    about = peers.about(job) | more
+    answer = handshake.present(handshake.Line(connection), rank, handshake.secret(job), about)[0]
+    return connection, answer
+
+
+def test_no_message_names_what_is_killed():
+    """A process id of -1 is every process of the user. Whoever is let in, and then is silent, once had it killed."""
+    program = f"""
+import os
+from parallax.run import launch, peers
+os.kill = lambda *what: os.write(1, b"os.kill")
+peers.Peers(launch.Job("test", 0, 3, "127.0.0.1:PORT", secret="a token"), 6.0)
+{IDLE.replace("time", "__import__('time')")}
+"""
+    port = free_port()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", program.replace("PORT", str(port))],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        until(lambda: connects(port))
+        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        asked = [{"machine": machine, "process": process, "began": ""} for process in (-1, 2**22)]
+        connections = [let_in(port, rank, **more) for rank, more in enumerate(asked, start=1)]
+        said = process.communicate(timeout=60)[0]
+    for connection, _ in connections:
+        connection.close()
+    assert "The job ends" in said
+    assert "os.kill" not in said
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=2)
+)
+STATUS = {"doing": "in step 7", "waits": True, "left": False, "over": False, "fault": "", "gone": "", "port": 50_000}
+ABOUT = {"rank": 1, "host": "node7", "process": 77}
+ODD = ["\x1b[2J", "\n", "x" * 70_000, -1, 0, 10**9, 2**31, "50000", True, 1.0, None]
+
+
+@st.composite
+def damaged(draw, sound):
+    """A message of which a field is missing or is another value."""
+    name = draw(st.sampled_from(sorted(sound)))
+    return {field: value for field, value in sound.items() if field != name} | draw(
+        st.sampled_from([{}]) | st.builds(lambda value: {name: value}, st.sampled_from(ODD) | JSON)
+    )
+
+
+@given(damaged(STATUS), damaged(ABOUT))
+def test_each_field_of_a_message_is_checked(status, about):
+    """Nothing is raised; what is taken are whole numbers in their range, and texts that can be printed."""
+    with contextlib.closing(socket.socket()) as connection:
+        peer = peers.Peer(handshake.Line(connection), ABOUT)
+        if peer.take(status):
+            assert type(peer.port) is int
+            assert 0 <= peer.port < 2**16
+            assert {type(flag) for flag in (peer.waits, peer.left, peer.over)} == {bool}
+            assert f"{peer.doing}{peer.fault}{peer.gone}".isprintable()
+        else:
+            assert (peer.doing, peer.port) == ("starting", 0)
+        newcomer = handshake.Newcomer(handshake.Line(connection), "127.0.0.1", 1)
+        secret = handshake.secret(launch.Job("test", 0, 3, secret="a token"))
+        assert newcomer.hear({"rank": 1, "nonce": "a"}, secret, range(1, 3)) is None
+        known = newcomer.hear({"about": about, "proof": secret.proof(1, 1, "a", newcomer._mine)}, secret, range(1, 3))
+        if known:
+            assert peers.Peer(newcomer.line, newcomer.about).why()[2].isprintable()
+            assert [type(about[name]) for name in ABOUT] == [int, str, int]
+            assert about["rank"] == 1
+
+
+def test_a_malformed_message_is_dropped_in_a_line_and_the_job_goes_on():
+    with Members(IDLE, IDLE, IDLE, start=(0, 2)) as members:
+        until(lambda: connects(members.port))
+        connection, answer = let_in(members.port, 1)
+        for process in members.started.values():
+            said_until(process, "met\n")
+        line = handshake.Line(connection)
+        for name, value in [("port", 10**9), ("port", "\x1b"), ("doing", "\x1b[2J"), ("gone", 7), ("waits", "no")]:
+            line.send(STATUS | {name: value})
+        line.send({})
+        time.sleep(2)
+        line.send(STATUS)  # it is heard still
+        assert all(process.poll() is None for process in members.started.values())
+        connection.close()
+        said = members.said(0)
+    assert answer == handshake.IN
+    assert said.count("dropped a malformed message from rank 1 on ") == 1
+    assert "is gone: it was last in step 7" in said
+    assert "Traceback" not in said
+
+
+def test_silent_connections_keep_no_rank_out():
+    """The oldest of them goes, and not the one that comes last."""
+    with Members(IDLE, IDLE, IDLE, start=(0,)) as members, contextlib.ExitStack() as stack:
+        until(lambda: connects(members.port))
+        for _ in range(peers.NEWCOMERS + 2):
+            stack.enter_context(socket.create_connection(("127.0.0.1", members.port)))
+        time.sleep(1)
+        began = time.monotonic()
+        connection, answer = let_in(members.port, 1)
+        stack.callback(connection.close)
+        assert answer == handshake.IN
+        assert time.monotonic() < began + 5
 
 
 def test_a_rank_that_has_gone_is_not_let_in_again():

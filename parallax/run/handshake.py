@@ -22,7 +22,7 @@ import json
 import secrets
 import socket
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 from parallax.run import launch
 
@@ -31,6 +31,7 @@ ANSWER = 10.0  # seconds that a stranger may keep a connection without a proof, 
 LONGEST = 1 << 16  # bytes of a line
 LOOPBACK = "127.0.0.1"
 IN = "in"
+SHORT, LONG = 256, 1024  # characters of a host's name, or of what a process does; of a sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,39 @@ def bound(job: launch.Job) -> str:
     return LOOPBACK if host == "localhost" else host
 
 
+# What a message may say
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether a JSON value is a whole number from `least` to `most`; true and false are none."""
+    return type(value) is int and least <= value <= most
+
+
+def is_text(value: Any, most: int) -> TypeGuard[str]:
+    """Whether a JSON value is a text of so many characters at most, with no control character: it is printed."""
+    return isinstance(value, str) and len(value) <= most and value.isprintable()
+
+
+def is_about(value: Any, rank: int) -> bool:
+    """Whether a JSON value says who `rank` is, as `peers.about` does."""
+    return (
+        isinstance(value, dict)
+        and is_whole(value.get("rank"), rank, rank)
+        and is_text(value.get("host"), SHORT)
+        and is_whole(value.get("process"), 1, 2**31 - 1)
+    )
+
+
+def is_status(message: dict[str, Any]) -> bool:
+    """Whether a message says what a process does, as `Peers` sends it; the port is 0 until all have come."""
+    return (
+        is_text(message.get("doing"), SHORT)
+        and all(is_text(message.get(name), LONG) for name in ("fault", "gone"))
+        and all(isinstance(message.get(name), bool) for name in ("waits", "left", "over"))
+        and is_whole(message.get("port"), 0, 65535)
+    )
+
+
 class Line:
     """Lines of JSON, to and from another process."""
 
@@ -165,10 +199,10 @@ def present(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tup
         if messages is None:
             return "it closed the connection", {}
         for message in messages:
-            if proved and isinstance(message.get("about"), dict):
+            if proved and is_about(message.get("about"), 0) and is_status(message):
                 return IN, message
-            if proved and "refused" in message:
-                return str(message["refused"]), {}
+            if proved and is_text(message.get("refused"), LONG):
+                return message["refused"], {}
             if not proved and not secret.proves(message.get("proof"), 0, rank, mine, str(message.get("nonce"))):
                 line.send({})  # no proof: there it is known then why this one goes
                 return f"another job listens there, or another program, or {launch.TOKEN} is not the same", {}
@@ -198,13 +232,12 @@ class Newcomer:
         """Whether it is of the job, once that is known; None before."""
         if not self._mine:
             rank, theirs = message.get("rank"), message.get("nonce")
-            if type(rank) is not int or rank not in ranks or not isinstance(theirs, str):
+            if type(rank) is not int or rank not in ranks or not is_text(theirs, SHORT):
                 return False
             self.rank, self._theirs, self._mine = rank, theirs, nonce()
             self.line.send({"nonce": self._mine, "proof": secret.proof(0, rank, theirs, self._mine)})
             return None
-        about = message.get("about")
-        if not isinstance(about, dict) or about.get("rank") != self.rank:
+        if not is_about(message.get("about"), self.rank):
             return False
-        self.about = about
+        self.about = message["about"]
         return secret.proves(message.get("proof"), self.rank, self.rank, self._theirs, self._mine)

@@ -4,13 +4,14 @@ Rank 0 listens at the coordinator's address, and lets in whom `handshake` knows;
 job goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
 holds Python's lock, keeps its connection and sends nothing. Only the time that passes tells such a process from one that works
 for long, so there the `Watchdog` decides, and asks this module which process to name. JAX is not imported here.
+
+A process ends itself alone: no message says what is killed. Whatever a message says is checked before it is used.
 """
 
 import contextlib
 import functools
 import os
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -57,19 +58,14 @@ class Peer:
         """Seconds since it was heard."""
         return time.monotonic() - self.heard
 
-    def read(self) -> bool:
-        """Take in what has come. False where the connection is closed."""
-        messages = self.line.read()
-        for message in messages or []:
-            self.take(message)
-        return messages is not None
-
-    def take(self, message: dict[str, Any]) -> None:
-        """What this one says now, of a message of its own."""
-        with contextlib.suppress(KeyError):
-            self.doing, self.waits, self.port = message["doing"], message["waits"], message["port"]
-            self.left, self.over, self.fault, self.gone = (message[name] for name in ("left", "over", "fault", "gone"))
-            self.heard = time.monotonic()
+    def take(self, message: dict[str, Any]) -> bool:
+        """What this one says now, of a message of its own. False, and nothing changes, where that is malformed."""
+        if not handshake.is_status(message):
+            return False
+        self.doing, self.waits, self.port = message["doing"], message["waits"], message["port"]
+        self.left, self.over, self.fault, self.gone = (message[name] for name in ("left", "over", "fault", "gone"))
+        self.heard = time.monotonic()
+        return True
 
     def why(self) -> tuple[int, float, str]:
         """How likely this one holds up the others, for how long, and the words; (0, 0, "") where it waits as they do."""
@@ -120,7 +116,7 @@ class Peers:
 
     def does(self, doing: str, *, waits: bool) -> None:
         """What this process does from now on; `waits` says that it cannot end without the others."""
-        self._message |= {"doing": doing, "waits": waits}
+        self._message |= {"doing": doing[: handshake.SHORT], "waits": waits}
 
     def leave(self) -> None:
         """This process has done its part, and waits for the others to do theirs."""
@@ -148,12 +144,6 @@ class Peers:
         told = self.others[0].fault if self.job.rank and self.others and sure < 2 else ""
         return told or words
 
-    def end_silent(self) -> None:
-        """Kill the silent ones of this machine: a stopped process would keep its devices, and the folder's lock."""
-        for peer in list(self.others):
-            if not peer.left and peer.silent > SILENT:
-                kill(peer.about)
-
     def end_late(self) -> None:
         """End this process, for those that did not come in time, which are named. Rank 0 knows who, and has the word."""
         while self.job.rank and self.others and time.monotonic() < self._began + self.limit:
@@ -166,7 +156,6 @@ class Peers:
         why = f"{words} did not come" if words else self.fault() or "a process did not come"
         self._message["gone"] = why
         self._send(now=True)
-        self.end_silent()
         launch.end(f"{self.job.who}: the start took more than the {self.limit:g} s allowed: {why}. The job ends.\n")
 
     # The thread
@@ -182,7 +171,7 @@ class Peers:
                         self._accept(server, selector)
                     elif isinstance(key.data, handshake.Newcomer):
                         self._hear(key.data, selector)
-                    elif not key.data.read():
+                    elif not self._read(key.data):
                         selector.unregister(key.fileobj)
                         self._closed(key.data)
                 for key in list(selector.get_map().values()):
@@ -198,8 +187,9 @@ class Peers:
             connection.setblocking(False)
             newcomer = handshake.Newcomer(handshake.Line(connection), *where[:2])
             selector.register(connection, selectors.EVENT_READ, newcomer)
-            if sum(isinstance(key.data, handshake.Newcomer) for key in selector.get_map().values()) > NEWCOMERS:
-                self._turn_away(newcomer, selector, "too many ask at once")
+            waiting = [key.data for key in selector.get_map().values() if isinstance(key.data, handshake.Newcomer)]
+            if len(waiting) > NEWCOMERS:  # the oldest goes: a rank shows who it is within milliseconds, a silent one never
+                self._turn_away(min(waiting, key=lambda other: other.came), selector, "too many ask at once")
 
     def _hear(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector) -> None:
         """Hear a newcomer; once it has shown that it is of the job, it is another."""
@@ -248,7 +238,7 @@ class Peers:
                 self._here.set()
             self._send()
             self._in_time()
-            heard = self.others[0].read()
+            heard = self._read(self.others[0])
         self._closed(self.others[0])
 
     def _present(self, connection: socket.socket) -> None:
@@ -271,8 +261,16 @@ class Peers:
         time.sleep(1.0)  # and asks there again
         raise ConnectionRefusedError
 
+    def _read(self, peer: Peer) -> bool:
+        """Take in what another process has said. False where its connection is closed."""
+        messages = peer.line.read()
+        for message in messages or []:
+            if not peer.take(message):
+                self._say((peer, "malformed"), f"{self.job.who} dropped a malformed message from {peer}. The job goes on.")
+        return messages is not None
+
     def _say(self, what: Hashable, line: str) -> None:
-        """Write a line about a stranger, once, and about the first few alone."""
+        """Write a line about a stranger, or a malformed message, once, and about the first few alone."""
         if what not in self._said and len(self._said) < LINES:
             self._said.add(what)
             signals.say(line + " More of this is not printed." * (len(self._said) == LINES))
@@ -305,42 +303,14 @@ class Peers:
 
 
 def about(job: launch.Job) -> dict[str, Any]:
-    """Who this process is, for others, and on its machine."""
-    return {
-        "rank": job.rank,
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "machine": _machine(),
-        "began": _began(os.getpid()),
-    }
+    """Who this process is, for others: words for their lines, and nothing else is done with them."""
+    return {"rank": job.rank, "host": socket.gethostname(), "process": os.getpid()}
 
 
 def age() -> float:
     """Seconds since this process began, its imports included; 0 where the system does not say."""
-    began = _began(os.getpid())
-    if not began:
-        return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK"))
-
-
-def kill(about: dict[str, Any]) -> None:
-    """Send SIGKILL to the process that `about` describes, if it is on this machine and its id was not given to another."""
-    if _machine() and (about["machine"], about["began"]) == (_machine(), _began(about["process"])):
-        with contextlib.suppress(OSError):
-            os.kill(about["process"], signal.SIGKILL)
-
-
-def _machine() -> str:
-    """One start of one machine, and one space of process ids on it; empty where the system does not say."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _began(process: int) -> str:
-    """When a process began, in the clock's ticks since the machine did: ids are used again."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
-        return ""
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -48,7 +48,8 @@ class Watchdog:
         self.seconds, self.first = seconds, 10 * seconds if first is None else first
         self._number: int | None = None
         self._steps = 0
-        self._phase, self._waits = "start", False
+        # Restoring and compiling wait for all ranks: a process of several that has begun no step is no more at fault than others.
+        self._phase, self._waits = "start", job.processes > 1
         self._step_began = self._phase_began = time.monotonic()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -102,7 +103,6 @@ class Watchdog:
             faulthandler.dump_traceback()
         if self.job.peers and self._waits:
             named = self.job.peers.fault()
-            self.job.peers.end_silent()
         processes.end(
             (f"at fault: {named}\n" if named else "")
             + f"watchdog: {self.job.who} {doing}: {self._where}, which has taken {now - self._step_began:.1f} s of the "
