@@ -58,7 +58,12 @@ def column(
     *,
     all_gather_matmul: Callable[..., Any],
 ) -> Float[Array, "batch tokens *outputs_shard"]:
-    """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`."""
+    """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
+
+    Raises:
+        ValueError: the weight does not take all inputs.
+    """
+    tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
     return y if bias is None else tensor.added(y, bias)
 
@@ -71,8 +76,13 @@ def row(
     *,
     matmul_reduce_scatter: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`. Raises as `leave` does."""
+    """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
+
+    Raises:
+        ValueError: the tokens do not divide by the devices, or the weight does not take the inputs of this device.
+    """
     axis = Axis.of(axis)
+    tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
     y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
     return y if bias is None else tensor.added(y, bias)

@@ -11,12 +11,17 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
+from parallax import rules
 from parallax.collectives import Axis, AxisLike, joined
 from parallax.collectives.types import axes, linear, varying, varying_axes
+from parallax.typed import PyTree
 
 
 class Joins(NamedTuple):
@@ -114,30 +119,154 @@ def leave(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]
 
 def column(
     x: Float[Array, "*batch inputs"],
-    weight: Float[Array, "inputs *outputs_shard"],
+    weight: Float[Array, "inputs *outputs_shard"] | eqx.nn.Linear,
     bias: Float[Array, "*outputs_shard"] | None,
     axis: AxisLike,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`. One all-reduce of `x`'s size backward.
 
-    The outputs may have several dims, such as heads and head width, any of them split. Raises as `enter` does.
+    The outputs may have several dims, such as heads and head width, any of them split. An `eqx.nn.Linear`, which is stored
+    [outputs, inputs], is passed whole, with its own bias: `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
+
+    Raises:
+        ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or a `Linear` has two biases.
     """
+    if isinstance(weight, eqx.nn.Linear):
+        return ColumnLinear(_without(bias, weight, "column"), axis)(x)
+    check_column("tensor.column", x.shape[-1:], weight, axis)
     y = jnp.tensordot(enter(x, axis), weight, axes=1)
     return y if bias is None else added(y, bias)
 
 
 def row(
     x: Float[Array, "*batch_and_inputs_shard"],
-    weight: Float[Array, "*inputs_shard outputs"],
+    weight: Float[Array, "*inputs_shard outputs"] | eqx.nn.Linear,
     bias: Float[Array, " outputs"] | None,
     axis: AxisLike,
 ) -> Float[Array, "... outputs"]:
     """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`. One all-reduce of the result's size forward.
 
-    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. Raises as `leave` does.
+    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. An `eqx.nn.Linear`, which is stored
+    [outputs, inputs], is passed whole, with its own bias: `tensor.row(x, linear, None, axis)` is `RowLinear`.
+
+    Raises:
+        ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs of this device, or a
+            `Linear` has two biases.
     """
+    if isinstance(weight, eqx.nn.Linear):
+        return RowLinear(_without(bias, weight, "row"), axis)(x)
+    check_row("tensor.row", x, weight, axis)
     y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     return y if bias is None else added(y, bias)
+
+
+class ColumnLinear(eqx.Module):
+    """`eqx.nn.Linear` with its outputs split over an axis: `W[J_X, I] · A[B, I] + b[J_X] -> [B, J_X]`.
+
+    `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule` has its specs.
+
+    Attributes:
+        linear: weight [outputs, inputs] and bias [outputs]: all outside the map, this device's outputs inside.
+        axis: the axis or axes that the outputs are split over; `()` on one device.
+    """
+
+    linear: eqx.nn.Linear
+    axis: AxisLike = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*batch inputs"], *, key: Any = None) -> Float[Array, "*batch outputs_shard"]:
+        """`column` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `column` does."""
+        _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
+        return column(x, self.linear.weight.T, self.linear.bias, self.axis)
+
+
+class RowLinear(eqx.Module):
+    """`eqx.nn.Linear` with its inputs split over an axis, and its bias added once: `W[J, I_X] · A[B, I_X] + b[J] -> [B, J]`.
+
+    `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule` has its specs.
+
+    Attributes:
+        linear: weight [outputs, inputs], all outside the map, those of this device's inputs inside; and bias [outputs].
+        axis: the axis or axes that the inputs are split over; `()` on one device.
+    """
+
+    linear: eqx.nn.Linear
+    axis: AxisLike = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None) -> Float[Array, "*batch outputs"]:
+        """`row` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `row` does."""
+        _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
+        return row(x, self.linear.weight.T, self.linear.bias, self.axis)
+
+
+def rule(model: PyTree) -> rules.Rule:
+    """The rule that splits each `ColumnLinear` and `RowLinear` of `model` over its axis, and knows no other leaf.
+
+    `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be `jax.ShapeDtypeStruct`s.
+    Layers may be stacked: the dims before the last two of a weight are whole.
+    """
+    is_layer = lambda node: isinstance(node, ColumnLinear | RowLinear)
+    specs = {}
+    for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer):
+        if is_layer(layer):
+            names, stacked = Axis.of(layer.axis).names or None, [None] * (layer.linear.weight.ndim - 2)
+            is_column = isinstance(layer, ColumnLinear)
+            weight, bias = ([names], [names]) if is_column else ([None, names], [])
+            prefix = jax.tree_util.keystr((*path, jax.tree_util.GetAttrKey("linear")), simple=True, separator=".")
+            specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
+
+    def split_layers(path: str, leaf: Any) -> P | None:
+        return specs.get(path)
+
+    return split_layers
+
+
+def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
+    """Raise `ValueError` unless dim `split` of the weight, and no other, is that of this device."""
+    whole, devices = [linear.out_features, linear.in_features], axis.size()
+    needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
+    shape = [size * devices if dim == split else size for dim, size in enumerate(linear.weight.shape)]
+    if shape != whole:  # "scalar" is no size
+        dim = ("outputs", "inputs")[split]
+        raise ValueError(
+            f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the {devices} devices of "
+            f"{axis.names!r}: a weight [outputs, inputs] of [{', '.join(map(str, needed))}] on each; got "
+            f"{list(linear.weight.shape)}. Give it the specs "
+            "of tensor.rule(model), and sizes that divide."
+        )
+
+
+def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
+    """`layer`, which brings its own bias."""
+    if bias is not None:
+        raise ValueError(f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape {bias.shape}.")
+    return layer
+
+
+def check_column(name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike) -> None:
+    """Raise `ValueError` where a column-parallel layer's weight does not take all inputs."""
+    if weight.shape[:1] != inputs:
+        raise ValueError(
+            f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, and the weight is of shape "
+            f"{weight.shape} here. Split its outputs over {Axis.of(axis).names!r} and not its inputs; an eqx.nn.Linear, which is "
+            "stored [outputs, inputs], is passed whole."
+        )
+
+
+def check_row(name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike) -> None:
+    """Raise `ValueError` where a row-parallel layer's weight does not take the inputs of this device, or is not split."""
+    axis, dims = Axis.of(axis), weight.ndim - 1
+    if x.shape[x.ndim - dims :] != weight.shape[:-1]:
+        raise ValueError(
+            f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
+            f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. Split its inputs over "
+            f"{axis.names!r} and not its outputs; an eqx.nn.Linear, which is stored [outputs, inputs], is passed whole."
+        )
+    names = set(axes(axis.names))
+    if axis.size() > 1 and names <= set(varying_axes(x)) and not names & set(varying_axes(weight)):
+        raise ValueError(
+            f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape {weight.shape}, is the "
+            f"same on its {axis.size()} devices, and the sum would count it as often. Split it by P({axis.names!r})."
+        )
 
 
 def embed(

@@ -114,6 +114,14 @@ COLLECTIVES = (
 LAYERS = (
     Mutant("_held", "(row >= 0) & (row < rows)", "(row >= 0) & (row <= rows)", "test_tensor.py::test_embed_equals_take"),
     Mutant(
+        "check_row",
+        "axis.size() > 1 and names <=",
+        "False and names <=",
+        "test_tensor_layers.py::test_the_wrong_order_is_refused",
+    ),
+    Mutant("check_row", "axis.size() > 1 and", "", "test_tensor_layers.py::test_a_row_of_one_device_may_be_whole"),
+    Mutant("_check_linear", "if shape != whole:", "if False:", "test_tensor_layers.py::test_the_wrong_order_is_refused"),
+    Mutant(
         "cross_entropy",
         "columns + axis.index() * rows < vocabulary",
         "columns + axis.index() * rows <= vocabulary",
