@@ -3,7 +3,7 @@
     python benchmarks/accelerators.py --target v5e:2x2      # compiles 24 layouts, adds a line to FILE for each: about 15 minutes
     python benchmarks/accelerators.py                       # fits the compilers' constants on one half, scores the other
 
-The first needs the target's compiler (`parallax-jax[tpu]` or `[gpu-compile]`), the second nothing. See benchmarks/README.md.
+The first needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; the second, nothing. See benchmarks/README.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/compiled.py --target v5e:2x4 --row psum         # compiles a row anew, a minute, and puts it in FILE
     python benchmarks/compiled.py --target v5e:2x4 --save FOLDER      # compiles all rows, and keeps their texts in FOLDER
 
-Compiling needs the target's compiler (`parallax-jax[tpu]` or `[gpu-compile]`), printing nothing. GPT-2 of width 768, 4 layers,
+Compiling needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; printing needs nothing. GPT-2 of width 768, 4 layers,
 T 1,024, vocabulary 8,192, bfloat16. See benchmarks/README.md.
 """
 

@@ -62,7 +62,7 @@ def main():
     if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
         libraries.append("PyTorch")
     else:
-        print('PyTorch is left out: it needs torch and transformers (pip install "parallax-jax[parity]").\n')
+        print('PyTorch is left out: it needs torch and transformers (pip install -e ".[parity]").\n')
     jobs = [
         Job(library, processes, sequences)
         for library in libraries

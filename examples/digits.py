@@ -34,7 +34,7 @@ def load(folder: Path | None = None) -> tuple[Digits, Digits]:
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError('The digits come with scikit-learn: pip install "parallax-jax[examples]".') from error
+        raise ImportError('The digits come with scikit-learn: pip install -e ".[examples]".') from error
     found: Any = load_digits()
     mixed = np.random.default_rng(0).permutation(len(found.target))
     images, labels = (found.images / 16).astype(np.float32)[mixed], found.target.astype(np.int32)[mixed]

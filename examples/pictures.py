@@ -82,7 +82,7 @@ def _subplots(*arguments, **options):
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('The pictures are drawn by matplotlib: pip install "parallax-jax[examples]".') from error
+        raise ImportError('The pictures are drawn by matplotlib: pip install -e ".[examples]".') from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

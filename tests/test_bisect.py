@@ -1,6 +1,7 @@
 """Faults put into a split run are named: the value, the collective before it, the kind of mistake. Right runs raise no alarm."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tapped_net import Parts
 
 from parallax import bisect, grads, mesh
+from parallax.bisect import taps
 from parallax.bisect.looks import looks
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying
@@ -351,3 +353,53 @@ def test_a_dim_of_vmap_is_the_batch():
     value = made.values[bisect.Key("x", -1, "forward")]
     assert value.whole.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert value.rows == (0, 3)
+
+
+def test_a_tap_calls_nothing_of_jax_while_the_program_runs():
+    """What waits for one of JAX's threads in a callback waits for ever where the callbacks of other devices hold them all."""
+    devices, x = mesh.make(data=8), jnp.arange(8.0)
+
+    def f(x):
+        return bisect.tap(x, "x", P(bisect.BATCH)) * 2
+
+    with taps.recording() as recorder:
+        program = jax.jit(mesh.spmd(f, mesh=devices, in_specs=P("data"), out_specs=P("data"))).trace(x).lower().compile()
+        x = jax.device_put(x, program.input_shardings[0][0])
+        try:
+            jax.config.update("jax_transfer_guard", "disallow_explicit")  # not the context, which other threads do not see
+            jax.block_until_ready(program(x))
+            jax.effects_barrier()
+        finally:
+            jax.config.update("jax_transfer_guard", "allow")
+    assert sorted(float(report.value[0]) for report in recorder.reports) == list(range(8))
+    assert {type(report.value) for report in recorder.reports} == {np.ndarray}
+
+
+@pytest.mark.parametrize("kind", ["archive", "array", "text", "empty", "cut", "phase", "objects"])
+def test_another_file_is_no_record(tmp_path, kind):
+    """It ended in a KeyError, say, whose text was the name of an entry."""
+    path = tmp_path / "other.npz"
+    head = {"sizes": {}, "microbatches": 1, "values": [["x", -1, "sideways", {}, None]]}
+    match kind:
+        case "archive":
+            np.savez(path, x=np.ones(3))
+        case "array":
+            with path.open("wb") as file:
+                np.save(file, np.ones(3))
+        case "text" | "empty":
+            path.write_text("" if kind == "empty" else "no archive")
+        case "cut":
+            bisect.of_tree({"x": jnp.ones(1000)}).save(path)
+            path.write_bytes(path.read_bytes()[:-40])
+        case "phase":
+            np.savez(path, head=np.array(json.dumps(head)), **{"0": np.ones(3)})
+        case "objects":
+            np.savez(path, head=np.array([head], object))
+    with pytest.raises(ValueError, match=r"other\.npz: needed a record that bisect's Record\.save wrote; got another file"):
+        bisect.load(path)
+
+
+def test_a_record_of_another_model_is_compared(tmp_path):
+    bisect.of_tree({"x": jnp.ones(3), "y": jnp.ones((2, 2))}).save(tmp_path / "run.npz")
+    found = first(bisect.load(tmp_path / "run.npz"), bisect.of_tree({"x": jnp.ones(5), "y": jnp.ones((2, 2))}))
+    assert "result.x" in str(found)

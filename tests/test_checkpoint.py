@@ -563,7 +563,7 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["orbax.checkpoint", "xxhash"])
 def test_without_its_libraries_the_message_says_what_to_install(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'pip install "parallax-jax\[checkpoint\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[checkpoint\]"'):
         checkpoints(tmp_path)
 
 

@@ -412,7 +412,7 @@ def test_without_tiktoken_the_message_says_what_to_install(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'pip install "parallax-jax\[examples\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[examples\]"'):
         data.gpt2_tokenizer(RANKS)
 
 

@@ -48,10 +48,12 @@ def test_every_number_has_a_range(example):
 def typed_in(settings, message, usual):
     """The settings of each command line that a message proposes: the one that was refused, with these flags typed after it."""
     tail = message.rpartition("Take ")[2] if "Take " in message else ""
-    given, _, left_out = re.sub(r"(, the nearest.*|, which .*|, or a longer.*)?\.$", "", tail).partition(" and leave out ")
+    alternatives = re.findall(r" \(or ([^)]*)\)", tail)
+    first = re.sub(r" \(or .*|, the nearest.*|, which .*|, or a longer.*|\.$", "", tail)
+    given, _, left_out = first.partition(" and leave out ")
     left_out += "".join(re.findall(r"Leave out ([^.]*)\.", message))
     without = {flag[2:].replace("-", "_"): None for flag in left_out.split()}
-    for words in given.split(" or ") if tail or left_out else []:
+    for words in [given, *alternatives] if tail or left_out else []:
         yield dataclasses.replace(usual.read(settings, words.split()), **without)
 
 
@@ -188,19 +190,19 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     [
         (
             "--tensor 3",
-            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4 or --data 4 "
-            "--stage 1 --tensor 2, the nearest that works.",
+            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4, the nearest "
+            "that works (or --data 4 --stage 1 --tensor 2).",
         ),
         (
             "--data 3",
             "Layout: the batch's sequences (--batch 16) must divide by --data 3 x --microbatches 4. Take --data 4 --stage 2 "
-            "--tensor 1 or --data 4 --stage 1 --tensor 2, the nearest that works.",
+            "--tensor 1, the nearest that works (or --data 4 --stage 1 --tensor 2).",
         ),
         (
             "--data 2",
             "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 devices. Take --devices 2.",
         ),
-        ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 or --width 132."),
+        ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132)."),
         (
             "--schedule pipedram",
             "--schedule must be one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns, interleaved or a "
@@ -215,7 +217,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         (
             "--fingerprint-every 5 --devices 1",
             "--fingerprint-every 5 compares devices with each other, and there is one. "
-            "Take --fingerprint-every 0 or --devices 8.",
+            "Take --fingerprint-every 0 (or --devices 8).",
         ),
         (
             "--length 1000",

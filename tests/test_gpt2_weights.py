@@ -413,12 +413,12 @@ def test_types_that_load_cannot_give_are_refused():
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"no folder 'gpt2' here.*pip install 'parallax-jax\[hub\]'"):
+    with pytest.raises(ImportError, match=r"no folder 'gpt2' here.*pip install -e '\.\[hub\]'"):
         gpt2.load("gpt2")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     for call in (lambda: gpt2.load(FIXTURE), lambda: gpt2.save(random_model(), tmp_path)):
-        with pytest.raises(ImportError, match=r"need safetensors. Run: pip install 'parallax-jax\[hub\]'"):
+        with pytest.raises(ImportError, match=r"need safetensors. Run: pip install -e '\.\[hub\]'"):
             call()
 
 

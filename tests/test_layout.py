@@ -96,15 +96,15 @@ def test_the_schedule_is_a_table():
             "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns; got "
             "'1f1b'. Take schedule='one_f_one_b'.",
         ),
-        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 or data=2."),
+        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 (or data=2)."),
         (
             {"sequence": True},
-            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False or tensor=2.",
+            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False (or tensor=2).",
         ),
         (
             {"tensor": 2, "split_sends": True},
             "Layout: split_sends=True shares what goes from stage to stage among the tensor axis; got stage=1. "
-            "Take split_sends=False or stage=2.",
+            "Take split_sends=False (or stage=2).",
         ),
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
@@ -112,9 +112,9 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"replica": 2, "data": 2},
-            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits nothing. Take replica=1 or zero=1.",
+            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits nothing. Take replica=1 (or zero=1).",
         ),
-        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' or stage=2."),
+        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' (or stage=2)."),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
             "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither is on. Take remat='none'.",
@@ -122,7 +122,7 @@ def test_the_schedule_is_a_table():
         ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
         (
             {"schedule": "gpipe"},
-            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule='one_f_one_b' or stage=2.",
+            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule='one_f_one_b' (or stage=2).",
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
@@ -135,7 +135,7 @@ def test_the_schedule_is_a_table():
         (
             {"stage": 4, "microbatches": 6, "chunks": 2},
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=6 and stage=4. "
-            "Take microbatches=8 or microbatches=4.",
+            "Take microbatches=8 (or microbatches=4).",
         ),
         (
             {"stage": 4, "microbatches": 3, "chunks": 2},
@@ -171,7 +171,7 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take layers=16 or layers=8.",
+            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take layers=16 (or layers=8).",
         ),
         (
             Layout(stage=4, tensor=3),
@@ -193,7 +193,7 @@ def test_a_layout_that_cannot_be(arguments, message):
             Layout(tensor=4, sequence=True),
             {"tokens": 50},
             "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by tensor=4. "
-            "Take tokens=52 or tokens=48.",
+            "Take tokens=52 (or tokens=48).",
         ),
         (
             Layout(tensor=5, sequence=True),
@@ -216,7 +216,7 @@ def test_a_layout_that_cannot_be(arguments, message):
             Layout(data=4),
             {"processes": 3},
             "Layout: it is for processes=1, and the run has 3. "
-            "Take data=3,processes=3 or data=6,processes=3, the nearest that works.",
+            "Take data=3,processes=3, the nearest that works (or data=6,processes=3).",
         ),
         (
             Layout(),
@@ -247,12 +247,13 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(context=4),
             {"tokens": 1020},
-            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 or tokens=1016.",
+            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 (or tokens=1016).",
         ),
         (
             Layout(context=2, tensor=3, sequence=True),
             {"tokens": 40},
-            "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. Take tokens=48 or tokens=36.",
+            "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. "
+            "Take tokens=48 (or tokens=36).",
         ),
         (
             Layout(context=3, data=2),
@@ -400,7 +401,7 @@ def test_text_is_short():
         ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),
         (
             "tensor=2,zero=1",
-            "Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 or tensor=2,zero=1,data=2.",
+            r"Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 \(or tensor=2,zero=1,data=2\).",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import random
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -45,16 +46,16 @@ def test_prints(arguments, words, capsys):
         ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take --layout tensor=2, which divides it."),
         (
             "plan --model xl --layout tensr=8",
-            "got 'tensr'. Take --layout tensor=1 or --layout tensor=1,data=2, the nearest",
+            "got 'tensr'. Take --layout tensor=1, the nearest that works (or --layout tensor=1,data=2).",
         ),
         (
             "plan --model xl --layout data=8 --devices 16",
-            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout data=16 or "
-            "--layout data=8 --devices 8.",
+            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout data=16 (or "
+            "--layout data=8 --devices 8).",
         ),
         (
             "plan --model xl --layout tensor=5",
-            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1 or --layout tensor=1,data=2, the",
+            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1, the nearest that works (or",
         ),
         (
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
@@ -72,6 +73,7 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
         ("bisect --layout data=2 --record nowhere.npz", "--record needs a file that --save wrote; there is none at nowhere.npz."),
+        (f"bisect --layout data=2 --record {__file__}", "needed a record that bisect's Record.save wrote; got another file"),
         ("bisect --layout data=2 --save nowhere/run.npz", "--save needs a folder that is there; "),
     ],
 )
@@ -109,12 +111,17 @@ def test_what_is_proposed_for_a_wrong_layout_works(part):
         if (message := refused(words)) is None:
             continue
         wrong += 1
-        tail = re.sub(r"(, the nearest.*|, which .*)?\.$", "", message.rpartition(" Take ")[2])
-        for each in tail.split(" or "):
+        for each in proposals(message):
             seen += 1
             assert each.startswith("--")
             assert (again := refused([*words, *each.split()])) is None, f"{words}\n{message}\n{again}"
     print(f"{wrong} wrong layouts, {seen} proposals")
+
+
+def proposals(message):
+    """What a refusal says to take: the first, up to its reason, and what else there is, in brackets."""
+    first, *others = re.split(r" \(or ", message.rpartition(" Take ")[2].removesuffix("."))
+    return [first.split(", the nearest")[0].split(", which ")[0], *(other.removesuffix(")") for other in others)]
 
 
 def refused(words):
@@ -140,3 +147,15 @@ def test_the_page_on_planning_shows_what_it_prints(command, capsys):
     else:
         words = lambda text: set(re.findall(r"[a-zA-Z]{3,}", text))
         assert len(words(printed) - words(shown)) <= 3  # the best layouts may be others
+
+
+def test_what_is_told_to_install_can_be_installed():
+    """Nothing is released: an extra is installed from the repository, and is one that it has."""
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for folder, pattern in (("parallax", "*.py"), ("examples", "*.py"), ("benchmarks", "*.py"), ("docs", "*.md")):
+        for path in (root / folder).rglob(pattern):
+            text = path.read_text()
+            assert "parallax-jax[" not in text, path
+            found = set(re.findall(r"""pip install -e ['"]\.\[([\w-]+)\]""", text))
+            assert found <= extras.keys(), path

@@ -342,7 +342,7 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
         (
             Layout(data=3),
             {"data": 8},
-            "Layout: the batch's sequences (batch=32) must divide by data=3 x microbatches=1. Take batch=33 or batch=30.",
+            "Layout: the batch's sequences (batch=32) must divide by data=3 x microbatches=1. Take batch=33 (or batch=30).",
         ),
     ],
 )

@@ -328,10 +328,10 @@ def test_refusals(capsys):
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
     if not importlib.util.find_spec("libtpu"):
-        with pytest.raises(ImportError, match=r'its compiler, libtpu: pip install "parallax-jax\[tpu\]"'):
+        with pytest.raises(ImportError, match=r'its compiler, libtpu: pip install -e "\.\[tpu\]"'):
             targets.target("v5e:2x4")
         assert main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
-        assert "parallax-jax[tpu]" in capsys.readouterr().err
+        assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def refusal(settings: Settings, world: World) -> str | None:
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(dict.fromkeys(spelt(change) for change in whole if change is not None))[:2]
-        return f"{needed} Take {' or '.join(found)}." if found else needed
+        return f"{needed} {nearest.proposed(found)}" if found else needed
     fields, sizes = asked(settings, world)
     return nearest.refusal(fields, sizes, _terms(settings, world)) or _too_short(settings, world)
 

@@ -197,6 +197,8 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
     title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {said(plan)} all-reduce: {s.text.name}"
     report.picture(s.out / "loss.png", records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title)
     saved = gpt2.save(whole, s.out / "model")
+    if plan.unit == "byte":  # a tokenizer that has no files
+        saved = f"{s.out / 'model'} holds the model."
     write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
     took = seconds | clock.seconds

@@ -8,6 +8,8 @@ of the batch, so that a part's cotangents count 1 / parts.
 
 import dataclasses
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,14 +90,29 @@ def of_tree(tree: Any) -> Record:
 
 
 def load(path: str | Path) -> Record:
-    """A record that was saved. It has no program, so that no collective can be named from it."""
-    with np.load(path) as archive:
-        head = json.loads(str(archive["head"]))
-        values = {
-            Key(name, layer, way): Value(archive[str(i)], differs, rows and (rows[0], rows[1]))
-            for i, (name, layer, way, differs, rows) in enumerate(head["values"])
-        }
-    return Record(values, head["sizes"], head["microbatches"])
+    """A record that was saved. It has no program, so that no collective can be named from it.
+
+    Raises `ValueError` for any other file.
+    """
+    try:
+        with open(path, "rb") as file, np.load(file) as archive:
+            head = json.loads(str(archive["head"]))
+            values = dict(_loaded(entry, archive[str(i)]) for i, entry in enumerate(head["values"]))
+        return Record(values, dict(head["sizes"]), int(head["microbatches"]))
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: needed a record that bisect's Record.save wrote; got another file, or a damaged one ({error}). "
+            "Write it again with --save, or Record.save."
+        ) from error
+
+
+def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
+    """One value of a record that was saved. Raises `ValueError`, or as Python does, for anything else."""
+    path, layer, way, differs, rows = entry
+    if way not in PHASES or whole.dtype.kind not in "biuf":
+        raise ValueError(f"{path!r} is a {whole.dtype} of the phase {way!r}")
+    differs = {axis: float(off) for axis, off in differs.items()}
+    return Key(str(path), int(layer), way), Value(whole, differs, None if rows is None else (int(rows[0]), int(rows[1])))
 
 
 def record(

@@ -6,10 +6,11 @@ whose lowering calls back to Python. Its transpose is another identity, which re
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -208,22 +209,33 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
-    """`x`, after a call back to Python; a tap of a tangent waits for its transpose."""
+    """`x`, which is reported; a tap of a tangent waits for its transpose."""
     if way != LINEAR:
-        jax.debug.callback(_keeper(mark, way, recorder), x, *others)
+        _keep(mark, way, recorder, x, *others)
     return x
 
 
-def _keeper(mark: Mark, way: str, recorder: Recorder) -> Callable[..., None]:
+def _lowered(context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
+    """The same in a compiled program, which calls back to Python.
+
+    The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's arrays of them first; to read
+    one of those waits for a thread, and where the callbacks of other devices hold all threads, the program stops for good
+    (https://github.com/jax-ml/jax/issues/25861).
+    """
+    if way != LINEAR:
+        keep = functools.partial(_keep, mark, way, recorder)
+        without_results, avals = context.replace(avals_out=[]), cast(Any, context.avals_in)
+        mlir.emit_python_callback(without_results, keep, None, operands, avals, [], has_side_effect=True)
+    return operands[:1]
+
+
+def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tuple[()]:
     count = len(mark.sizes)
-
-    def keep(x, *others):
-        numbers = [int(number) for number in others[: count + 2]]
-        places = tuple(np.array(each) for each in others[count + 2 :])
-        microbatch, layer = numbers[count:]
-        recorder.reports.append(Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places))
-
-    return keep
+    numbers = [int(number) for number in others[: count + 2]]
+    places = tuple(np.array(each) for each in others[count + 2 :])
+    microbatch, layer = numbers[count:]
+    recorder.reports.append(Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places))
+    return ()
 
 
 def _differentiated(primals, tangents, **params):
@@ -253,7 +265,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
 tap_p = Primitive("tap")
 tap_p.def_impl(_reported)
 tap_p.def_abstract_eval(lambda x, *others, **params: x)
-mlir.register_lowering(tap_p, mlir.lower_fun(_reported, multiple_results=False))
+mlir.register_lowering(tap_p, _lowered)
 ad.primitive_jvps[tap_p] = _differentiated
 ad.primitive_transposes[tap_p] = _transposed
 batching.primitive_batchers[tap_p] = _batched

@@ -5,7 +5,7 @@
     program = targets.compile(train, shapes, windows, target=there)
 
 `shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, as a decoder's `prepare` gives them. The
-TPU's compiler comes with `pip install "parallax-jax[tpu]"`, the GPU's with `"parallax-jax[gpu-compile]"`, each in an environment
+TPU's compiler comes with `pip install -e ".[tpu]"`, the GPU's with `".[gpu-compile]"`, each in an environment
 of its own. Nothing is run, and no device is asked for.
 """
 
@@ -249,7 +249,7 @@ def _installed(module: str, extra: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f'This target needs its compiler, {module}: pip install "parallax-jax[{extra}]", in an environment of its own.'
+            f'This target needs its compiler, {module}: pip install -e ".[{extra}]", in an environment of its own.'
         ) from error
 
 

@@ -63,7 +63,7 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         import tiktoken
     except ImportError as error:
-        raise ImportError('gpt2_tokenizer needs tiktoken, which is missing: pip install "parallax-jax[examples]"') from error
+        raise ImportError('gpt2_tokenizer needs tiktoken, which is missing: pip install -e ".[examples]"') from error
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: needed GPT-2's ranks, found no file. The repository has examples/data/gpt2.tiktoken.")

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from parallax.layout import words
@@ -101,11 +101,17 @@ def refusal(fields: Fields, sizes: Fields, terms: Terms = PYTHON, *, written: Fi
     needed = fault.needed.format_map({name: terms.says(name, value) for name, value in {**fields, **sizes}.items()})
 
     if found := _taken(terms, written, (change for change in fault.changes if fits(fields, sizes, change))):
-        return f"{needed} Take {' or '.join(found)}{fault.why}."
+        return f"{needed} {proposed(found, fault.why)}"
     # Where no layout is right, what is wrong with a size changes too.
     more = (change | each for change in fault.changes for each in nearest(*_changed(fields, sizes, change)))
     found = _taken(terms, written, nearest(fields, sizes)) or _taken(terms, written, more)
-    return f"{needed} Take {' or '.join(found)}, the nearest that works." if found else needed
+    return f"{needed} {proposed(found, ', the nearest that works')}" if found else needed
+
+
+def proposed(found: Sequence[str], why: str = "") -> str:
+    """A sentence with what to take: the first of `found`, which works as it is typed, and in brackets what would do as well."""
+    first, *others = found
+    return f"Take {first}{why}{''.join(f' (or {other})' for other in others)}."
 
 
 def _taken(terms: Terms, written: Fields | None, changes: Iterable[Fields]) -> list[str]:

@@ -67,7 +67,7 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install "parallax-jax[checkpoint]"`. From `with` on, the folder is this run's alone: another one that wants to
+    Needs `pip install -e ".[checkpoint]"`. From `with` on, the folder is this run's alone: another one that wants to
     write is refused with `lock.Held`. Reading needs no lock, and no `with`.
 
     Args:

@@ -75,7 +75,7 @@ def hashing(number: int = FORMAT) -> manifest.Digest:
     try:
         from xxhash import xxh3_128
     except ImportError as error:
-        raise ImportError('Checkpoints are hashed by xxhash: pip install "parallax-jax[checkpoint]".') from error
+        raise ImportError('Checkpoints are hashed by xxhash: pip install -e ".[checkpoint]".') from error
     return xxh3_128
 
 

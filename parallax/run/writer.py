@@ -201,5 +201,5 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError('Checkpoints are written by Orbax: pip install "parallax-jax[checkpoint]".') from error
+        raise ImportError('Checkpoints are written by Orbax: pip install -e ".[checkpoint]".') from error
     return orbax.checkpoint

@@ -128,10 +128,7 @@ def _note(folder: Path, tokenizer: list[Path]) -> str:
         )
     if any((folder / name).is_file() for name in TOKENIZER):
         return f"{folder} holds the model. The files of a tokenizer were there before, and are as they were."
-    return (
-        f"{folder} holds the model and no tokenizer, and transformers would make an empty one without a word. Copy the files of "
-        f"yours there: {', '.join(TOKENIZER)}, those that it has."
-    )
+    return f"{folder} holds the model and no tokenizer. Copy the files of yours there, or transformers makes an empty one."
 
 
 def _old_weights(folder: Path) -> set[str]:

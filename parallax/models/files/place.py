@@ -49,7 +49,7 @@ def _downloaded(name: str, asks: str) -> Path:
     except ImportError as error:
         raise ImportError(
             f"{asks}: there is no folder {name!r} here, and asking the Hugging Face hub for a model of that name needs "
-            f"huggingface_hub. Correct the path, or pip install 'parallax-jax[hub]'."
+            f"huggingface_hub. Correct the path, or pip install -e '.[hub]'."
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED))

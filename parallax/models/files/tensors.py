@@ -249,7 +249,7 @@ def library() -> Any:
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise ImportError("Reading and writing weights need safetensors. Run: pip install 'parallax-jax[hub]'.") from error
+        raise ImportError("Reading and writing weights need safetensors. Run: pip install -e '.[hub]'.") from error
     return safetensors
 
 
