@@ -614,6 +614,7 @@ RUN = (
         "",
         "test_launch.py::test_jobs_are_told_apart_by_what_their_launcher_gives_and_the_users_token",
     ),
+    Mutant("save", "tensors.wrote(folder / WEIGHTS) & ", "", "test_model_files.py::test_a_save_removes_only_what_a_save_wrote"),
     Mutant("_loaded", "way not in PHASES or ", "", "test_bisect.py::test_another_file_is_no_record"),
     Mutant("Peer.why", "self.silent > SILENT", "self.silent > 1e9", "test_peers.py::test_who_is_silent_is_named"),
     Mutant(

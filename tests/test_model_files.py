@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_folders import FIXTURE, INDEX, SHARDS, WEIGHTS, shard
+from drawn_folders import FIXTURE, INDEX, WEIGHTS, shard
 from jax.sharding import PartitionSpec as P
 from test_gpt2_weights import assert_same, change_config, random_model
 
@@ -68,6 +68,7 @@ def test_an_error_at_any_move_puts_back_what_was_there(sharded, folder, tmp_path
     (folder / "vocab.json").write_text("{}")
     if sharded:
         shard(folder)
+    theirs = {file.name for file in folder.iterdir()} - {"config.json", WEIGHTS}
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     new, replace, calls = random_model(), os.replace, []
 
@@ -80,7 +81,7 @@ def test_an_error_at_any_move_puts_back_what_was_there(sharded, folder, tmp_path
     monkeypatch.setattr(os, "replace", failing)
     fails_at = 0
     gpt2.save(new, tmp_path / "elsewhere")
-    moves = len(calls) + len(before.keys() & {"config.json", "generation_config.json", WEIGHTS, INDEX, *SHARDS})
+    moves = len(calls) + len(before.keys() & {"config.json", WEIGHTS})
     for number in range(1, moves + 1):
         fails_at = number
         calls.clear()
@@ -90,8 +91,29 @@ def test_an_error_at_any_move_puts_back_what_was_there(sharded, folder, tmp_path
     fails_at = 0
     gpt2.save(new, folder)
     assert_same(gpt2.load(folder, vocabulary_multiple=4).wpe, new.wpe)
-    left = {file.name for file in folder.iterdir()} - {"gradients.safetensors", "logits.npy", "expected.json", "README.md"}
-    assert left == {"config.json", "model.safetensors", "vocab.json"}
+    assert {file.name for file in folder.iterdir()} == theirs | {"config.json", WEIGHTS}
+
+
+@pytest.mark.parametrize("listed", ["notes.txt", "vocab.json", "generation_config.json", WEIGHTS])
+def test_a_save_removes_only_what_a_save_wrote(listed, folder, tmp_path):
+    """An index of another program's may list any file as weights."""
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (folder / "tokenizer.json").write_text("{}")
+    with_both = gpt2.load(folder, vocabulary_multiple=4)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / listed).write_text("mine")
+    (out / INDEX).write_text(json.dumps({"weight_map": {"wte.weight": listed}}))
+    theirs = {INDEX, listed}
+    gpt2.save(random_model(), out)
+    assert {file.name for file in out.iterdir()} == theirs | {"config.json", WEIGHTS}
+    if listed != WEIGHTS:
+        assert (out / listed).read_text() == "mine"
+    gpt2.save(with_both, out)  # writes two files more
+    gpt2.save(random_model(), out)  # and this one takes away the one that would hold for its model
+    ours = {"config.json", WEIGHTS, "tokenizer.json"}
+    assert {file.name for file in out.iterdir()} == (theirs | ours) - {"generation_config.json"}
+    assert_same(gpt2.load(out, vocabulary_multiple=4).wpe, random_model().wpe)
 
 
 def test_a_folder_that_a_copy_left_mixed_is_refused(tmp_path):

@@ -21,7 +21,7 @@ from parallax.models.files.fields import Fields
 from parallax.models.files.origin import GENERATION, TOKENIZER, Origin
 from parallax.models.files.place import CONFIG, place
 from parallax.models.files.swap import replacing
-from parallax.models.files.tensors import FLOATS, INDEX, MEANT, WEIGHTS, Leaf
+from parallax.models.files.tensors import FLOATS, MEANT, WEIGHTS, WROTE, Leaf
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,12 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     origin: Origin = config.origin
     fields = format_.fields.write(numbers, origin.values, _widest({each.dtype for each in found.values()}).name)
     tokenizer = origin.tokenizer_files()
-    gone = {GENERATION, *_old_weights(folder), *(TOKENIZER if tokenizer else ())}
+    beside = {file.name for file in tokenizer} | ({GENERATION} if origin.generation is not None else set())
+    gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     try:
         with replacing(folder, last=CONFIG, gone=gone) as new:
             (new / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            metadata = {"format": "pt", MEANT: format_.fields.fingerprint(numbers)}
+            metadata = {"format": "pt", MEANT: format_.fields.fingerprint(numbers), WROTE: json.dumps(sorted(beside))}
             safetensors.numpy.save_file(found, new / WEIGHTS, metadata=metadata)
             shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors leaves its file readable by its owner alone
             if origin.generation is not None:
@@ -129,15 +130,6 @@ def _note(folder: Path, tokenizer: list[Path]) -> str:
     if any((folder / name).is_file() for name in TOKENIZER):
         return f"{folder} holds the model. The files of a tokenizer were there before, and are as they were."
     return f"{folder} holds the model and no tokenizer. Copy the files of yours there, or transformers makes an empty one."
-
-
-def _old_weights(folder: Path) -> set[str]:
-    """The index of the model that was in `folder`, and the files that it lists: beside new weights they mean nothing."""
-    if not (folder / INDEX).is_file():
-        return set()
-    with contextlib.suppress(ValueError):
-        return {INDEX, *tensors.weight_map(folder / INDEX).values()} - {CONFIG}
-    return {INDEX}
 
 
 def _widest(dtypes: set[np.dtype]) -> np.dtype:

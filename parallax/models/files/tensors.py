@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,9 @@ from parallax.models.files.texts import read_json, short
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
 MERGE = "Merge it into its model first: peft's merge_and_unload(), then save_pretrained(folder)."
-MEANT = "parallax.configuration"  # in a file's metadata: the fingerprint of the configuration that its weights belong to
+# In a file's metadata: the fingerprint of the configuration that its weights belong to, and the files that were saved beside it,
+# which a later save may remove.
+MEANT, WROTE = "parallax.configuration", "parallax.beside"
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,18 @@ def opened(stack: contextlib.ExitStack, files: list[Path], index: Path | None, p
             if not re.fullmatch(no_weights, plain):
                 stored[plain] = Stored(name, file, handle)
     return stored
+
+
+def wrote(weights: Path) -> set[str]:
+    """The names of the files that a save of ours wrote beside `weights`; none where it was another program that wrote them."""
+    if not weights.is_file():
+        return set()
+    safetensors = library()
+    with contextlib.suppress(safetensors.SafetensorError, OSError, ValueError, RecursionError):
+        with safetensors.safe_open(weights, framework="numpy") as file:
+            names = json.loads((file.metadata() or {}).get(WROTE, "[]"))
+        return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    return set()
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:

@@ -51,7 +51,8 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     that `load` found and does not use, `generation_config.json`, and the files of a tokenizer go out as they came in. So do
     those of a model that was trained since.
 
-    New files take the place of old ones only once they are whole and on the disk: a save that fails leaves what was there. One
+    A save replaces the files that it writes, and removes what an earlier save wrote beside them; other files stay. New files take
+    the place of old ones only once they are whole and on the disk: a save that fails leaves what was there. One
     that is killed leaves the old model, the new one, or a folder without `config.json`, which no one loads. On several
     processes, gather the model first (`jax.experimental.multihost_utils.process_allgather(model, tiled=True)`), and let one
     process save.
