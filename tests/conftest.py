@@ -1,25 +1,29 @@
-"""How tests run: eight virtual devices, float64 available, strict promotion, and one of two sets of compiler flags.
+"""How tests run: eight virtual devices, float64 available, strict promotion, in three tiers, and by one seed.
+
+**Tiers.** A test without a mark is numerical, small and in process: `pytest` runs these. A test marked `programs` starts
+processes: an example, a benchmark, a page, a job of several ranks. A test marked `long` is a large drawn case. A mark may stand
+beside another: `-m "long and programs"` selects jobs that are killed on purpose, which need a quiet machine and `-n 0`.
+
+**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, of a
+`long` test one third of that, and successive values of `--seed` take every case once. Tests of a file that are marked
+`sweep(n, "together")` are cases of one sweep. A test marked `sweep` alone lets hypothesis draw other examples for each seed. No
+sweep has more than 30 slices; `--all` runs them whole.
 
 **Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told not to optimise. Collectives
 and memory are those of the programs that users get. The bits are not: a product and a sum that a user's program fuses into one
 rounding are two roundings here, on every device alike. Tests with a tolerance cover that difference.
 
 **Users' flags**, with `--users-flags`: XLA_FLAGS as the environment has them. What is about bits is tested with these alone:
-replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is
-marked `bits`, and `test_bits.py` runs them in processes of their own. Jobs of several processes (`faults.py`) and two equal runs
-of the example have users' flags too. And `.ci/run` takes a tenth of all tests, another one each time, with
-`--users-flags --part 10`.
-
-**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, and
-n successive values of `--sweep-seed` take every case once. The tests of a file that are marked `sweep(n, "together")` are cases
-of one sweep. A test marked `sweep` alone lets hypothesis draw other examples for each seed. `--sweep-all` runs every case.
-`.ci/run` counts its seeds up, so all cases are run over time.
+replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is marked
+`bits`. A run with `--users-flags` takes these, and a tenth of the others, another tenth for each seed. Jobs of several processes
+(`faults.py`) and two equal runs of the example always have users' flags.
 """
 
 import hashlib
 import os
 import signal
 from collections import defaultdict
+from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests may queue.
@@ -40,60 +44,86 @@ hypothesis.settings.register_profile("parallax", deadline=None, derandomize=True
 hypothesis.settings.load_profile("parallax")
 
 
+SLICES = 30  # at most: so many values of --seed in a row take every case of every sweep
+OF_LONG = 3  # a run takes a third of the long tests
+OF_OTHERS = 10  # with users' flags, a tenth of the tests that are not about bits
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("parallax")
-    group.addoption("--users-flags", action="store_true", help="compile as users do: tests marked `bits` need it")
-    group.addoption("--part", type=int, default=1, metavar="N", help="one Nth of the tests, drawn by --sweep-seed")
-    group.addoption("--sweep-seed", type=int, default=0, metavar="K", help="which part of each sweep to run (0)")
-    group.addoption("--sweep-all", action="store_true", help="all cases of every sweep")
+    group.addoption("--seed", type=int, default=0, metavar="N", help="which slice of every sweep to run (0)")
+    group.addoption("--all", action="store_true", help="every case of every sweep")
+    group.addoption("--users-flags", action="store_true", help="compile as users do: the tests of bits, a tenth of the others")
 
 
 def pytest_configure(config):
-    if config.option.part < 1:
-        raise pytest.UsageError(
-            f"--part needs a number from 1 on: one Nth of the tests; got {config.option.part}. Leave it out for all."
-        )
     # Before the first compilation; what the tests start inherits it.
     os.environ.update(flags.of_users() if config.option.users_flags else flags.quick())
 
 
 def pytest_report_header(config):
-    compiled = "users' flags" if config.option.users_flags else "quick flags (what is about bits: test_bits.py)"
-    drawn = "sweeps whole" if config.option.sweep_all else f"--sweep-seed {config.option.sweep_seed}"
-    return f"parallax: {compiled}, {drawn}" + f", --part {config.option.part}" * (config.option.part > 1)
+    compiled = "users' flags" if config.option.users_flags else "quick flags (tests of bits need --users-flags)"
+    return f"parallax: {compiled}, {'sweeps whole' if config.option.all else f'--seed {config.option.seed}'}"
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     option = config.option
-    chosen = items if option.users_flags else [item for item in items if not item.get_closest_marker("bits")]
-    sweeps = defaultdict(list)
+    chosen = items
+    if not option.users_flags:
+        chosen = [item for item in items if not item.get_closest_marker("bits")]
+    if not option.all:
+        chosen = [item for sweep in sweeps(chosen) for item in one_slice(sweep, option.seed)]
+        if option.users_flags:
+            chosen = of_bits_and_some_others(chosen, option.seed)
     for item in chosen:
-        if mark := item.get_closest_marker("sweep"):
-            parts, *together = mark.args or [1]
-            sweeps[item.path if together else item.nodeid.partition("[")[0], parts].append(item)
-    left_out = set()
-    if not option.sweep_all:
-        for (_, parts), cases in sweeps.items():
-            left_out.update(set(cases) - set(part(cases, option.sweep_seed, parts)))
-        for item in set().union(*sweeps.values()) - left_out:
-            if option.sweep_seed and hypothesis.is_hypothesis_test(item.obj):
-                hypothesis.seed(option.sweep_seed)(item.obj)
-    chosen = drawn([item for item in chosen if item not in left_out], option.sweep_seed, option.part)
+        if option.seed and item.get_closest_marker("sweep") and hypothesis.is_hypothesis_test(item.obj):
+            hypothesis.seed(option.seed)(item.obj)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def part(cases, seed, parts=1):
-    """One of `parts` equal parts of the cases: those of `parts` successive seeds together are all of them."""
-    shuffled = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-    return [item for number, item in enumerate(shuffled) if (number - seed) % parts == 0]
+class Sweep(NamedTuple):
+    """Cases of which a run takes one slice."""
+
+    name: str
+    slices: int
+    cases: list
 
 
-def drawn(cases, seed, parts):
-    """One of `parts` equal parts, drawn anew for each seed: taken in turns, some cases of a sweep would never have their turn."""
-    return sorted(cases, key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())[::parts]
+def sweeps(items):
+    """All items, each in its sweep; a test that every run takes is a sweep of one slice."""
+    found = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sweep")
+        long = item.get_closest_marker("long")
+        number, *together = (mark.args if mark else ()) or (1,)
+        name = item.nodeid.partition("[")[0]
+        if together:
+            name = str(item.path)
+        elif long and not mark:
+            name = "long"  # all of them, or the tests of one case would all fall on one seed
+        found[name, min(number * (OF_LONG if long else 1), SLICES)].append(item)
+    return [Sweep(name, slices, cases) for (name, slices), cases in found.items()]
+
+
+def one_slice(sweep, seed):
+    """The cases of one seed: those of as many successive seeds as there are slices are all of them."""
+    first = int(digest(sweep.name), 16)  # sweeps of few cases begin with different seeds
+    shuffled = sorted(sweep.cases, key=lambda item: digest(item.nodeid))
+    return [item for number, item in enumerate(shuffled) if (number + first - seed) % sweep.slices == 0]
+
+
+def of_bits_and_some_others(items, seed):
+    """The tests of bits, and one tenth of the others, drawn anew for each seed."""
+    bits = [item for item in items if item.get_closest_marker("bits")]
+    others = [item for item in items if not item.get_closest_marker("bits")]
+    return bits + sorted(others, key=lambda item: digest(f"{seed} {item.nodeid}"))[::OF_OTHERS]
+
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ class Mutant(NamedTuple):
         replaces: a text that stands once in the functions of this name, in the whole package.
         by: the text that takes its place.
         tests: the files or tests of `tests/` that should catch it, as pytest takes them.
-        long: these tests are marked `slow`.
+        long: these tests are marked `long`.
         bits: it changes nothing but last bits; the tests marked `bits` catch it, with a user's compile flags.
     """
 

@@ -1,7 +1,8 @@
 """What the tests catch: small faults, each put into a copy of the repository, where the tests that cover it should fail.
 
-    python tests/mutants.py                     all that were chosen by hand, and 24 that are drawn
-    python tests/mutants.py --part 10 --seed 3  a tenth of them, another tenth for each seed from 0 to 9
+    python tests/mutants.py --seed 3            a thirtieth of those chosen by hand and of 24 that are drawn
+    python tests/mutants.py --changed HEAD~10   and first up to 20 of the files that changed since that commit
+    python tests/mutants.py --all               all of them
     python tests/mutants.py --only computed_once
 
 Prints for each whether it was caught, by which test and in how many seconds. Ends with code 1 where one survives that is not in
@@ -10,6 +11,7 @@ Prints for each whether it was caught, by which test and in how many seconds. En
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import re
@@ -25,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mutant import Mutant, mutated
+from mutant import Mutant, mutated, place
 from mutants_by_hand import BY_HAND, NO_FAULT
 from mutants_drawn import drawn
 
@@ -34,6 +36,8 @@ COPIED = ("parallax", "tests", "examples", "benchmarks", "docs", "pyproject.toml
 NO_MUTANT = re.compile(r"(Import|ModuleNotFound|Syntax|Indentation)Error")
 HANGS = "+ Timeout +"  # as pytest-timeout prints it
 GOOD = ("caught", "no fault")
+PARTS = 30  # as many values of --seed in a row take every mutant
+CHANGED = 20  # at most, of the files that changed
 
 
 class Verdict(NamedTuple):
@@ -55,15 +59,15 @@ class Verdict(NamedTuple):
         return f"{self.word:<12}  {self.name:<58}  {self.by}  {self.seconds:.0f} s"
 
 
-def verdict(mutant: Mutant, *, limit: float, cache: Path, tests_from: Path = ROOT) -> Verdict:
-    """Run the mutant's tests, of the checkout `tests_from`, on a copy of the repository with the fault in it."""
-    place, content = mutated(mutant, ROOT)
-    name = f"{place.module}.{mutant.name}"
+def verdict(mutant: Mutant, *, limit: float, cache: Path) -> Verdict:
+    """Run the mutant's tests on a copy of the repository with the fault in it."""
+    found, content = mutated(mutant, ROOT)
+    name = f"{found.module}.{mutant.name}"
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy(Path(folder), tests_from)
-        Path(folder, place.path).write_bytes(content)
+        copy(Path(folder))
+        Path(folder, found.path).write_bytes(content)
         begin = time.monotonic()
-        code, printed = run(Path(folder), [*options(mutant, tests_from), *selected(mutant, tests_from)], limit, cache)
+        code, printed = run(Path(folder), [*options(mutant), *selected(mutant)], limit, cache)
         seconds = time.monotonic() - begin
     if code is None or HANGS in printed:
         return Verdict(name, "caught", f"by the limit of {limit:.0f} s: a test takes longer, or hangs", seconds)
@@ -76,32 +80,30 @@ def verdict(mutant: Mutant, *, limit: float, cache: Path, tests_from: Path = ROO
     return Verdict(name, "caught", f"by {first[1]}", seconds)
 
 
-def copy(folder: Path, tests_from: Path) -> None:
-    """The repository without its history in `folder`, with the tests of another checkout."""
+def copy(folder: Path) -> None:
+    """The repository without its history, in `folder`."""
     for name in COPIED:
-        source = (tests_from if name == "tests" else ROOT) / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy2(source, folder / name)
+            shutil.copy2(ROOT / name, folder / name)
 
 
-def options(mutant: Mutant, tests_from: Path) -> list[str]:
-    """How pytest is to select: the default tests, the long ones, or those of last bits, all cases. Older tests know less."""
-    known = (tests_from / "tests" / "conftest.py").read_text(encoding="utf-8")
-    bits = mutant.bits and "--users-flags" in known
-    marks = [mark for mark, asked in (("slow", mutant.long), ("bits", bits)) if asked]
-    flags = ["--users-flags"] * bits + ["--sweep-all"] * ("--sweep-all" in known)
-    return flags + (["-m", " and ".join(marks)] if marks else [])
+def options(mutant: Mutant) -> list[str]:
+    """How pytest is to select: every case, of the long tests or of the others, and those of bits as users compile."""
+    marks = "long" if mutant.long else "not long"
+    if mutant.bits:
+        return ["--all", "--users-flags", "-m", f"bits and {marks}"]
+    return ["--all", "-m", f"{marks} and not parity and not targets"]
 
 
-def selected(mutant: Mutant, tests_from: Path) -> list[str]:
-    """The mutant's tests as arguments of pytest: of a test that `tests_from` does not have, its whole file."""
+def selected(mutant: Mutant) -> list[str]:
+    """The mutant's tests as arguments of pytest: of a test that is not there, its whole file."""
     found = []
     for word in shlex.split(mutant.tests):
         file, _, test = word.partition("::")
         if file.endswith(".py"):
-            there = f"def {test.partition('[')[0]}(" in (tests_from / "tests" / file).read_text(encoding="utf-8")
+            there = f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
             found.append(f"tests/{word if there else file}")
         else:
             found.append(word)
@@ -139,42 +141,49 @@ def run(folder: Path, arguments: Sequence[str], limit: float, cache: Path) -> tu
     return process.returncode, printed
 
 
-def part(mutants: Sequence[Mutant], parts: int, number: int) -> list[Mutant]:
-    """The mutants of one of `parts` parts of a fixed shuffle: numbers in a row walk through all."""
+def chosen(mutants: Sequence[Mutant], *, parts: int, seed: int, changed: set[str]) -> list[Mutant]:
+    """Up to `CHANGED` mutants of the files `changed`, drawn by the seed, then one of `parts` parts of a fixed shuffle."""
     shuffled = list(mutants)
     random.Random(0).shuffle(shuffled)
-    return shuffled[number % parts :: parts]
+    part = shuffled[seed % parts :: parts]
+    of_changed = [mutant for mutant in shuffled if place(mutant, ROOT).path.as_posix() in changed]
+    first = random.Random(seed).sample(of_changed, min(CHANGED, len(of_changed)))
+    return [*first, *(mutant for mutant in part if mutant not in first)]
+
+
+def changed_since(commit: str) -> set[str]:
+    """The files that differ from those of a commit."""
+    command = ["git", "diff", "--name-only", commit, "--"]
+    return set(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a verdict for each mutant asked for; 1 if one is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--generate", type=int, default=24, metavar="N", help="how many to draw (default 24)")
-    parser.add_argument("--seed", type=int, default=0, help="which part is taken; without --part, what is drawn")
-    parser.add_argument("--part", type=int, metavar="N", help="an N-th of the mutants, that of number --seed")
-    parser.add_argument("--only", metavar="NAME", help="mutants of functions whose name ends so")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a test; longer is a failure")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which thirtieth is taken (0)")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--changed", metavar="COMMIT", help="and first mutants of the files that changed since")
+    parser.add_argument("--generate", type=int, default=24, metavar="N", help="how many to draw (24)")
+    parser.add_argument("--only", metavar="NAME", help="all mutants of functions whose name ends so")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time (1)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a test; longer is a failure (300)")
     parser.add_argument("--cache", metavar="FOLDER", help="of compiled programs, for the next command; by default a new one")
-    parser.add_argument("--tests-from", type=Path, default=ROOT, metavar="FOLDER", help="the checkout whose tests run")
     asked = parser.parse_args(arguments)
-    if asked.part is not None and asked.part < 1:
-        parser.error(f"--part needs a number from 1 on: one Nth of the mutants; got {asked.part}. Leave it out for all.")
-    mutants = [*BY_HAND, *drawn(ROOT, asked.generate, 0 if asked.part else asked.seed)]
-    if asked.part:
-        mutants = part(mutants, asked.part, asked.seed)
+    mutants = [*BY_HAND, *drawn(ROOT, asked.generate, seed=0)]
     if asked.only:
         mutants = [mutant for mutant in mutants if f".{mutant.name}".endswith(f".{asked.only}")]
+    elif not asked.all:
+        changed = changed_since(asked.changed) if asked.changed else set()
+        mutants = chosen(mutants, parts=PARTS, seed=asked.seed, changed=changed)
     if not mutants:
         parser.error("no mutant is selected")
-    found = []
+    verdicts = []
     with tempfile.TemporaryDirectory(prefix="mutants-cache-") as new, ThreadPoolExecutor(asked.jobs) as pool:
         cache = Path(asked.cache or new).absolute()
-        put = lambda mutant: verdict(mutant, limit=asked.limit, cache=cache, tests_from=asked.tests_from.absolute())
-        for each in pool.map(put, mutants):
+        for each in pool.map(functools.partial(verdict, limit=asked.limit, cache=cache), mutants):
             print(each, flush=True)
-            found.append(each)
-    words = [each.word for each in found]
+            verdicts.append(each)
+    words = [each.word for each in verdicts]
     print(", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words)))
     return int(any(word not in GOOD for word in words))
 

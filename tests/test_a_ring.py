@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "01_a_ring.py"
 
 
+@pytest.mark.programs
 def test_the_ring_hop_by_hop():
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
@@ -24,9 +27,3 @@ def test_the_ring_hop_by_hop():
         assert all(frames[h][(j + h) % n][j] == {"ABCDEFGH"[(j + k) % n] for k in range(h + 1)} for j in range(n))
     for h in range(n):  # one more device a hop has the whole sum
         assert all(sum(row[j] == everyone for row in frames[n - 1 + h]) == h + 1 for j in range(n))
-
-
-def test_it_is_short_and_starts_on_the_back_of_the_envelope():
-    text = EXAMPLE.read_text()
-    assert text.count("\n") < 60
-    assert text.startswith("# On the back of the envelope: ")

@@ -76,8 +76,8 @@ MOVERS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis
     [
         ("ring", remat.block),
         ("psum", remat.none),
-        pytest.param("bucketed", remat.none, marks=pytest.mark.slow),
-        pytest.param("psum", remat.products, marks=pytest.mark.slow),
+        pytest.param("bucketed", remat.none, marks=pytest.mark.long),
+        pytest.param("psum", remat.products, marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_one_device(mover, again):
@@ -154,7 +154,7 @@ def trains_as_one_device(text, mover=ring, **compute):
     [
         "data=4,tensor=2",
         *(
-            pytest.param(text, marks=pytest.mark.slow)
+            pytest.param(text, marks=pytest.mark.long)
             for text in ["data=8,remat=block", "data=4,tensor=2,sequence=True", "data=2,context=2,tensor=2", "data=1"]
         ),
     ],
@@ -168,7 +168,7 @@ def test_the_recipe_trains_as_one_device(text):
     [
         "tensor=4,sequence=True",
         *(
-            pytest.param(text, marks=pytest.mark.slow)
+            pytest.param(text, marks=pytest.mark.long)
             for text in ["data=2,tensor=2,sequence=True,zero=3", "stage=2,tensor=2,sequence=True,microbatches=2"]
         ),
     ],

@@ -1,6 +1,5 @@
 """Each benchmark runs and prints its tables, and what its parser reads off a compiled program is what theory says."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_modules import load
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -17,13 +17,6 @@ from parallax import mesh
 from parallax.collectives import ring
 
 ROOT = Path(__file__).parent.parent
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 measure = load("measure")
@@ -45,10 +38,6 @@ RUNS = {
     "simulate": (
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],
         ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],
-    ),
-    "papers": (
-        ["--picture={folder}/papers.png"],
-        ["Narayanan, table 1: 529.6 B", "PaLM 540 B", "Llama 3", "factors: products", "scored half, 25 rows: median", "Drawn in"],
     ),
     "traces": (["--picks=1,6"], ["2 of 2", "operations", "traced kB", "in the median", "of 2, equal: operations 2, sent 2"]),
     "train_step": (
@@ -90,8 +79,9 @@ RUNS = {
 LONG = ("traces", "buckets", "collectives", "fingerprint", "islands", "scaling", "train_step", "pipeline")
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS])
 def test_prints_its_tables(name, tmp_path):
     flags, expected = RUNS[name]
     flags = [flag.format(folder=tmp_path) for flag in flags]
@@ -142,6 +132,7 @@ def test_copy_leaves_its_source_alone():
     assert [np.asarray(run()).tolist() for _ in range(3)] == [list(range(1, 9))] * 3
 
 
+@pytest.mark.programs
 def test_failed_processes_tell_and_end():
     commands = [[sys.executable, "-c", text] for text in ("raise SystemExit('broken')", "import time; time.sleep(60)")]
     with pytest.raises(RuntimeError, match="broken"):

@@ -256,7 +256,7 @@ def gpt2_step():
         return decoder_run(gpt2.FAMILY, config, Layout(data=2))()
 
 
-@pytest.mark.parametrize("made", [own_step, pytest.param(gpt2_step, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("made", [own_step, pytest.param(gpt2_step, marks=pytest.mark.long)])
 def test_taps_cost_nothing_when_off(made):
     """The text of a step is that of the same step with every tap taken out."""
     untapped = _lowered(*made())
@@ -283,7 +283,7 @@ def test_a_record_is_saved_and_read(tmp_path):
     assert found.between is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("more", "few"), [("float64", "float32"), ("float32", "bfloat16")])
 def test_few_bits_have_bounds_of_their_own(more, few):
     exact, short = bisect.record(tapped_net.run(dtype=more)), bisect.record(tapped_net.run(dtype=few))
@@ -296,7 +296,7 @@ def test_few_bits_have_bounds_of_their_own(more, few):
     assert str(wrong.key) == "layers.0.summed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_checkpoints_are_compared(tmp_path):
     make, (state, batch) = tapped_net.run(data=2, zero=1)()
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

@@ -69,7 +69,7 @@ def one_device(kind):
     return Run(kind).record()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(50)
 @pytest.mark.parametrize("number", range(100))
 def test_no_alarm_in_a_drawn_layout(number):
@@ -87,7 +87,7 @@ EVERY_AXIS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("run", EVERY_AXIS, ids=str)
 def test_no_alarm_over_context_replica_and_expert(run):
@@ -108,7 +108,7 @@ def records(folder):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("number", range(len(bisected.PLACED)))
 def test_a_fault_in_the_package_is_found_where_it_is(number, tmp_path_factory):
@@ -133,7 +133,8 @@ def test_where_a_fault_counts_as_found():
     assert not has("averaged", "parallax/grads.py", given)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_the_command_line(tmp_path):
     words = ["-m", "parallax", "bisect", "--layers", "1", "--context", "8", "--batch", "4"]
     stored = str(tmp_path / "run.npz")

@@ -155,7 +155,7 @@ def cases(draw, biggest=8):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=3, phases=no_shrinking)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_everything_at_once_is_as_on_one_device(case, seed):
@@ -165,7 +165,7 @@ def test_everything_at_once_is_as_on_one_device(case, seed):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("P_", "M", "v"), [(6, 4, 1), (7, 3, 1), (8, 5, 1), (8, 2, 2)])
 def test_up_to_eight_stages_are_as_one_device(P_, M, v):
     """All at once on six, seven and eight stages, the layers uneven."""
@@ -218,7 +218,7 @@ def test_auxiliary_values_are_in_order():
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_chunks_may_be_anywhere(data, seed):
@@ -250,7 +250,7 @@ def test_what_all_devices_must_run_at_once_is_refused():
     refused(summed, table, r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\), with stages that run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("move", ["all_gather", "reduce_scatter", "all_to_all", "pmax"])
 def test_other_collectives_of_a_group_run_on_some_stages_only(move):
     """Each of them inside a stage over tensor, with its transpose."""
@@ -289,7 +289,7 @@ def inside(name):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_in_turns", "one_f_one_b_in_turns"])
 @pytest.mark.parametrize("kind", [gpt2, llama])
 def test_models_train_as_on_one_device(kind, schedule):
@@ -466,7 +466,7 @@ def test_memory_is_that_of_the_slots(make, M):
     assert_memory_is_that_of_the_slots(table)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_that_of_the_slots_of_other_tables():
     assert_memory_is_that_of_the_slots(zero_bubble_in_turns(4, 8, in_flight=7))
     assert_memory_is_that_of_the_slots(as_soon_as_can_be(looped(4), 8, [8] * 4))

@@ -144,7 +144,7 @@ def compiled(shapes, axis, n=2):
     return jax.jit(f).lower([jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]).compile()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpt2s_small_gradients_go_together():
     """Of the small GPT-2's 148 leaves the 98 of less than 1 MB in one message a hop, and not one byte more than their padding."""
     shapes = unstacked(gpt2.SMALL)

@@ -105,7 +105,7 @@ def test_by_matrix_is_the_optimizer_on_a_list_of_layers(axis, split):
     assert_those_of_one_device(on_shards(Way(axis, grad, axis == "tensor", as_it_is), table, specs))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_by_matrix_of_shares_of_shards():
     table = {name: optimizers.by_matrix(each, BOTH, ("data", "tensor"), layers=LAYERS) for name, each in BY_MATRIX.items()}
     assert_those_of_one_device(on_shards(OF_SHARDS, table, **on_both))

@@ -103,7 +103,7 @@ def test_a_split_model_writes_many_texts(name):
     assert len({*np.ravel(found).tolist()}) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_token_costs_one_and_not_all_before_it():
     config = dataclasses.replace(LLAMA, context=256, width=32, hidden=64)
     made = llama.Llama(config, key=KEY)

@@ -397,7 +397,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_restored(two, tmp_path,
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bit", "truncated", "missing"])
 def test_a_hundred_times(two, tmp_path, kind):
     for seed in range(100, 200):
@@ -644,14 +644,14 @@ def filled(state):
     return jax.tree.unflatten(tree, [leaf + jnp.asarray(i, leaf.dtype) for i, leaf in enumerate(leaves)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_layout_restores_what_the_one_before_saved(tmp_path):
     names = [*LAYOUTS, next(iter(LAYOUTS))]
     over_layouts(tmp_path, names, filled(start(names[0])[0]))
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=8)
 @given(chains)
 def test_any_layout_restores_what_any_other_saved(tmp_path_factory, names):
@@ -659,7 +659,7 @@ def test_any_layout_restores_what_any_other_saved(tmp_path_factory, names):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=6)
 @given(chains)
 def test_a_run_goes_on_over_any_layout(tmp_path_factory, names):

@@ -35,6 +35,7 @@ def submitted(tmp_path, srun):
     raise AssertionError("it never ended")
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("code", [1, 137, 0])
 def test_slurm_restarts_what_failed_or_was_told_to_end_up_to_a_limit(tmp_path, code):
     ended, starts, said = submitted(tmp_path, f"exit {code}")
@@ -42,12 +43,14 @@ def test_slurm_restarts_what_failed_or_was_told_to_end_up_to_a_limit(tmp_path, c
     assert f"ended with code {code} after 20 restarts, and is not started again" in said
 
 
+@pytest.mark.programs
 def test_slurm_ends_when_the_run_is_finished(tmp_path):
     third = f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) -ge 3 ] || exit 1"
     ended, starts, _ = submitted(tmp_path, f"{third}; mkdir -p {tmp_path}/out/gpt2; touch {tmp_path}/out/gpt2/sample.txt")
     assert (ended, starts) == (0, 3)
 
 
+@pytest.mark.programs
 def test_slurm_does_not_restart_what_is_refused(tmp_path):
     ended, starts, said = submitted(tmp_path, "exit 2")
     assert (ended, starts) == (2, 1)
@@ -66,6 +69,7 @@ def container(tmp_path, python):
     return subprocess.Popen(["bash", "-c", script], env=os.environ | programs(tmp_path, python=python))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("python", "code"), [("exit 0", 75), ("exit 1", 1), ("exit 2", 2), ('mkdir -p "$3"; touch "$3/sample.txt"', 0)]
 )
@@ -73,6 +77,7 @@ def test_a_pod_fails_where_the_run_is_not_finished(tmp_path, python, code):
     assert container(tmp_path, python).wait(60) == code
 
 
+@pytest.mark.programs
 def test_a_pod_hands_sigterm_on_and_waits(tmp_path):
     told = f"trap 'sleep 0.5; touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.1; done"
     pod = container(tmp_path, told)

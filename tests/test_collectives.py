@@ -94,7 +94,7 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        marks = [pytest.mark.sweep(2)] if sizes == quick(f) else [pytest.mark.slow, pytest.mark.sweep(16)]
+        marks = [pytest.mark.sweep(2)] if sizes == quick(f) else [pytest.mark.long, pytest.mark.sweep(16)]
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
     chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[0])]
@@ -248,7 +248,7 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "collective",
-    [pytest.param(f, marks=pytest.mark.slow if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],
+    [pytest.param(f, marks=pytest.mark.long if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],
 )
 def test_transformations(collective):
     """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over few devices, or two axes of two."""
@@ -443,13 +443,14 @@ def test_errors(collective, message):
         jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_twelve_devices(pytestconfig):
     """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own, as users compile.
 
-    One mesh a collective; three successive values of --sweep-seed take all.
+    One mesh a collective; three successive values of --seed take all.
     """
-    command, environment = [sys.executable, __file__, str(pytestconfig.option.sweep_seed)], os.environ | flags.of_users()
+    command, environment = [sys.executable, __file__, str(pytestconfig.option.seed)], os.environ | flags.of_users()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -269,7 +269,7 @@ def test_no_array_grows_with_the_square_of_the_tokens(way):
     assert of(96) == 2 * of(48)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_linear_in_tokens_and_shared_out():
     """Temporary bytes of value and gradients: what further tokens add is the same for each of them, and 1 / n on n devices.
 
@@ -289,7 +289,7 @@ def test_memory_is_linear_in_tokens_and_shared_out():
         assert one / n < bytes_a_token < 2.2 * one / n
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_error_in_bfloat16_does_not_grow_with_devices():
     T, draw = 256, np.random.default_rng(0).normal
     arrays = [jnp.asarray(draw(size=(2, T, heads, 16))) for heads in (HEADS, 2, 2, HEADS)]  # q, k, v and the cotangent

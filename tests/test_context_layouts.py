@@ -50,7 +50,7 @@ def test_a_context_axis_trains_as_one_device(text, kind):
     check(Layout.parse(text), kind)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("text", "kind", "mover"),
@@ -75,7 +75,7 @@ def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
 ULYSSES, GATHERED = {"around": context.ulysses}, {"attend": context.blockwise, "around": context.gathered}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "compute", "mover"),
@@ -90,7 +90,7 @@ def test_with_other_attention(text, compute, mover):
     check(Layout.parse(text), "llama", mover, **compute)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])  # each example compiles a program
 @given(
@@ -123,7 +123,8 @@ def test_the_loss_to_evaluate_with_is_that_of_one_device():
     np.testing.assert_allclose(float(measure(placed, windows, weights)), float(expected), rtol=reference.EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_all_four_axes_on_sixteen_devices():
     """In a process of its own, which has so many."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

@@ -115,10 +115,11 @@ def scattered(collective):
     return lambda x, axes: collective(x, axes, tiled=True)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_the_fold_is_the_program_on_many_devices(pytestconfig):
     """9 to 12 devices, and 20 of two axes: loops begin at 10. One case of 16 each time."""
-    command, environment = [sys.executable, __file__, str(pytestconfig.option.sweep_seed)], os.environ | flags.quick()
+    command, environment = [sys.executable, __file__, str(pytestconfig.option.seed)], os.environ | flags.quick()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -70,12 +70,12 @@ def check(text, kind, **compute):
     reference.assert_same_run(run, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_packed_documents_train_over_context_as_on_one_device():
     check("data=2,context=2,microbatches=2", "llama")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "kind", "compute"),

@@ -134,6 +134,7 @@ def test_trace(tmp_path, name):
     assert {event["name"][0] for event in events if event["ph"] == "X"} == set("FIW" if table.weight is not None else "FB")
 
 
+@pytest.mark.programs
 def test_matplotlib_is_imported_only_to_draw():
     script = (
         "import sys, parallax.draw as d; from parallax.schedule import Schedule as S; print(d.text(S([[0]], [[0]]))); "

@@ -156,7 +156,7 @@ LAYOUTS = {
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_peak_of_gpt2(name):
     layout = LAYOUTS[name]

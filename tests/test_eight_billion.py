@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NEAR = 0.4  # of the peak of memory, as tests/test_trace.py has it for the worst of its layouts
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_step_of_8_billion_parameters_over_64_devices_is_what_its_plan_says():
     """A minute and a half of processor time; no array is made."""
     command = [sys.executable, str(ROOT / "tests" / "eight_billion.py")]

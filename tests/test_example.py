@@ -60,6 +60,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.programs
 def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(finished):
     folder, _ = finished
     before = files(folder)
@@ -69,6 +70,7 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
     assert files(folder) == before
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -88,7 +90,8 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, argum
     assert files(folder) == before
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_path):
     """SIGTERM after the first step that is written down; then the same command, on another layout."""
     with subprocess.Popen(
@@ -111,7 +114,8 @@ def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_pat
     assert (tmp_path / "out/gpt2/sample.txt").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_second_run_gives_the_same_losses(tmp_path):
     """To the last bit, as users compile, whatever else it writes."""
     train(tmp_path, "--out=first", **flags.of_users())
@@ -124,6 +128,7 @@ def test_a_second_run_gives_the_same_losses(tmp_path):
     assert list(tmp_path.glob("out/gpt2/tensorboard/events*"))
 
 
+@pytest.mark.programs
 def test_metrics_hold_a_record_for_each_step(finished):
     records = metrics(finished[0] / "out/gpt2")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -136,6 +141,7 @@ def test_metrics_hold_a_record_for_each_step(finished):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
+@pytest.mark.programs
 def test_the_plan_stands_before_the_first_step(finished):
     plan, steps = finished[1].split("step 4/6", maxsplit=1)
     parameters = (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
@@ -170,6 +176,7 @@ def test_the_plan_stands_before_the_first_step(finished):
         assert said in steps
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("name", "height", "width"), [("loss.png", 500, 900), ("schedule.png", 300, 900)])
 def test_the_pictures_are_pictures(finished, name, height, width):
     import matplotlib.image
@@ -180,6 +187,7 @@ def test_the_pictures_are_pictures(finished, name, height, width):
     assert 0.02 < (pixels[..., :3].min(axis=-1) < 0.9).mean() < 0.95  # drawn on, and not all over
 
 
+@pytest.mark.programs
 def test_the_report_has_all_sections_and_pictures(finished):
     text = (finished[0] / "out/gpt2" / "report.html").read_text()
     headings = re.findall(r"<h2>(.*)</h2>", text)
@@ -194,7 +202,8 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("otherwise", OTHERWISE)
 def test_computes_the_same_run(otherwise, finished, tmp_path):
@@ -206,7 +215,8 @@ def test_computes_the_same_run(otherwise, finished, tmp_path):
         assert [value or 0 for value in other] == pytest.approx([value or 0 for value in eight], rel=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_two_hundred_steps_in_short_numbers_end_as_in_float32(precision, full_precision, tmp_path):
@@ -224,7 +234,8 @@ def held_out_after_200(folder, *arguments) -> float:
     return metrics(folder / "out/gpt2")[-1]["held_out"]
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["4k", "12k"])
 def test_a_full_disk_is_told_in_a_line(tmp_path, size):
     """From the first file on, and from the metrics on."""
@@ -242,7 +253,8 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, size):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
     assert done.returncode == 1
@@ -251,7 +263,8 @@ def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "out/gpt2") if "skipped" in record] == [2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30", "--skip-budget=1")
     assert done.returncode == 1
@@ -290,6 +303,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_told_in_a_line(argument, tmp_path):
@@ -322,7 +336,8 @@ SPLITS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_path):
@@ -349,6 +364,7 @@ def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_pa
         assert (one != other).any()
 
 
+@pytest.mark.programs
 @pytest.mark.parity
 def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     import transformers
@@ -362,6 +378,7 @@ def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (10, 10)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

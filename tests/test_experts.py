@@ -284,7 +284,7 @@ def regrouped(model, chunks):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "stage" in case.sizes else name for name, case in CASES.items()]
+    "name", [pytest.param(name, marks=pytest.mark.long) if "stage" in case.sizes else name for name, case in CASES.items()]
 )
 def test_five_steps_of_a_decoder_are_those_of_one_device(name):
     check(CASES[name])
@@ -334,7 +334,8 @@ SIXTEEN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     """In a process of its own, set up by its environment, since models of the tests are made on import."""
     settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}

@@ -147,7 +147,7 @@ def test_frozen_leaves_and_auxiliary_values(layout):
     close(jax.device_get(state.model), models[2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frozen_leaves_of_a_pipeline():
     layout, trainable = Layout(data=2, stage=2, microbatches=2, zero=2), lambda leaf: mesh.is_array(leaf) and leaf.ndim != 1
     models, losses = alone(2, trainable=trainable)
@@ -166,7 +166,7 @@ def test_auxiliary_values_of_a_pipeline():
     np.testing.assert_allclose(info.aux["square"], jnp.mean(y * y), rtol=EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])  # 5 roundings of 2^-8, of 2^-11
 def test_short_precisions(precision, tolerance):

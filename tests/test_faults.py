@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory, cache):
 @pytest.fixture(scope="module")
 def long(pytestconfig):
     """Kills, and steps, more than so many killed sessions get through."""
-    return (60, 400) if pytestconfig.option.sweep_all else (3, 60)
+    return (60, 400) if pytestconfig.option.all else (3, 60)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def since_fault(job):
     return time.time() - float((job.folder / "fault").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbed):
     expected = undisturbed("small")
     options = {"launcher": "one process", "processes": 1, "cache": cache}
@@ -94,7 +95,8 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
     assert_same_bits(tmp_path, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:
@@ -104,7 +106,8 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
         assert job.printed().endswith(f"preempted: saved step {job.steps()}")
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
@@ -123,23 +126,25 @@ def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, 
 # The sweeps: up to four processes, of two devices or of one
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
     with Running(tmp_path, "--layout", "pipeline", processes=4, cache=cache) as job:
         assert job.wait() == 0, job.printed()
     assert_same_bits(tmp_path, undisturbed("pipeline"))  # more than the 1e-11 that is promised
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, long, pytestconfig):
     """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All end, nobody stays behind, and
     a step is lost for good only back to the last finished checkpoint.
 
     The job comes back with 1, 2 or 4 processes, which share the same devices, started by mpirun or by none. The moments are drawn
-    by --sweep-seed: 3 kills, or 60 with --sweep-all.
+    by --seed: 3 kills, or 60 with --all.
     """
-    generator, every, took, lost, saving, reached = random.Random(pytestconfig.option.sweep_seed), 3, [], [], 0, 0
+    generator, every, took, lost, saving, reached = random.Random(pytestconfig.option.seed), 3, [], [], 0, 0
     (kills, steps), begun, start_up = long, [], 5.0
     command = ["--layout", "small", "--steps", steps, "--every", every, "--start-up", LIMIT]
     for number in range(kills):
@@ -187,7 +192,8 @@ def goes_on_from(job):
     return int(restored[0]) if restored else 0
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("launcher", "processes", "rank"), [(ALL[0], 4, 3), (ALL[0], 2, 0), (ALL[-1], 2, 1)])
 def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed, launcher, processes, rank):
@@ -207,7 +213,8 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
     assert_same_bits(tmp_path, undisturbed("small"))
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
@@ -231,7 +238,8 @@ STOPPED = {
 }
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("leave", STOPPED)
@@ -249,7 +257,8 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, cache
     assert re.search(rf"rank {rank} on \S+ \(process \d+\) {re.escape(STOPPED[leave])}", printed), printed
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("delay", "late"), [(0.5, 0), (0.5, 8), (8.0, 0)])
@@ -271,7 +280,8 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
     assert re.search(named, printed), printed
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch):
     """With JAX's coordinator alone, at that port, each took the other's ranks, and both were aborted."""
     options = {"processes": 2, "cache": cache, "flags": flags.quick(), "launcher": "variables", "name": str(time.time_ns())}
@@ -285,7 +295,8 @@ def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch
             assert "finished with goodput" in job.printed()
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -303,7 +314,8 @@ def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, numb
     assert "Traceback" not in printed
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("processes", [1, 2])
@@ -324,7 +336,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, cache, processes):
     assert "Traceback" not in printed
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.skipif(LAUNCHER != "mpirun", reason="no mpirun here")
 def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache):
     """It sends SIGKILL a second later, or after as many as it is told."""
@@ -341,7 +354,8 @@ def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache)
         assert f"preempted: saved step {job.steps()}" in job.printed()
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     started = ["--layout", "one", "--steps", 1000, "--every", 1000]  # no checkpoint, whose settings would be refused first
@@ -354,7 +368,8 @@ def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
         assert job.ranks()
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
     options = ["--layout", "small", "--nan-at", 3, 5, "--every", 4]
     with Running(tmp_path / "within", *options, processes=2, cache=cache, flags=flags.quick()) as job:
@@ -368,7 +383,8 @@ def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache)
     assert (tmp_path / "past" / "checkpoints" / "00000006" / "manifest.json").exists()
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturbed):
     """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device, then back."""
     for layout, processes, steps in [("pipeline", 4, 3), ("plain", 2, 6), ("one", 1, 9), ("pipeline", 4, 12)]:
@@ -382,7 +398,8 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
     )
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_other_settings_are_refused_in_a_folder_that_holds_a_run(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     for seed, code in ((0, 0), (1, 1)):

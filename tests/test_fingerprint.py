@@ -403,7 +403,7 @@ def test_a_bit_that_turns_inside_the_step_is_found():
     assert silent < 40  # the last bits of a gradient are rounded away in the moments
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["data", "pipeline"])
 def test_two_thousand_steps_raise_no_alarm(name):

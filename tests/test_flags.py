@@ -144,7 +144,7 @@ def test_what_is_proposed_for_a_wrong_layout_works(example, usual, part):
 
 def test_what_is_proposed_for_a_wrong_flag_works(example, usual, pytestconfig, tmp_path):
     """300 of them, some with a layout beside them that does not fit."""
-    settings, generator = example.settings, random.Random(pytestconfig.option.sweep_seed)
+    settings, generator = example.settings, random.Random(pytestconfig.option.seed)
     reader, world = Usual(settings), example.fitting.World(None, 256, room=lambda: (10**6, 10**5))
     wrong = typed = silent = 0
     while wrong < DRAWS:
@@ -170,7 +170,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     """Some of them, through the reader of the command line, and up to the first step."""
     from parallax.run.launch import Job
 
-    generator, reader, seen = random.Random(pytestconfig.option.sweep_seed), Usual(example.settings), 0
+    generator, reader, seen = random.Random(pytestconfig.option.seed), Usual(example.settings), 0
     while seen < 8:
         settings = dataclasses.replace(usual, **drawn_from(generator, LAYOUTS | {"devices": [8], "model": ["tiny"]}, 0.3))
         try:

@@ -33,7 +33,7 @@ def after_two_steps(words):
     [
         "data=2,zero=3",
         *(
-            pytest.param(words, marks=pytest.mark.slow)
+            pytest.param(words, marks=pytest.mark.long)
             for words in ("data=2,remat=block", "data=2,zero=3,remat=products", "stage=2,microbatches=2,remat=block")
         ),
     ],

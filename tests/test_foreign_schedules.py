@@ -69,7 +69,7 @@ def test_a_v_is_a_v():
 
 
 @pytest.mark.sweep(7)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_tables_of_torch_run_to_the_same_gradients(name):
     found, expected = anywhere(from_csv(FILES[name]))
@@ -77,7 +77,7 @@ def test_tables_of_torch_run_to_the_same_gradients(name):
 
 
 @pytest.mark.sweep(7)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_their_memory_is_that_of_their_slots(name):
     assert_memory_is_that_of_the_slots(from_csv(FILES[name]))

@@ -41,12 +41,6 @@ def test_its_losses_are_those_of_one_device(scratch, losses):
         np.testing.assert_allclose(losses, scratch.on_one(STEPS), rtol=1e-11)
 
 
-def test_it_is_short_and_takes_nothing_of_the_kit():
-    text = (EXAMPLES / "from_scratch.py").read_text()
-    assert len(text.splitlines()) <= 200
-    assert "parallax" not in text
-
-
 def with_the_kit(scratch):
     def enter(model, part):
         return part[0] @ model["embed"]

@@ -10,20 +10,6 @@ import flags
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-GALLERY = [
-    "linear_regression",
-    "lenet",
-    "tensor_parallel_vae",
-    "gpt2_ddp_profile",
-    "three_ways_to_split",
-    "wrong_on_purpose",
-    "custom_training",
-    "lora",
-    "experts",
-    "long_context",
-    "inside_jit",
-    "islands",
-]
 PICTURES = {
     "lenet": "accuracy",
     "tensor_parallel_vae": "digits",
@@ -70,15 +56,7 @@ def numbers(text: str, pattern: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-@pytest.mark.parametrize("name", GALLERY)
-def test_it_is_short_and_begins_with_the_sum_and_how_it_is_run(name):
-    text = (EXAMPLES / f"{name}.py").read_text()
-    assert text.count("\n") < 100
-    assert text.startswith("# On the back of the envelope: ")
-    assert f"Run: python examples/{name}.py" in text
-    assert not re.search(r"(?<!\bos)\._", text)  # public names only
-
-
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
 def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     text = printed("linear_regression")
@@ -90,8 +68,9 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     assert numbers(text, "agree to the last bit on # of # points") == [8192, 8192]
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
     text = printed("three_ways_to_split")
     (alone,) = numbers(text, "One device: loss #")
@@ -103,8 +82,9 @@ def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
         assert formula == program
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_mistake_has_a_number_and_a_message(printed):
     text = printed("wrong_on_purpose")
     reported, made = numbers(text, "reports a loss of #; the net that it made has #")
@@ -123,8 +103,9 @@ def test_each_mistake_has_a_number_and_a_message(printed):
     assert text.count("  caught  ") == text.count("  why     ") == 4
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     text = printed("lenet")
     assert numbers(text, "differ from that of one by # at most")[0] <= 1e-5
@@ -132,16 +113,18 @@ def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     assert min(last) >= 95
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
     text = printed("tensor_parallel_vae")
     assert numbers(text, "that on one: # of it apart at most")[0] < ROUNDING
     assert numbers(text, r"step   1 +# +#")[0] > numbers(text, r"step 500 +# +#")[0]
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(printed):
     text = printed("gpt2_ddp_profile")
     own = re.search(r"own losses are (.*);", text)[1].split()
@@ -153,8 +136,9 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
     assert numbers(text, r"MB sent a step +# +#") == [0, pytest.approx(2 * 3 / 4 * weights, rel=0.01)]
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     text = printed("custom_training")
     assert "restored step 60" in text
@@ -162,8 +146,9 @@ def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     assert numbers(text, "step 120 .* told right #%")[0] > 90
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     text = printed("lora")
     whole, factors = (re.sub(r"(?<=\d),(?=\d)", "", part) for part in text.split("Factors of rank"))
@@ -177,8 +162,9 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     assert "Of the frozen net 0 numbers differ" in text
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printed):
     text = printed("experts")
     used = [float(part.replace(",", "")) for part in re.findall(r"of which a token uses ([\d,]+)", text)]
@@ -189,8 +175,9 @@ def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printe
     assert last < first
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(printed):
     text = printed("long_context", "--quick")
     alone, ring = numbers(text, r"\n +256 +above # +#.*")[1], numbers(text, r"\n +256 +above \S+ +\S+ +#")[0]
@@ -199,6 +186,7 @@ def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(p
     assert numbers(text, "step  3  loss #")[0] < numbers(text, "step  1  loss #")[0]
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
 def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
     text = printed("inside_jit")
@@ -235,8 +223,9 @@ def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
         digits.load(tmp_path / "nowhere")
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_islands_talk_seldom_and_learn_as_much(printed):
     text = printed("islands")
     (plain,) = numbers(text, "data parallelism +#")

@@ -86,11 +86,13 @@ def refusals(tmp_path_factory):
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_says_what_was_needed(refusals, case):
     assert re.search(f"^ValueError: .*{CASES[case]}", refusals[case], re.DOTALL), refusals[case]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("case", NUMPYS)
 def test_numpys_numbers_are_pythons(refusals, case):
     assert refusals[case] == NUMPYS[case]

@@ -80,7 +80,7 @@ def test_whole_model_computes_what_transformers_did(dtype, bound):
     assert_close(gradients, fixture("gradients.safetensors"), bound)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [BOUNDS[0], pytest.param(*BOUNDS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "bound"), [BOUNDS[0], pytest.param(*BOUNDS[1], marks=pytest.mark.long)])
 def test_model_on_a_mesh_computes_what_transformers_did(dtype, bound):
     m = mesh.make(data=4, tensor=2)
     model = fixture(dtype=dtype)

@@ -18,7 +18,8 @@ def run(*flags, **options):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_our_side_runs():
     ran = run("--smoke", "--rounds=2", "--batch=3")
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -26,6 +27,7 @@ def test_our_side_runs():
         assert words in ran.stdout, ran.stdout
 
 
+@pytest.mark.programs
 def test_without_a_gpu_it_says_what_it_needs():
     ran = run()
     assert ran.returncode == 2

@@ -70,7 +70,7 @@ def plain(stream):
     return ran("", stream)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "stream"),
     [
@@ -88,7 +88,7 @@ def test_each_layout_inside_an_island_is_the_same_run(text, stream):
     assert len(set(losses[0])) == 2  # each island has rows of its own
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [ring("island"), ErrorFeedback("island")], ids=["exact", "int8"])
 def test_a_round_sends_what_the_plan_says(axis):
     """Between rounds nothing: all that goes between islands stands in a branch that is taken every H steps."""
@@ -125,7 +125,8 @@ def goes_on(folder, count=2, was=2, kill_at=None):
     return state, lost
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
     """It was saved between the exchange of a fragment and its use. And two islands go on as one, and as four."""
     whole, _ = goes_on(tmp_path / "whole")

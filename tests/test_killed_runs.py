@@ -13,6 +13,7 @@ SCENES = ["checkpoints, new", "checkpoints, resumed", "example, new", "example, 
 EVERY = 16
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(32)
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
 @pytest.mark.parametrize("scene", SCENES)

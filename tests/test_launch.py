@@ -209,6 +209,7 @@ ALONE = "job = processes.Job('hand')\n"
 STUCK = "threading.Thread(target=time.sleep, args=(100,)).start()\n"  # an exit handler would wait for it
 
 
+@pytest.mark.programs
 def test_an_exception_ends_the_process_and_is_printed_once():
     program = (
         ALONE + STUCK + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nprocesses.run(main, job)"
@@ -220,6 +221,7 @@ def test_an_exception_ends_the_process_and_is_printed_once():
     assert seconds < 50  # the thread has 100
 
 
+@pytest.mark.programs
 def test_what_is_refused_before_the_work_is_told_in_a_line():
     program = (
         ALONE
@@ -232,6 +234,7 @@ def test_what_is_refused_before_the_work_is_told_in_a_line():
         processes.together(lambda: 1 / 0, Job("hand"))
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("how", "code", "said"), [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")]
@@ -262,6 +265,7 @@ def test_a_step_in_time_is_left_alone():
             watch.phase("train", waits=True)
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("waits", "does"), [(False, "holds up the job"), (True, "waits for the other ranks")])
 def test_a_step_that_takes_too_long_is_named(waits, does):
@@ -282,6 +286,7 @@ with watchdog.Watchdog(job, seconds=0.5) as watch:
     assert "time.sleep(100)" in err or 'File "<string>"' in err  # where it was
 
 
+@pytest.mark.programs
 def test_before_the_first_step_the_others_are_asked_too():
     """All ranks are in one phase then: the line of one that runs once said that it held up the job, whoever was stopped."""
     program = """
@@ -299,6 +304,7 @@ with watchdog.Watchdog(job, seconds=0.1, first=0.5):
     assert "holds up the job" not in err
 
 
+@pytest.mark.programs
 def test_before_the_second_step_there_is_more_time():
     program = """
 job = processes.Job('hand')

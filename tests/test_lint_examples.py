@@ -13,8 +13,9 @@ ELSEWHERE = {"wrong_on_purpose.py"}  # says so
 MAPPED = [path.name for path in sorted(EXAMPLES.glob("*.py")) if "mesh.spmd(" in path.read_text() and path.name not in ELSEWHERE]
 
 
+@pytest.mark.programs
 @pytest.mark.sweep(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("example", MAPPED)
 def test_the_example_is_silent(example, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}

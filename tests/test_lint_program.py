@@ -441,7 +441,7 @@ def test_our_steps_are_silent(layout):
 
 
 @pytest.mark.sweep(8)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "lax"])
 @pytest.mark.parametrize("layout", LAYOUTS + MORE_LAYOUTS, ids=str)
 def test_our_steps_are_silent_wherever(layout, mover):

@@ -233,7 +233,7 @@ def test_random_rule_sets(drawn):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
 @given(drawn=RULES)
 def test_more_random_rule_sets(drawn):

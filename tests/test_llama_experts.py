@@ -90,7 +90,7 @@ def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
     check_info("dropping")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["accumulated", "interleaved"])
 def test_the_info_of_a_step_tells_of_each_layer(case):
     check_info(case)
@@ -119,7 +119,7 @@ def check_info(case):
     assert info.aux.stages.load.shape == (config.layers, config.experts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_is_without_auxiliary_losses():
     layout, tokens = Layout(expert=2), jnp.asarray(windows(TINY, 0, 0, BATCH))
     model = llama.Llama(TINY, key=KEY)
@@ -128,7 +128,7 @@ def test_an_evaluation_is_without_auxiliary_losses():
     np.testing.assert_allclose(alone, loss, rtol=2e-6)  # a float32 has 7 digits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_auxiliary_losses_are_scaled_in_float16():
     """The gradient's norm is mostly theirs: unscaled, they would be lost beside a loss times 2^15."""
     config, tokens, norms = dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1), windows(TINY, 0, 0, BATCH), []
@@ -182,7 +182,8 @@ SIXTEEN = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     """In a process of its own, set up by its environment, since arrays of the tests are made on import."""
     settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}

@@ -28,6 +28,7 @@ def started(program, *arguments):
 HOLD = "claim = lock.take(sys.argv[1]); print('held', flush=True); "
 
 
+@pytest.mark.programs
 def test_the_second_is_told_who_holds_the_folder(tmp_path):
     with started(HOLD + "time.sleep(100)", tmp_path / "run") as holder:
         assert holder.stdout.readline() == "held\n"
@@ -40,6 +41,7 @@ def test_the_second_is_told_who_holds_the_folder(tmp_path):
         assert str(os.getpid()) in (tmp_path / "run" / lock.FILE).read_text()
 
 
+@pytest.mark.programs
 def test_kill_9_frees_the_folder_though_a_child_lives_on(tmp_path):
     """A child process has a copy of the open file, which would keep the lock."""
     child = "child = os.fork()\nif not child: print(os.getpid(), flush=True)  # it runs\ntime.sleep(100)"
@@ -54,6 +56,7 @@ def test_kill_9_frees_the_folder_though_a_child_lives_on(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.programs
 def test_a_run_that_ends_leaves_nothing(tmp_path):
     """The lock's file and the folders made for it go, where they are empty."""
     lock.take(tmp_path / "a" / "b").release()
@@ -82,6 +85,7 @@ while taken < 30:
 """
 
 
+@pytest.mark.programs
 def test_two_never_hold_it_while_runs_come_and_go(tmp_path):
     """Each release removes the file that the others have just opened."""
     jobs = [started(CHURN, tmp_path / "run", tmp_path / "inside") for _ in range(4)]
@@ -108,6 +112,7 @@ def test_a_file_that_is_replaced_between_opening_and_locking_is_not_the_lock(tmp
     os.close(others[0])
 
 
+@pytest.mark.programs
 def test_of_eight_at_once_one_has_it(tmp_path):
     begin, end = tmp_path / "begin", tmp_path / "end"
     until = lambda number: f"while not os.path.exists(sys.argv[{number}]): time.sleep(0.001)\n"
@@ -180,14 +185,15 @@ def alone(tmp_path_factory):
     return trained(folder)
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_of_runs_started_at_once_one_trains(tmp_path, alone, pytestconfig, runs):
-    """Two times, or twenty with --sweep-all. Every second holder is killed, and the next run goes on to the same bits."""
+    """Two times, or twenty with --all. Every second holder is killed, and the next run goes on to the same bits."""
     option, took = pytestconfig.option, []
-    generator = random.Random(option.sweep_seed)
-    for time_ in range(20 if option.sweep_all else 2):
+    generator = random.Random(option.seed)
+    for time_ in range(20 if option.all else 2):
         folder = tmp_path / str(time_) / "run"
         began = time.monotonic()
         jobs = [example(folder) for _ in range(runs)]

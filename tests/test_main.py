@@ -135,7 +135,7 @@ def refused(words):
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.slow), "estimates"]
+    "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.long), "estimates"]
 )
 def test_the_page_on_planning_shows_what_it_prints(command, capsys):
     """Under the page's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""

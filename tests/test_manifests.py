@@ -81,7 +81,7 @@ def folder(two, tmp_path):
 
 
 def test_every_malformed_manifest_is_passed_over(folder, pytestconfig):
-    path, generator = folder / "00000002" / "manifest.json", random.Random(pytestconfig.option.sweep_seed)
+    path, generator = folder / "00000002" / "manifest.json", random.Random(pytestconfig.option.seed)
     good, said = unseal(path), []
     store = checkpoints(folder, say=said.append)
     same = lambda new: json.dumps(new, sort_keys=True) == json.dumps(good, sort_keys=True)

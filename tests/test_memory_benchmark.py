@@ -24,7 +24,8 @@ def memory():
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_prints_its_tables():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, ROOT / "benchmarks" / "memory.py", "--quick"]

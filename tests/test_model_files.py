@@ -36,6 +36,7 @@ def fields_in(folder):
 # A folder holds one model
 
 
+@pytest.mark.programs
 def test_a_kill_at_any_file_operation_leaves_the_old_model_the_new_one_or_none(tmp_path):
     from killed_save import model
 

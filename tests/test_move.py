@@ -74,7 +74,7 @@ def test_what_does_not_live_here_is_refused():
         mesh.move({"w": gone}, P(), wide)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_training_in_a_pipeline_to_writing():
     """The trained model, from stages of three devices' axes to heads over two, writes what it would on one device."""
     config = llama.Config(layers=4, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=61, vocabulary_multiple=64)

@@ -1,73 +1,15 @@
-"""The faults of `mutants.py`: each still applies, and the command tells what is caught from what is not."""
+"""The command of mutants tells what is caught from what is not (`static/mutants_apply.py`: each still applies)."""
 
-import ast
-import re
-import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import mutants
 import pytest
-from mutant import Mutant, mutated, place
-from mutants_by_hand import BY_HAND, NO_FAULT
+from mutant import Mutant, place
+from mutants_by_hand import BY_HAND
 from mutants_drawn import drawn
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize("mutant", BY_HAND, ids=lambda mutant: mutant.name)
-def test_a_fault_stands_in_one_place_and_compiles(mutant):
-    found, content = mutated(mutant, ROOT)
-    assert ast.dump(ast.parse(content)) != ast.dump(ast.parse((ROOT / found.path).read_bytes()))
-    named = [word for word in shlex.split(mutant.tests) if word.startswith("test_")]
-    assert named
-    # A test that is not there would be replaced by its whole file.
-    assert {f"tests/{word}" for word in named} <= {*mutants.selected(mutant, ROOT)}
-
-
-COLLECTION = """
-import pytest, sys
-class Printed:
-    def pytest_collection_finish(self, session):
-        for item in session.items:
-            print("\\t".join([item.nodeid, *{mark.name for mark in item.iter_markers()} & {"slow", "bits"}]))
-options = "-q --collect-only -n 0 -p no:cacheprovider --sweep-all --users-flags".split()
-sys.exit(pytest.main([*options, "-m", "slow or not slow"], plugins=[Printed()]))
-"""
-
-
-@pytest.mark.slow
-def test_the_tests_of_each_fault_are_there():
-    done = subprocess.run([sys.executable, "-c", COLLECTION], check=True, capture_output=True, text=True, cwd=ROOT)
-    tests = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("tests/")]
-    for mutant in BY_HAND:
-        *words, chosen = mutants.selected(mutant, ROOT)
-        where = [word for word in [*words, chosen] if word.startswith("tests/")]
-        chosen = re.sub(r"\b(?!(?:and|or|not)\b)[\w-]+", r"('\g<0>'.lower() in test)", chosen) if "-k" in words else "True"
-        assert [
-            test
-            for test, *marks in tests
-            if test.startswith(tuple(where)) and (mutant.long, mutant.bits) == ("slow" in marks, "bits" in marks)
-            if eval(chosen, {"test": test.lower()})
-        ], f"no test is chosen by {mutant.tests!r} of {mutant.name}"
-
-
-def test_there_are_enough_over_the_whole_package_and_none_twice():
-    some = drawn(ROOT, 24, seed=0)
-    assert len(some) == 24
-    assert len(BY_HAND) + len(some) >= 60
-    assert max(Counter(mutant.key for mutant in (*BY_HAND, *some)).values()) == 1
-    folders = {place(mutant, ROOT).path.parts[1] for mutant in BY_HAND}
-    assert len(folders) >= 20
-    assert sum(mutant.bits for mutant in BY_HAND) >= 4
-
-
-def test_what_is_no_fault_is_a_mutant():
-    for key, reason in NO_FAULT.items():
-        place(Mutant(*key, tests=""), ROOT)
-        assert reason.endswith(".")
 
 
 def test_a_text_that_is_gone_or_not_the_only_one_is_told():
@@ -130,27 +72,25 @@ def test_a_draw_is_the_same_again_and_after_a_move(tmp_path):
     assert {mutant.key for mutant in drawn(ROOT, 24, 0)} != {mutant.key for mutant in drawn(ROOT, 24, 1)}
 
 
-def test_drawn_faults_compile_and_have_tests():
-    for mutant in drawn(ROOT, 48, seed=3):
-        ast.parse(mutated(mutant, ROOT)[1])
-        assert mutant.tests
-
-
-def test_ten_parts_are_all():
-    assert Counter(mutant.key for k in range(10) for mutant in mutants.part(BY_HAND, 10, k)) == Counter(
-        mutant.key for mutant in BY_HAND
-    )
+def test_a_run_takes_those_of_what_changed_and_a_part_of_the_others():
+    """Thirty seeds in a row take every fault; those of changed files come first, and never more than `CHANGED`."""
+    taken = Counter()
+    for seed in range(30):
+        chosen = mutants.chosen(BY_HAND, parts=30, seed=seed, changed=set())
+        assert len(chosen) <= -(-len(BY_HAND) // 30)
+        taken.update(mutant.key for mutant in chosen)
+    assert taken == Counter(mutant.key for mutant in BY_HAND)
+    path = place(CAUGHT, ROOT).path.as_posix()
+    of_file = {mutant.key for mutant in BY_HAND if place(mutant, ROOT).path.as_posix() == path}
+    first = mutants.chosen(BY_HAND, parts=30, seed=0, changed={path})[: mutants.CHANGED]
+    assert {mutant.key for mutant in first} & of_file
+    assert sum(mutant.key in of_file for mutant in first) == min(len(of_file), mutants.CHANGED)
 
 
 CAUGHT = Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came")
 
 
-def test_a_part_of_none_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        mutants.main(["--part", "0"])
-    assert "--part needs a number from 1 on: one Nth of the mutants; got 0." in capsys.readouterr().err
-
-
+@pytest.mark.programs
 def test_the_command_tells_what_is_caught(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mutants, "BY_HAND", (CAUGHT,))
     assert mutants.main(["--generate", "0", "--only", "gpipe", "--cache", str(tmp_path)]) == 0
@@ -175,7 +115,7 @@ def test_the_command_ends_with_1_unless_all_are_caught(how, monkeypatch, capsys)
     monkeypatch.setattr(mutants, "BY_HAND", (CAUGHT,))
     monkeypatch.setattr(mutants, "run", lambda *_: ENDINGS[how])
     expected = how.split(",")[0]
-    assert mutants.main(["--generate", "0"]) == int(expected != "caught")
+    assert mutants.main(["--all", "--generate", "0"]) == int(expected != "caught")
     assert capsys.readouterr().out.startswith(f"{expected}  ")
 
 
@@ -183,5 +123,5 @@ def test_one_that_may_survive_is_no_fault(monkeypatch, capsys):
     monkeypatch.setattr(mutants, "BY_HAND", (CAUGHT,))
     monkeypatch.setattr(mutants, "NO_FAULT", {CAUGHT.key: "The order is free."})
     monkeypatch.setattr(mutants, "run", lambda *_: (0, "1 passed"))
-    assert mutants.main(["--generate", "0"]) == 0
+    assert mutants.main(["--all", "--generate", "0"]) == 0
     assert "The order is free." in capsys.readouterr().out

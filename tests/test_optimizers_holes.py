@@ -99,7 +99,7 @@ def test_a_hole_is_closed(name):
     assert_names_leaf_axis_and_cure(refusal(WAYS["tensor"], {name: HOLES[name]}, specs), "tensor")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hole_is_one_and_whole_leaves_close_it():
     specs = SPECS["tensor"] | LEFT_FOR_SHAPES
     plain = on_one_device(HOLES)

@@ -68,6 +68,7 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
         draw.page(tmp_path / "page.html", "", {"": [tmp_path / "mesh.pdf"]})
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("width", [412, 1100])
 @pytest.mark.parametrize(("scheme", "paper"), [(1, 1.0), (0, 0.07)], ids=["light", "dark"])
@@ -85,6 +86,7 @@ def test_a_browser_draws_it(written, width, scheme, paper):
     np.testing.assert_allclose(pixels[3, 3], paper, atol=0.02)  # the browser's own colours of a page
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(("width", "wider"), [(412, True), (1100, False)], ids=["phone", "desk"])
 def test_a_wide_picture_keeps_its_letters_on_a_phone(tmp_path, width, wider):

@@ -7,19 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_benchmarks import load
+from benchmark_modules import load
 
 ROOT = Path(__file__).parent.parent
 
 
+PRINTED = [
+    "Narayanan, table 1: 529.6 B",
+    "PaLM 540 B",
+    "Llama 3",
+    "factors: products",
+    "scored half, 25 rows: median",
+    "Drawn in",
+]
+
+
 @pytest.fixture(scope="module")
 def papers():
-    """The script as a module; it imports its neighbour."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield load("papers")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    """The script as a module."""
+    return load("papers")
 
 
 def test_rows(papers):
@@ -76,10 +82,22 @@ def test_the_fit_finds_what_is_there(papers):
     np.testing.assert_allclose(papers.total(parts, factors), 100 * factors[3])
 
 
-def test_the_page_has_what_the_program_prints(papers):
+@pytest.mark.programs
+def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys, tmp_path):
     """docs/planning.md has a line for each row, with the published time and our ratio; and the score."""
-    rows = papers.rows()
-    found = papers.scored(0, rows, [papers.planned(row) for row in rows])
+    scores = []
+
+    def scored(*arguments, scored=papers.scored):
+        scores.append(scored(*arguments))
+        return scores[-1]
+
+    monkeypatch.setattr(papers, "scored", scored)
+    monkeypatch.setattr(sys, "argv", ["papers.py", f"--picture={tmp_path / 'papers.png'}"])
+    papers.main()
+    printed = capsys.readouterr().out
+    assert [words for words in PRINTED if words not in printed] == []
+    assert (tmp_path / "papers.png").exists()
+    (found,) = scores
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     for line, ratio in zip(papers.lines(found), found.ratios, strict=True):
         start = " | ".join(line[name] for name in ("published", "devices", "s"))

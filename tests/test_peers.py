@@ -79,6 +79,7 @@ def at_once(*cases):
             running.result()
 
 
+@pytest.mark.programs
 def test_who_is_gone_is_named_and_the_others_end():
     cases = (functools.partial(gone_is_named, *case) for case in itertools.product([0, 1], ["killed", "polite"]))
     at_once(*cases, functools.partial(gone_at_the_end_is_named, 0), functools.partial(gone_at_the_end_is_named, 1))
@@ -108,6 +109,7 @@ def gone_at_the_end_is_named(gone):
             assert f"(process {members.started[gone].pid}) is gone: it was last in step 7" in members.said(rank)
 
 
+@pytest.mark.programs
 def test_who_leaves_with_a_word_ends_nobody():
     goes = "here.leave(); time.sleep(1); here.close()"
     with Members(goes, goes, f"{goes}; time.sleep(2)") as members:
@@ -116,6 +118,7 @@ def test_who_leaves_with_a_word_ends_nobody():
             assert members.started[rank].returncode == 0
 
 
+@pytest.mark.programs
 def test_who_is_silent_is_named():
     """Or works while the others wait for it, or has left."""
     at_once(functools.partial(silent_is_named, 0), functools.partial(silent_is_named, 1), working_is_named, left_is_named)
@@ -152,6 +155,7 @@ def left_is_named():
             assert words in members.started[rank].stdout.readline()
 
 
+@pytest.mark.programs
 def test_who_does_not_come_in_time_is_named():
     nobody_at = r"rank 0 at 127\.0\.0\.1:\d+ did not come"
     at_once(lambda: missing_is_named((0, 1), "rank 2 did not come"), lambda: missing_is_named((1, 2), nobody_at))
@@ -163,6 +167,7 @@ def missing_is_named(start, missing):
             assert re.search(rf"{missing}\. The job ends\.", members.said(rank))
 
 
+@pytest.mark.programs
 def test_the_time_for_all_to_come_begins_with_the_process():
     """Slow imports belong to it: processes whose imports take longer would otherwise outlive a rank that was killed."""
     program = """
@@ -180,6 +185,7 @@ here.coordinator()
     assert "did not come" in done.stderr, done.stderr
 
 
+@pytest.mark.programs
 def test_a_socket_that_reached_itself_is_not_rank_0():
     """Where nobody listens yet at a port of the system's own range, Linux may give it to the socket that asks for it."""
     program = """
@@ -239,6 +245,7 @@ def strangers(port):
     return [joined(port, "another token"), joined(port, "a token", processes=2), joined(port, "")]
 
 
+@pytest.mark.programs
 def test_strangers_are_turned_away_in_a_line_and_the_job_goes_on():
     with Members(IDLE, IDLE, IDLE, start=(0, 2)) as members:
         until(lambda: connects(members.port))
@@ -370,6 +377,7 @@ def test_silent_connections_keep_no_rank_out():
         assert time.monotonic() < began + 5
 
 
+@pytest.mark.programs
 def test_a_rank_that_has_gone_is_not_let_in_again():
     with Members(IDLE, "here.leave(); here.close()", IDLE) as members:
         assert members.said(1) == "met\n"
@@ -377,6 +385,7 @@ def test_a_rank_that_has_gone_is_not_let_in_again():
         assert joined(members.port, "a token") == "a rank 1 has come already"
 
 
+@pytest.mark.programs
 def test_two_jobs_given_one_port_stay_apart():
     """The second takes the next port; with one port alone its rank 0 ends with a line."""
     with Members(IDLE, IDLE, IDLE) as first:
@@ -396,6 +405,7 @@ def test_two_jobs_given_one_port_stay_apart():
             assert f"each of the ports {first.port} to {first.port + 1} is taken" in refused.stderr
 
 
+@pytest.mark.programs
 def test_a_rank_of_another_token_is_not_let_in_and_names_rank_0():
     with Members(IDLE, IDLE, IDLE, start=(0,)) as first:
         until(lambda: connects(first.port))
@@ -408,6 +418,7 @@ def test_a_rank_of_another_token_is_not_let_in_and_names_rank_0():
         assert first.started[0].poll() is None
 
 
+@pytest.mark.programs
 def test_all_learn_one_address_for_jax_which_is_free():
     shown = "print(address, flush=True)\ntime.sleep(60)"
     with Members(shown, shown, shown) as members:

@@ -218,7 +218,7 @@ def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, rema
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=8, phases=no_shrinking)
 @draws
 def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, mover):
@@ -323,7 +323,7 @@ def train_gpt2(layout, table, seed, remat, mover):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "table", "remat", "mover"),
     [
@@ -338,7 +338,7 @@ def test_gpt2_trains_as_on_one_device(layout, table, remat, mover):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=2, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), mover=st.sampled_from(MOVERS))
 def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, mover):
@@ -370,7 +370,7 @@ def test_memory_does_not_grow_with_the_microbatches(options):
     assert many == pytest.approx(few, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_naive_pipelines_memory_grows_with_them():
     def bytes_of(microbatches):
         arguments = model(pairs, 1, 4), batch_of(ROWS * microbatches)
@@ -423,7 +423,7 @@ def test_the_program_does_not_grow_with_the_layers():
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
 def test_gpt2s_collectives_are_those_of_theory(mover):
     """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""

@@ -235,7 +235,7 @@ def test_everything_at_once_is_as_on_one_device(case, seed):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=4, phases=no_shrinking)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_everything_at_once_is_as_on_one_device_wherever(case, seed):

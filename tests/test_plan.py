@@ -54,14 +54,14 @@ def differences(benchmark, name, batch, layout):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", FEW)
 def test_bytes_are_those_of_the_program(benchmark, layout):
     (batch,) = [batch for batch, listed in benchmark.read(benchmark.LAYOUTS) if str(listed) == str(Layout.parse(layout))]
     assert differences(benchmark, "mini", batch, Layout.parse(layout)) < WORST
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_of_many_layouts_are_those_of_the_program(benchmark):
     """Every sixth of the 80 that `benchmarks/plan.py` compiles, which takes 20 minutes."""
     cases = [(name, batch, layout) for name in benchmark.MODELS for batch, layout in benchmark.read(benchmark.LAYOUTS)]
@@ -92,7 +92,7 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, name):
     batch, layout = OTHERS[name]
@@ -415,6 +415,7 @@ def test_the_published_sums_are_reproduced():
         assert said in small
 
 
+@pytest.mark.programs
 def test_planning_touches_no_device():
     """Thousands of devices, in a process whose JAX has no backend at all."""
     program = (
@@ -430,7 +431,7 @@ def test_planning_touches_no_device():
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measured_hardware_is_a_record_like_the_others():
     here = hardware.measured(mesh.make(data=8), size=64, rounds=2)
     assert here.full_rate > 0

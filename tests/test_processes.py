@@ -9,7 +9,7 @@ from flags import quick
 EXAMPLE = SCRIPT.parent.parent / "examples" / "gpt2.py"
 SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=3", "--evaluate-tokens=512"]
 EXACT = 1e-11  # float64; sums in another order
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.programs, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

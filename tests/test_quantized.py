@@ -350,7 +350,7 @@ def test_traffic_of_the_compiled_program(n, size):
         assert sent <= 0.27 * 4 * hops * part  # the exact ring's, as its tests have it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_gpt2_are_a_quarter_of_the_bytes():
     """All leaves of the model, the short ones too."""
     model = jax.eval_shape(lambda: gpt2.GPT2(CONFIG, key=jax.random.key(0)))
@@ -440,7 +440,7 @@ def by_hand(all_reduce):
 
 
 @pytest.mark.sweep(2, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpt2_learns_as_with_exact_sums():
     """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too."""
     exact = by_the_step("data 8", ring)
@@ -450,7 +450,7 @@ def test_gpt2_learns_as_with_exact_sums():
 
 
 @pytest.mark.sweep(2, "together")
-@pytest.mark.slow
+@pytest.mark.long
 def test_error_feedback_keeps_to_the_exact_run():
     """What is linear in the gradients, as SGD is, forgets nothing: 9 times as near as without, where 4 is asked for."""
     exact = by_hand(lambda gradients, error: (ring.all_reduce(gradients, "data"), error))

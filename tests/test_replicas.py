@@ -37,7 +37,7 @@ def trains_as_one_device(text, mover=ring):
     [
         "replica=2,data=2,zero=3",
         *(
-            pytest.param(text, marks=pytest.mark.slow)
+            pytest.param(text, marks=pytest.mark.long)
             for text in [
                 "replica=2,data=2,tensor=2,zero=1,microbatches=2",
                 "replica=2,data=2,stage=2,zero=2,microbatches=4",
@@ -61,7 +61,7 @@ SIZES = [
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(
     sizes=st.sampled_from(SIZES),
@@ -76,7 +76,8 @@ def test_they_do_whatever_is_combined(sizes, zero, microbatches, mover):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     command = [sys.executable, __file__, "replica=2,data=2,stage=2,tensor=2,zero=2,microbatches=2"]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500)
@@ -105,7 +106,7 @@ def sent_along(text):
     return found, traffic.by_axes(traffic.terms(config, layout, 8)), config
 
 
-@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (2, 3))])
+@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.long) for zero in (2, 3))])
 def test_between_groups_the_shares_move(zero):
     """An all-reduce between 2 groups of n = 4: of 1/n of what is split, of what is whole, and of the loss."""
     found, planned, config = sent_along(f"replica=2,data=4,zero={zero}")

@@ -282,7 +282,7 @@ def transformed(collective, where):
 
 @pytest.mark.sweep(3)
 @every_collective
-@pytest.mark.parametrize("where", ["inside", pytest.param("around", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["inside", pytest.param("around", marks=pytest.mark.long)])
 @settings(max_examples=5)
 @given(x=hnp.arrays(np.float64, (2, 2, 2, 4, 2, 2), elements=st.integers(-3, 3).map(float)))
 def test_transformations(collective, where, x):

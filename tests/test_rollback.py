@@ -14,7 +14,7 @@ SMALL = [
     *("--data=8", "--microbatches=1", "--checkpoint-every=8", "--fingerprint-every=3"),
 ]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.programs, pytest.mark.long]
 
 
 def train(folder: Path, *options: str, faults=(), processes=1) -> tuple[int, list[tuple], str]:
@@ -85,7 +85,8 @@ def test_a_bit_that_makes_the_loss_not_finite_is_told_as_what_it_is(undisturbed,
     assert records == undisturbed
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_in_two_processes_all_go_back_together(tmp_path):
     """The device is the second process's; one tells of it."""
     code, expected, printed = train(tmp_path / "undisturbed", processes=2)

@@ -392,6 +392,7 @@ Write one row a tick and -1 where a stage rests.
 """
 
 
+@pytest.mark.programs
 def test_what_is_no_number_is_refused():
     """In a process of its own: here beartype would refuse it first."""
     assert subprocess.run([sys.executable, "-c", PLAIN], check=True, capture_output=True, text=True).stdout == REFUSED

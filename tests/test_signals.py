@@ -83,6 +83,7 @@ with signals.listening(launch.interrupted, signal.SIGINT):
 """
 
 
+@pytest.mark.programs
 def test_ctrl_c_ends_a_program_that_is_stuck_with_a_line():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", STUCK]

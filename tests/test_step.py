@@ -67,7 +67,7 @@ def test_twenty_steps_are_those_of_one_device(data_tensor, mover, microbatches):
     train(data_tensor, mover, microbatches, SHAPES[0], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("data_tensor", "mover", "microbatches"),
@@ -78,7 +78,7 @@ def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, mover, mi
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=2, phases=no_shrinking)
 @draws
 def test_twenty_steps_are_those_of_one_device_wherever(data_tensor, mover, microbatches, config, seed):
@@ -118,7 +118,7 @@ def count(config, layout, mover):
     return found, expected
 
 
-@pytest.mark.parametrize("mover", [xla, pytest.param(ring, marks=pytest.mark.slow)], ids=["psum", "ring"])
+@pytest.mark.parametrize("mover", [xla, pytest.param(ring, marks=pytest.mark.long)], ids=["psum", "ring"])
 def test_the_collectives_are_those_of_theory(mover):
     config = dataclasses.replace(SHAPES[0], dropout=0.0, attention_dropout=0.0)
     found, expected = count(config, Layout(data=4, tensor=2, microbatches=2), mover)
@@ -126,7 +126,7 @@ def test_the_collectives_are_those_of_theory(mover):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
 @pytest.mark.parametrize(("data", "tensor", "microbatches"), [(4, 2, 4), (2, 4, 1)])
 def test_dropout_adds_no_collective(data, tensor, microbatches, mover):
@@ -159,7 +159,7 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("sizes", "dtype"), [((1, 8, 1), "float32"), pytest.param((2, 2, 2), "float64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sizes", "dtype"), [((1, 8, 1), "float32"), pytest.param((2, 2, 2), "float64", marks=pytest.mark.long)])
 def test_a_model_is_born_in_its_place(sizes, dtype):
     """Each device holds the blocks that the specs say, of the model that one device would make, bit for bit."""
     config, dtype = gpt2.Config(layers=8, heads=8, width=16, context=8, vocabulary=100, vocabulary_multiple=8), jnp.dtype(dtype)
@@ -229,7 +229,7 @@ def test_make_clips_as_optax_does(max_norm):
 MIXED = {"data": halving, "stage": two_rings, "tensor": ring}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_axis_may_have_a_mover_of_its_own():
     """Sums over stage and tensor go along one after the other; what is sent is what the plan says."""
     layout, axes = Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1), {name: mover(name) for name, mover in MIXED.items()}
@@ -354,7 +354,7 @@ def test_a_layout_that_does_not_fit_is_refused(layout, mesh_of, message):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

@@ -42,7 +42,8 @@ def seen(tmp_path_factory):
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_an_error_on_one_process_is_tried_again_by_both(seen):
     for process in seen:
         assert process["undisturbed"] == ""
@@ -54,7 +55,8 @@ def test_an_error_on_one_process_is_tried_again_by_both(seen):
     assert [line.partition(" in ")[0] for line in second] == [f"The checkpoint of step {step}" for step in (2, 5, 5)]
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_past_the_limit_both_stop_with_the_last_good_checkpoint_named(seen):
     first, second = (process["always"] for process in seen)
     assert "was not saved: another process could not do its part" in first
@@ -63,7 +65,8 @@ def test_past_the_limit_both_stop_with_the_last_good_checkpoint_named(seen):
         assert words.endswith("00000004.")
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_slow_verification_ends_no_restore_and_is_shared(seen):
     assert all(process["took"] > SLOW and process["same"] and process["restored"] == 4 for process in seen)
     first, second = (set(process["hashed"]) for process in seen)
@@ -72,7 +75,8 @@ def test_slow_verification_ends_no_restore_and_is_shared(seen):
     assert abs(len(first) - len(second)) <= 1
 
 
-@pytest.mark.faults
+@pytest.mark.programs
+@pytest.mark.long
 def test_damage_that_one_process_finds_is_refused_by_both(seen):
     for process in seen:
         assert process["then"] == 3

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from benchmark_modules import load
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from user_models import KINDS, batch_of
@@ -19,13 +20,11 @@ from user_models import OPTIMIZER as ADAMW
 
 from parallax import grads, mesh, plan, rules, step
 from parallax.collectives import halving, ring
-from parallax.compiled import certificate, hlo
-from parallax.compiled.rates import CHIPS
-from parallax.compiled.seconds import Costs
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.plan import hardware
 
+traces = load("traces")
 MEDIAN, WORST = 0.15, 0.40  # of the peak: what `plan.trace` promises, in each family
 TINY = gpt2.Config(layers=4, heads=4, width=32, context=32, vocabulary=100, vocabulary_multiple=16)
 WIDTH = 64
@@ -45,33 +44,11 @@ def a_step(world, mover=ring, width=WIDTH, rows=32):
     return jax.jit(train, donate_argnums=0), (planned.shapes, jax.ShapeDtypeStruct((rows, width), jnp.float32))
 
 
-def program_operations(text):
-    """Operations of the products of a compiled program, loops counted out."""
-    program = hlo.module(text)
-    costs = Costs(program, next(iter(CHIPS.values())), 1)
-
-    def inside(name, times):
-        for line in program[name]:
-            if line.opcode in ("while", "call", "conditional"):
-                yield from (each for called, often in line.called for each in inside(called, times * max(often, 1)))
-            else:
-                yield times * costs.operations(line)
-
-    return sum(inside(program.entry, 1))
-
-
-def beside(traced, compiled, world):
-    """What must be equal is; how far the peak is off."""
-    memory = compiled.memory_analysis()
-    sent = {}
-    for entry in certificate.read(compiled, world):
-        sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
-    sent.pop((), None)
-    assert traced.sent == sent
-    assert sum(traced.operations.values()) == program_operations(compiled.as_text())
-    assert traced.arguments == memory.argument_size_in_bytes
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return traced.peak / held - 1
+def off(traced, compiled, world):
+    """How far the peak is off. What must be equal is: operations, bytes sent along each axis, arguments."""
+    found = traces.beside(traced, compiled, world)
+    assert all(found.equal.values()), found
+    return found.off
 
 
 def test_a_step_by_hand():
@@ -91,7 +68,7 @@ def test_the_program_agrees():
     world = mesh.make(data=8)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         train, shapes = a_step(world, halving)
-        assert abs(beside(plan.trace(train, shapes, world, platform="cpu"), train.lower(*shapes).compile(), world)) < WORST
+        assert abs(off(plan.trace(train, shapes, world, platform="cpu"), train.lower(*shapes).compile(), world)) < WORST
 
 
 def test_four_thousand_devices():
@@ -179,11 +156,11 @@ def of_user(name):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "adapted decoder"])
 def test_models_of_users(name):
     found, compiled, world = of_user(name)
-    assert abs(beside(found, compiled, world)) < WORST
+    assert abs(off(found, compiled, world)) < WORST
 
 
 FAMILIES = {
@@ -210,18 +187,18 @@ def of_recipe(line, make):
 
 
 @functools.cache
-def off(line):
+def off_of_layout(line):
     """How far the peak of a layout of a small GPT-2 is off."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         here = lambda layout: mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
         *_, train, shapes, found, world = of_recipe(line, here)
-        return beside(found, train.lower(*shapes).compile(CHEAPLY), world)
+        return off(found, train.lower(*shapes).compile(CHEAPLY), world)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_of_each_family(family):
-    found = sorted(abs(off(line)) for line in FAMILIES[family])
+    found = sorted(abs(off_of_layout(line)) for line in FAMILIES[family])
     assert statistics.median(found) <= MEDIAN
     assert found[-1] <= WORST
 
@@ -256,8 +233,8 @@ def test_closed_formulas_are_the_trace(line):
         assert sum(found.operations.values()) == planned.work.device
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep(30)
 @pytest.mark.parametrize("line", drawn(60))
 def test_drawn_layouts(line):
-    assert abs(off(line)) <= WORST
+    assert abs(off_of_layout(line)) <= WORST

@@ -74,8 +74,9 @@ def every_name():
     return "\n".join([*lines, *reads, ""])
 
 
+@pytest.mark.programs
 @NEEDS_PYRIGHT
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_public_name_has_a_known_type(tmp_path):
     program = every_name()
     assert program.count("print(") > 500
@@ -83,8 +84,9 @@ def test_every_public_name_has_a_known_type(tmp_path):
     assert checked(tmp_path, "strict") == []
 
 
+@pytest.mark.programs
 @NEEDS_PYRIGHT
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_programs_of_the_pages_have_no_wrong_type(tmp_path):
     """Each page is one program, as `test_docs.py` runs it; README's fragments speak of examples/pipeline.py."""
     for page in PAGES:
@@ -96,8 +98,9 @@ def test_the_programs_of_the_pages_have_no_wrong_type(tmp_path):
     assert [line for line in found if TREES not in line] == []
 
 
+@pytest.mark.programs
 @NEEDS_PYRIGHT
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_type_and_an_unknown_one_are_found(tmp_path):
     (tmp_path / "wrong.py").write_text("from parallax import grads\n\nprint(grads.averaged('loss', 'data'))\n")
     (tmp_path / "unknown.py").write_text("import jax\n\nprint(jax.jit)\n")

@@ -194,7 +194,7 @@ def tokens_of_a_stage():
     return layers * 2 * tokens * 12 * width**2, layers * 2 * 2 * tokens * CONFIG.context * width
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_operations_are_those_of_the_table():
     """(M + P - 1)(F + I) + M W of 1F1B's (M + P - 1)(F + B), counted in both compiled programs: not one more."""
     weight, scores = tokens_of_a_stage()

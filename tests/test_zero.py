@@ -37,10 +37,10 @@ def trains_as_one_device(layout, mover=ring):
     ("layout", "mover"),
     [
         (Layout(data=2, zero=1, microbatches=2), ring),
-        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), xla, marks=pytest.mark.slow),
-        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), ring, marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), xla, marks=pytest.mark.long),
+        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), ring, marks=pytest.mark.long),
         pytest.param(
-            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), ring, marks=pytest.mark.slow
+            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), ring, marks=pytest.mark.long
         ),
     ],
     ids=str,
@@ -49,7 +49,7 @@ def test_five_steps_are_those_of_one_device(layout, mover):
     trains_as_one_device(layout, mover)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_that_overlap_with_their_collectives_compute_the_same():
     model = gpt2.GPT2(WIRE, key=jax.random.key(0), dtype=jnp.dtype("float64"))
     windows = jnp.arange(4 * 9, dtype=jnp.int32).reshape(4, 9) % WIRE.vocabulary
@@ -68,7 +68,7 @@ def test_products_that_overlap_with_their_collectives_compute_the_same():
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
@@ -99,7 +99,7 @@ def admitted():
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(layout=st.sampled_from(list(admitted())), mover=st.sampled_from([ring, xla]))
 def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, mover):
@@ -136,7 +136,7 @@ def sizes(config, n):
     ("n", "zero_", "microbatches"),
     [
         (2, 3, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]),
     ],
 )
 def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
@@ -156,9 +156,9 @@ def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
 @pytest.mark.parametrize(
     ("sequence", "remat", "times"),
     [
-        pytest.param(False, "none", 8, marks=pytest.mark.slow),
-        pytest.param(True, "none", 8, marks=pytest.mark.slow),
-        pytest.param(True, "gathers", 10, marks=pytest.mark.slow),
+        pytest.param(False, "none", 8, marks=pytest.mark.long),
+        pytest.param(True, "none", 8, marks=pytest.mark.long),
+        pytest.param(True, "gathers", 10, marks=pytest.mark.long),
     ],
 )
 def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
@@ -191,7 +191,7 @@ def memory(layout, config, batch=8, **options):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
 def test_parameters_and_optimizer_state_are_held_once(zero_, held):
     """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what stays whole."""
@@ -208,7 +208,7 @@ def temporary(layout, layers, **sizes):
     return memory(layout, gpt2.Config(layers=layers, **sizes))[1].temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sequence_parallelism_keeps_its_share_of_the_activations():
     """What a layer adds to a step's memory, as the difference of two depths: 1/t of one device's."""
     growth = lambda layout: temporary(layout, 8) - temporary(layout, 4)
@@ -218,7 +218,7 @@ def test_sequence_parallelism_keeps_its_share_of_the_activations():
     assert one / growth(Layout(tensor=t)) < t * 0.9  # residual stream and norms are on every device
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero_3_holds_two_layers_beside_its_shares():
     """Of sixteen layers over eight devices: two gathered, one layer's gradient, and four shares.
 

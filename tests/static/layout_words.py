@@ -6,14 +6,13 @@ are numbers and may be counted with.
 """
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from parallax.layout import words
 from parallax.layout.nearest import KNOWN
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = set(KNOWN)
 READER = ROOT / "parallax" / "layout" / "words.py"
 FILES = [path for folder in ("parallax", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -126,61 +125,76 @@ def findings(tree):
                 yield node.lineno, f"chooses by {node.id}, which is a layout's word"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path != READER], ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_reads_a_layouts_words(path):
-    assert not sorted(findings(ast.parse(path.read_text())))
+def check_no_other_file_reads_a_layouts_words() -> Iterator[str]:
+    """All but the one function that does."""
+    for path in FILES:
+        if path != READER:
+            for line, problem in sorted(findings(ast.parse(path.read_text(encoding="utf-8")))):
+                yield f"{path.relative_to(ROOT)}:{line} {problem}"
 
 
-def test_one_function_does():
-    tree = ast.parse(READER.read_text())
+def check_one_function_does() -> Iterator[str]:
+    """`words.rows` reads every word, and nothing else of its file does."""
+    tree = ast.parse(READER.read_text(encoding="utf-8"))
     (reader,) = (node for node in tree.body if getattr(node, "name", "") == "rows")
-    lines = {line for line, what in findings(tree) if "has a table" not in what}
+    lines = {line for line, problem in findings(tree) if "has a table" not in problem}
     inside = set(range(reader.lineno, reader.end_lineno + 1))
-    assert lines & inside
     handed_over = [ast.unparse(node) for node in ast.walk(tree) if getattr(node, "lineno", 0) in lines - inside]
-    assert "rows(vars(layout))" in handed_over
-    assert len(lines - inside) == 1
-    assert {read(node) for node in ast.walk(reader)} >= WORDS
+    if not lines & inside or "rows(vars(layout))" not in handed_over or len(lines - inside) != 1:
+        yield f"{READER.relative_to(ROOT)} reads words in lines {sorted(lines - inside)}, outside `rows`"
+    if unread := WORDS - {read(node) for node in ast.walk(reader)}:
+        yield f"`rows` does not read {sorted(unread)}"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = 1 if layout.zero == 3 else 2",
-        "x = {'products': 1, 'block': 2}.get(layout.remat, 0)",
-        "x = TABLE[plan.layout.precision]",
-        "x = [1, 2][layout.sequence]",
-        "if layout.sequence: pass",
-        "x = not layout.zero",
-        "def f(layout):\n    remat, n = layout.remat, 3\n    return remat in ONES",
-        "def f(remat):\n    return remat == 'products'",
-        "match layout.schedule:\n    case 'gpipe': pass",
-        "x = 2 if layout.stage > 1 else 1",
-        "x = vars(layout)['zero']",
-        "x = getattr(layout, 'zero') + 1",
-        "x = dataclasses.asdict(layout)['remat'] == other",
-        "x = [a for a in b if run.layout.sequence]",
-        "x = any(each.zero == 3 for each in layouts)",
-    ],
-)
-def test_what_reads_a_word_is_found(line):
-    assert list(findings(ast.parse(line)))
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["n = layers // (layout.stage * layout.chunks)", "layout = Layout(zero=zero, remat=remat)", "x = zero.scattered(grad)"],
-)
-def test_what_counts_is_not(line):
-    assert not list(findings(ast.parse(line)))
-
-
-def test_every_word_has_a_row():
-    assert set(words.REMAT) == set(KNOWN["remat"])
-    assert set(words.PRECISION) == set(KNOWN["precision"])
-    assert set(words.ORDERS) == set(KNOWN["schedule"])
-    assert len(words.ZERO) == len(KNOWN["zero"])
-    assert len(words.TOKENS) == len(KNOWN["sequence"])
-    assert len(words.SENDS) == len(KNOWN["split_sends"])
+def check_every_word_has_a_row() -> Iterator[str]:
+    """The tables of `words.py` know what a layout takes."""
+    known = {
+        "remat": list(words.REMAT),
+        "precision": list(words.PRECISION),
+        "schedule": list(words.ORDERS),
+    }
+    for name, table in known.items():
+        if set(table) != set(KNOWN[name]):
+            yield f"words.py has rows for {sorted(map(str, table))} of {name}, and a layout takes {KNOWN[name]}"
+    counts = {"zero": words.ZERO, "sequence": words.TOKENS, "split_sends": words.SENDS}
+    for name, table in counts.items():
+        if len(table) != len(KNOWN[name]):
+            yield f"words.py has {len(table)} rows for {name}, and a layout takes {KNOWN[name]}"
     for table in (words.REMAT, words.PRECISION):
-        assert [row.says for row in table.values()] == list(table)
+        if [row.says for row in table.values()] != list(table):
+            yield "a row of words.py says another word than its own"
+
+
+# This check, tried: lines that read a word, and lines that only count with a size.
+READING = [
+    "x = 1 if layout.zero == 3 else 2",
+    "x = {'products': 1, 'block': 2}.get(layout.remat, 0)",
+    "x = TABLE[plan.layout.precision]",
+    "x = [1, 2][layout.sequence]",
+    "if layout.sequence: pass",
+    "x = not layout.zero",
+    "def f(layout):\n    remat, n = layout.remat, 3\n    return remat in ONES",
+    "def f(remat):\n    return remat == 'products'",
+    "match layout.schedule:\n    case 'gpipe': pass",
+    "x = 2 if layout.stage > 1 else 1",
+    "x = vars(layout)['zero']",
+    "x = getattr(layout, 'zero') + 1",
+    "x = dataclasses.asdict(layout)['remat'] == other",
+    "x = [a for a in b if run.layout.sequence]",
+    "x = any(each.zero == 3 for each in layouts)",
+]
+COUNTING = [
+    "n = layers // (layout.stage * layout.chunks)",
+    "layout = Layout(zero=zero, remat=remat)",
+    "x = zero.scattered(grad)",
+]
+
+
+def check_what_reads_a_word_is_found() -> Iterator[str]:
+    """`findings` finds a word that is read, and lets sizes be counted with."""
+    for line in READING:
+        if not list(findings(ast.parse(line))):
+            yield f"{line!r} reads a word, and is not found"
+    for line in COUNTING:
+        if list(findings(ast.parse(line))):
+            yield f"{line!r} counts with a size, and is taken for a word that is read"
