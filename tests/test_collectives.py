@@ -94,7 +94,7 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        marks = [pytest.mark.sweep(2)] if sizes == quick(f) else [pytest.mark.long, pytest.mark.sweep(16)]
+        marks = [pytest.mark.sweep(4)] if sizes == quick(f) else [pytest.mark.long, pytest.mark.sweep(16)]
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
     chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[0])]

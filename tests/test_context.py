@@ -250,6 +250,7 @@ def largest(jaxpr):
     return max([own, *(largest(jaxprs.opened(body)) for eqn in jaxpr.eqns for body in jaxprs.inner(eqn))])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_array_grows_with_the_square_of_the_tokens(way):
     """Over layers in a scan, which share their documents: masks of all pairs would be computed before it, and kept."""

@@ -155,6 +155,7 @@ def _dealt(x, axis):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("of", "n"), [(halving, 8), (machines(2), 6), (torus, (2, 4))], ids=str)
 def test_large_blocks_are_sent_apart(of, kind, n):
     """Beyond BUNDLED bytes a block each is a permute of its own; up to there, those of a message are one."""
