@@ -144,6 +144,7 @@ def first_difference(options: argparse.Namespace) -> str:
         raise ValueError(f"--record needs a file that --save wrote; there is none at {options.record}.")
     if options.save and not Path(options.save).absolute().parent.is_dir():
         raise ValueError(f"--save needs a folder that is there; {Path(options.save).absolute().parent} is none.")
+    kept = bisect.load(options.record) if options.record else None  # a wrong file is told before anything is compiled
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", layout.devices)
@@ -155,7 +156,7 @@ def first_difference(options: argparse.Namespace) -> str:
         prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, **settings)
         return prepared.train, (prepared.init(), windows)
 
-    right = bisect.load(options.record) if options.record else bisect.record(lambda: run(Layout()))
+    right = kept or bisect.record(lambda: run(Layout()))
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)
