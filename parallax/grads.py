@@ -6,18 +6,19 @@ A leaf that is not trained has a gradient of None. The order of wrapping is the 
 once a step, inside it once a microbatch.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, TypeVar
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from parallax import bisect, mesh
+from parallax import bisect, jaxprs, mesh
 from parallax.collectives import Axis, AxisLike, joined, types, xla
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import linear, varying, varying_axes, wide
@@ -69,12 +70,14 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
         aux: what becomes of auxiliary values, which come stacked, `[microbatches, ...]` each.
 
     Raises:
-        ValueError: a leaf's first dim does not divide by `microbatches`.
+        ValueError: the leaves' first dims differ, or do not divide by `microbatches`; or `grad` is `clipped`.
     """
     if microbatches < 1:
         raise ValueError(f"accumulated needs microbatches of 1 or more; got {microbatches}.")
 
     def wrapped(params, batch):
+        if microbatches > 1:
+            refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
         parts = in_parts(batch, microbatches)
 
         def add(sums, each):
@@ -104,22 +107,22 @@ def averaged(
     The parameters are declared varying before `grad` differentiates, so that its gradients stay local, and are then reduced
     once, by the mover of `axis`: `A {U_X} -> A`. A parameter that is split over some of the axes already (ZeRO-3, experts) has
     a gradient that is summed along those: it is summed over the others alone. Each is divided by the size of all of them.
+    Sums are taken in float32 or wider, and rounded once, to the gradient's own type.
+
+    It may stand inside another one over the same axis, in a loss that takes a step itself (MAML): it is the mean there too.
 
     Args:
         grad: a grad arrow.
         axis: the axis, or the axes, that split the batch.
         aux: what becomes of auxiliary values: a function of them and of `axis`.
         made: picks the part of the parameters whose gradients `grad` sums itself, where it makes them: see `as_made`.
+
+    Raises:
+        ValueError: the loss is reduced over `axis` already; a parameter is a share along `axis`, and the loss uses it as if it
+            were whole; or the map does not tell what differs between devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
-    sums = summed(grad, axis, loss=True, aux=aux, made=made)
-
-    def wrapped(params, batch):
-        n = axis.size()
-        value, gradients = sums(params, batch)
-        return on_parts(value, lambda loss: loss / n, lambda aux: aux), jax.tree.map(lambda g: g / n, gradients)
-
-    return wrapped
+    return _over_devices(grad, axis, lambda total, term: (total / axis.size()).astype(term.dtype), loss=True, aux=aux, made=made)
 
 
 def summed(
@@ -134,26 +137,156 @@ def summed(
 
     For devices that each compute a part of one loss, as in sequence parallelism, where a norm sees some of the tokens. The
     parameters are declared varying first, so that their gradients stay local until this one all-reduce. With `loss`, the
-    losses are parts as well, and are summed too. `aux` and `made` as in `averaged`.
+    losses are parts as well, and are summed too; without it, the loss may be a sum or mean over `axis` already. `aux`, `made`
+    and errors as in `averaged`.
     """
+    return _over_devices(grad, Axis.of(axis), lambda total, term: total.astype(term.dtype), loss=loss, aux=aux, made=made)
 
-    axis = Axis.of(axis)
+
+def _over_devices(
+    grad: Grad,
+    axis: Axis,
+    finish: Callable[[Array, Array], Array],
+    *,
+    loss: bool,
+    aux: Callable[[Any, Axis], Any],
+    made: Callable[[Any], Any] | None,
+) -> Grad:
+    """`grad` with its gradients, and with `loss` its loss, summed over `axis`: `finish(sum, term)` of each."""
 
     def wrapped(params, batch):
-        _try_out(grad, params, batch, axis)
-        with _set(DECLARED, DECLARED.get() | set(axes_of(axis))):
-            declared = varying(params, axis.names)
-            given = declared if made is None else eqx.tree_at(made, declared, made(params))
-            value, gradients = grad(given, batch)
-        local = lambda g, w: {*varying_axes(g), *varying_axes(w)}  # what was not declared varying may be summed already
-        names = lambda g, w, own: tuple(name for name in missing(own, axis) if name in local(g, w))
-        over = jax.tree.map(names, gradients, beside(gradients, given), beside(gradients, params))
-        over_loss = axes_of(axis) if loss else ()
-        own = value[0] if isinstance(value, tuple) else value
-        total, sums = reduced((own, gradients), (over_loss, over), axis)
-        return on_parts(value, lambda _: total, lambda values: aux(ordered(values, (total, sums)), axis)), sums
+        given, value, gradients = local(grad, params, batch, axis, loss=loss, made=made)
+
+        def axes_to_reduce(gradient, declared, parameter):
+            differs = {*varying_axes(gradient), *varying_axes(declared)}  # what `made` picks may be summed already
+            return tuple(name for name in copied(parameter, axis) if name in differs)
+
+        over = jax.tree.map(axes_to_reduce, gradients, beside(gradients, given), beside(gradients, params))
+        terms = (loss_of(value), gradients)
+        sums = reduced(terms, (axes_of(axis) if loss else (), over), axis)
+        total, finished = jax.tree.map(finish, sums, terms)
+        return on_parts(value, lambda _: total, lambda values: aux(ordered(values, (total, finished)), axis)), finished
 
     return wrapped
+
+
+class Outside(NamedTuple):
+    """What the arrows round the code that is being traced have done.
+
+    Attributes:
+        declared: the axes along which they declared all parameters varying.
+        shares: those of these along which some parameters were shares before.
+    """
+
+    declared: frozenset[str] = frozenset()
+    shares: frozenset[str] = frozenset()
+
+
+# A context of JAX's own: it is part of the key under which `jax.jit` keeps what it has traced.
+OUTSIDE = jax.make_user_context(Outside())
+
+
+def local(
+    grad: Grad, params: PyTree, batch: PyTree, axis: Axis, *, loss: bool, made: Callable[[Any], Any] | None = None
+) -> tuple[PyTree, PyTree, PyTree]:
+    """The parameters declared varying along `axis`, and what `grad` makes of them: each device's own loss and gradients.
+
+    Args:
+        grad: a grad arrow.
+        params: its parameters.
+        batch: this device's.
+        axis: the axis to be reduced over.
+        loss: whether the loss is to be reduced as well.
+        made: as in `averaged`: what it picks is not declared varying.
+
+    Raises:
+        ValueError: as `averaged` does.
+    """
+    types.check_typed()
+    outside, along = OUTSIDE.value, frozenset(several(axes_of(axis)))
+    shares = {name: _shares(params, name) for name in sorted(along)}
+    split = frozenset(name for name, paths in shares.items() if paths)
+    if unclear := sorted(split & outside.shares):
+        raise ValueError(
+            f"A grad arrow over {unclear} stands inside another one over the same axis, some of whose parameters are shares "
+            "there, and nothing tells those from copies. Take the mean of the inner gradients by hand: "
+            f"lax.pmean(gradients, {unclear[0]!r})."
+        )
+    given = varying(params, axis.names)
+    given = given if made is None else eqx.tree_at(made, given, made(params))
+    with OUTSIDE(Outside(outside.declared | along, outside.shares | (split - outside.declared))):
+        shares = {name: shares[name] for name in sorted(split - outside.declared)}
+        value, gradients = _traced(grad, given, batch, shares) if shares else grad(given, batch)
+        if loss:
+            differ = {name for gradient in jax.tree.leaves(gradients) for name in varying_axes(gradient)}
+            same = along & differ - set(varying_axes(loss_of(value)))  # where gradients are reduced as well, both are right
+            _refuse_reduced(grad, given, batch, sorted(same))
+    return given, value, gradients
+
+
+def _shares(params: PyTree, name: str) -> set[str]:
+    """The paths of the parameters that differ along the axis `name`."""
+    leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
+    return {mesh.dotted(path) for path, leaf in leaves if name in varying_axes(leaf)}
+
+
+def _program(grad: Grad, params: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
+    """`grad` as a program, its arguments' arrays, and the shapes of what it returns."""
+    arrays, static = eqx.partition((params, batch), mesh.is_array)
+    closed, shapes = jax.make_jaxpr(lambda arrays: grad(*eqx.combine(arrays, static)), return_shape=True)(arrays)
+    return closed, arrays, shapes
+
+
+def _traced(grad: Grad, params: PyTree, batch: PyTree, shares: dict[str, set[str]]) -> PyTree:
+    """`grad(params, batch)`, where `shares` names the parameters that are shares, by their axis.
+
+    The user's code is traced once, to a program, which is first read and then run. Raises `ValueError` where a share goes into
+    the loss as if it were whole.
+    """
+    closed, arrays, shapes = _program(grad, params, batch)
+    paths = [mesh.dotted(path) for path, _ in jax.tree.leaves_with_path(arrays[0])]
+    of_batch = [False] * len(paths) + [True] * len(jax.tree.leaves(arrays[1]))
+    for name, split in shares.items():
+        used = jaxprs.uses(closed, name, data=of_batch)[0].unsent
+        for path, leaf, is_used in zip(paths, jax.tree.leaves(arrays[0]), used, strict=False):
+            if is_used and path in split:
+                raise ValueError(
+                    f"The parameter {path or 'itself'}, here of shape {leaf.shape}, differs along {name!r} as a share does, and "
+                    "the loss uses it as if it were whole, so each device would train another model. Wrap the loss, or the "
+                    f"block that uses it, in zero.gathered(..., specs, {name!r}), or replicate the parameter with P(). Where "
+                    "a loop runs over the dim that is split, as over layers, spare it: rules.fsdp(..., keep={'blocks.**': (0,)})."
+                )
+    results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(arrays)))  # constants come back as NumPy's
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _refuse_reduced(grad: Grad, params: PyTree, batch: PyTree, same: list[str]) -> None:
+    """Refuse a loss that is a sum or mean over devices already; `same` are axes along which it is the same.
+
+    A loss that depends on nothing that differs there, such as a constant, is no such sum.
+    """
+    if not same:
+        return
+    closed, arrays, _ = _program(grad, params, batch)
+    for name in same:
+        differs = [name in varying_axes(leaf) for leaf in jax.tree.leaves(arrays)]
+        reaches = jaxprs.uses(closed, name, data=differs)[0].reached
+        if any(map(operator.and_, reaches, differs)):
+            raise ValueError(
+                f"The loss is the same along {name!r}, so it was reduced over it already, by lax.pmean or the like, and what "
+                "averages over that axis would divide its gradients once more. Return each device's own loss; or, for a loss "
+                f"that is the whole one on every device, take grads.summed(grad, {name!r})."
+            )
+
+
+def loss_of(value: PyTree) -> Array:
+    """The loss of what a grad arrow returns beside the gradients."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def several(names: Iterable[str]) -> list[str]:
+    """Those of the axes that have more than one device, in order."""
+    return sorted(name for name in names if types.size(name) > 1)
 
 
 def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
@@ -185,43 +318,6 @@ def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     return lambda params, *arguments: function(jax.tree.map(handed, params), *arguments)
 
 
-class NotGathered(ValueError):
-    """A parameter is used as if it were whole, and it is a share."""
-
-
-# While a program is traced: the axes along which an arrow has declared all parameters varying, and those along which their
-# types tell which of them differ.
-DECLARED: ContextVar[frozenset[str]] = ContextVar("DECLARED", default=frozenset())
-TELLING: ContextVar[frozenset[str]] = ContextVar("TELLING", default=frozenset())
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar[frozenset[str]], value: frozenset[str]) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def _try_out(grad: Grad, params: PyTree, batch: PyTree, axis: Axis) -> None:
-    """Trace `grad` of the parameters as they are, where some are shares along `axis`, so that `NotGathered` can be raised.
-
-    Nothing else is: what another error says, the trace that counts says better.
-    """
-    arrays, static = eqx.partition((params, batch), mesh.is_array)
-    telling = frozenset(axes_of(axis)) - DECLARED.get()
-    if TELLING.get() or not any(telling & set(varying_axes(leaf)) for leaf in jax.tree.leaves(arrays[0])):
-        return
-    with _set(TELLING, telling):
-        try:
-            jax.eval_shape(lambda arrays: grad(*eqx.combine(arrays, static)) and None, arrays)
-        except NotGathered:
-            raise
-        except (TypeError, ValueError):
-            return
-
-
 def axes_of(axis: Axis) -> tuple[str, ...]:
     """The names of an axis, always as a tuple."""
     return types.axes(axis.names)
@@ -232,9 +328,19 @@ def missing(x: Array, axis: Axis) -> tuple[str, ...]:
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
+def copied(x: Array, axis: Axis) -> tuple[str, ...]:
+    """The axes of `axis` along which all devices have the parameter `x`: it is the same there, or an arrow outside has only
+    declared that it varies."""
+    declared = OUTSIDE.value.declared
+    return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
+
+
 def reduced(tree: Tree, over: PyTree, axis: Axis, after: PyTree = ()) -> Tree:
-    """Each leaf of `tree` summed over its own axes: `over` has a tuple of their names, some of those of `axis`, in its place."""
-    leaves, structure = jax.tree.flatten(tree)
+    """Each leaf of `tree` summed over its own axes, in float32 or wider.
+
+    `over` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
+    """
+    leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), tree))
     names = structure.flatten_up_to(over)
     done: PyTree = tree, after
     for each in sorted(set(names), key=len, reverse=True):
@@ -284,14 +390,33 @@ def varies(x: Array, axis: AxisLike) -> bool:
 def clipped(grad: Grad, max_norm: float, *, axes: Sequence[AxisLike] = ()) -> Grad:
     """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all their shards.
 
-    Wrap it round `averaged`, since it takes gradients that vary along an axis to be shards of larger ones. `axes` as in `norm`.
+    It clips the gradients of one step, so it stands outside `averaged`, `accumulated` and `precision.unscaled`. It takes
+    gradients that vary along an axis to be shards of larger ones. `axes` as in `norm`.
     """
+    return Clipped(grad, max_norm, tuple(axes))
 
-    def wrapped(params, batch):
-        value, gradients = grad(params, batch)
-        return value, scaled(gradients, norm(gradients, axes=axes), max_norm)
 
-    return wrapped
+@dataclass(frozen=True)
+class Clipped:
+    """What `clipped` returns: a grad arrow that others can tell from those that may stand inside them."""
+
+    grad: Grad
+    max_norm: float
+    axes: tuple[AxisLike, ...]
+
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """The loss, and the clipped gradients."""
+        value, gradients = self.grad(params, batch)
+        return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
+
+
+def refuse_clipped(grad: Grad, arrow: str, what: str) -> None:
+    """Refuse with a `ValueError` that `arrow` is put round `clipped`, which would then clip `what`."""
+    if isinstance(grad, Clipped):
+        raise ValueError(
+            f"{arrow} stands round grads.clipped, which would clip {what} instead of the gradients of the step. Turn them round: "
+            f"grads.clipped({arrow}(...), max_norm), or step.make(..., max_norm=...)."
+        )
 
 
 def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
@@ -300,7 +425,11 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced over exactly those: one
     scalar for each set of axes in use. Squares are summed in float32 or wider. `axes` say who moves data along them; along any
     other axis `jax.lax` does.
+
+    Raises:
+        ValueError: there is no gradient; or a gradient is that of one device alone, which an arrow outside has yet to reduce.
     """
+    types.check_typed()
     movers = {name: over.mover for over in map(Axis.of, axes) for name in types.axes(over.names)}
     squares = {}
     if not jax.tree.leaves(gradients):
@@ -311,6 +440,11 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     for leaf in jax.tree.leaves(gradients):
         x = leaf.astype(wide(leaf.dtype))
         split = varying_axes(leaf)
+        if unreduced := sorted(OUTSIDE.value.declared & set(split)):
+            raise ValueError(
+                f"A norm is taken inside an arrow that reduces over {unreduced}, of gradients of one device alone, as if they "
+                "were shards. Put the arrow that clips outside: grads.clipped(grads.averaged(...), max_norm)."
+            )
         squares[split] = squares.get(split, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
     over = lambda split: joined(*(movers.get(name, xla)(name) for name in split))
     sums = [over(split).all_reduce(square) if split else square for split, square in squares.items()]
@@ -327,7 +461,7 @@ def in_parts(batch: Tree, microbatches: int) -> Tree:
     """`batch` with each leaf's first dim, the sequences, as `[microbatches, sequences in one]`, in order.
 
     Raises:
-        ValueError: a leaf's first dim does not divide by `microbatches`.
+        ValueError: the leaves' first dims differ, or do not divide by `microbatches`.
     """
 
     def split(path, leaf):
@@ -343,4 +477,18 @@ def in_parts(batch: Tree, microbatches: int) -> Tree:
             )
         return leaf.reshape(microbatches, -1, *leaf.shape[1:])
 
-    return jax.tree.map_with_path(split, batch)
+    parts = jax.tree.map_with_path(split, batch)
+    check_rows(batch)
+    return parts
+
+
+def check_rows(batch: PyTree) -> None:
+    """Refuse with a `ValueError` a batch whose leaves have other numbers of rows, such as a table of weights of classes."""
+    rows = {jax.tree_util.keystr(path) or "itself": leaf.shape[0] for path, leaf in jax.tree.leaves_with_path(batch)}
+    if len(set(rows.values())) > 1:
+        (first, few), (other, many) = min(rows.items(), key=lambda leaf: leaf[1]), max(rows.items(), key=lambda leaf: leaf[1])
+        raise ValueError(
+            f"The batch's leaf {first} has {few} rows on each device and its leaf {other} has {many}, and a batch is cut into "
+            "parts by rows, so all must have as many. What is no row, such as a weight for each class, belongs to the "
+            "parameters or into the loss by closure."
+        )

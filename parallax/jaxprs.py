@@ -1,11 +1,12 @@
 """Reading traced programs: the jaxprs inside an equation, the parts of a loop, and the caller's line."""
 
 import functools
+import operator
 import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import jaxtyping
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+from parallax.collectives import types as collective_types
 
 _HOUSE = os.path.dirname(__file__) + os.sep
 _ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
@@ -47,6 +50,125 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for each in inner(eqn):
             yield from every(each)
+
+
+COLLECTIVES = frozenset(
+    {"linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "pmax", "pmin"}
+    | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
+)
+
+
+def sent_over(eqn: JaxprEqn) -> frozenset[str]:
+    """The axes of the collectives that an equation is, or has inside. One of this library is opened, inside its map."""
+    bodies = [collective_types.opened(eqn, None, check_vma=True)] if eqn.primitive is collective_types.linear_p else inner(eqn)
+    if not bodies and eqn.primitive.name in COLLECTIVES:
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        return frozenset(names if isinstance(names, tuple | list) else (names,))
+    return frozenset().union(*(sent_over(each) for body in bodies for each in body.eqns))
+
+
+class Reach(NamedTuple):
+    """Which of a program's arguments a value depends on, one bit for each.
+
+    Attributes:
+        at_all: in any way.
+        alone: in a way without a collective.
+        met: in such a way, on which it met data, as a weight in a product.
+    """
+
+    at_all: int = 0
+    alone: int = 0
+    met: int = 0
+
+    def __or__(self, other: tuple[int, ...]) -> "Reach":
+        """What depends on both."""
+        return Reach(*map(operator.or_, self, other))
+
+
+class Uses(NamedTuple):
+    """How a result depends on each argument of a program.
+
+    Attributes:
+        reached: whether it does.
+        unsent: whether it meets data on a way to the result that has no collective, so that no other device's part joins it.
+    """
+
+    reached: list[bool]
+    unsent: list[bool]
+
+
+def uses(closed: ClosedJaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
+    """For each result of a program, what becomes of its arguments on the way; `data` says which arguments meet the others.
+
+    Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a penalty on weights is no use of
+    them. An argument that goes into a `ppermute` counts as sent on all ways: a ring written by hand leaves a device's own block
+    in its place.
+    """
+    jaxpr = opened(closed)
+    count = len(jaxpr.invars)
+    of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
+    ways = _Ways(axis, of_data | 1 << count)  # the last bit: constants that differ between devices
+    constants = [Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0) for var in jaxpr.constvars]
+    found = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
+    bits = lambda mask: [bool(mask >> i & 1) for i in range(count)]
+    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in found]
+
+
+class _Ways:
+    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`."""
+
+    def __init__(self, axis: str, data: int):
+        self.axis, self.data, self.passed_on = axis, data, 0
+
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Reach], constants: Sequence[Reach] = ()) -> list[Reach]:
+        known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(zip(jaxpr.invars, arguments, strict=True))
+        read = lambda atom: Reach() if is_literal(atom) else known.get(atom, Reach())
+        for eqn in jaxpr.eqns:
+            known |= zip(eqn.outvars, self.results(eqn, list(map(read, eqn.invars))), strict=True)
+        return list(map(read, jaxpr.outvars))
+
+    def results(self, eqn: JaxprEqn, operands: list[Reach]) -> list[Reach]:
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [self.run(branch, operands[1:]) for branch in inner(eqn)]
+            return [self.met([operands[0], functools.reduce(operator.or_, ways)]) for ways in zip(*branches, strict=True)]
+        if name == "scan":
+            first, carries = scan_parts(eqn)
+            return self.loop(inner(eqn)[0], operands[:first], operands[first:][:carries], operands[first + carries :])
+        if name == "while":
+            skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            rest = operands[skipped:]
+            return self.loop(opened(eqn.params["body_jaxpr"]), rest[:constants], rest[constants:], [])
+        if (body := called(eqn)) is not None:
+            return self.run(body, operands)
+        joined = functools.reduce(operator.or_, operands, Reach())
+        if self.axis in (sent_over(eqn) if joined.alone else ()):
+            if name == "ppermute":
+                self.passed_on |= joined.alone
+            joined = Reach(joined.at_all)
+        elif any(aval.shape for aval in types(eqn.invars)):
+            joined = self.met(operands)
+        return [joined] * len(eqn.outvars)
+
+    def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:
+        while True:
+            carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
+            joined = list(map(operator.or_, carry, carried))
+            if joined == carry:
+                return [*carry, *stacked]
+            carry = joined
+
+    def met(self, operands: Sequence[Reach]) -> Reach:
+        """Of a result of these operands, each of which meets the data of the others."""
+        joined = functools.reduce(operator.or_, operands)
+        for i, operand in enumerate(operands):
+            if any(other.at_all & self.data for other in (*operands[:i], *operands[i + 1 :])):
+                joined |= Reach(met=operand.alone)
+        return joined
+
+
+def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return values[:count], values[count:]
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from parallax import mesh
 from parallax.collectives.types import wide
-from parallax.grads import beside, on_parts
+from parallax.grads import beside, on_parts, refuse_clipped
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -66,9 +66,13 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in `wide` types.
 
     Stand inside whatever looks at the size of gradients, such as `grads.clipped`.
+
+    Raises:
+        ValueError: `grad` is `grads.clipped`.
     """
 
     def wrapped(params, batch):
+        refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         over = lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype))
         value, gradients = grad(params, batch)
         return on_parts(value, over, lambda aux: aux), jax.tree.map(over, gradients)

@@ -115,8 +115,9 @@ def make(
         specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may depend on.
 
     Raises:
-        ValueError: a gradient varies along an axis along which its parameter is the same, since it was not reduced, or is the
-            same where its parameter differs, or is one of a Python number; other leaves have gradients than have optimizer state;
+        ValueError: the loss or a gradient varies along an axis along which the model is the same, since it was not reduced; a
+            gradient is the same where its parameter differs, or is one of a Python number, or a share that the optimizer does
+            not take; other leaves have gradients than have optimizer state;
             auxiliary values differ between devices; the optimizer mixes the elements of a leaf that is split; or `after` changes
             the form of the model, or a leaf of it that is no array.
     """
@@ -145,6 +146,7 @@ def make_scaled(
         loss, aux = value if isinstance(value, tuple) else (value, None)
         weights = grads.beside(gradients, state.model)
         _check_reduced(gradients, weights)
+        _check_own(loss, state)
         _check_joined(aux)
         norm = grads.norm(gradients, axes=axes)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -155,6 +157,7 @@ def make_scaled(
         also = extra(info(finite))
         update = lambda g, s, w: optimizer.update(g, s, w, **also)
         _check_trained(update, gradients, state, weights)
+        _check_shapes(update, gradients, state, weights)
         wholes = elementwise.wholes(weights, {} if specs is None else mesh.by_path(specs))
         elementwise.check(update, gradients, state.optimizer, weights, wholes=wholes, at="step.make")
         updates, optimizer_state = update(gradients, state.optimizer, weights)
@@ -207,6 +210,38 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             )
 
     jax.tree.map_with_path(check, gradients, weights)
+
+
+def _check_own(loss: Array, state: State) -> None:
+    """Refuse a loss that is each device's own, where something of the state is the same on all of them."""
+    leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), mesh.is_array))
+    split = [set(varying_axes(leaf)) for leaf in leaves]
+    local = [name for name in grads.several(varying_axes(loss)) if any(name not in axes for axes in split)]
+    if local:
+        raise ValueError(
+            f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
+            "Wrap the grad arrow in grads.averaged or zero.scattered over that axis."
+        )
+
+
+def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, weights: PyTree) -> None:
+    """Refuse gradients that are shares beside an optimizer that takes whole ones."""
+    leaves = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(weights), strict=True)
+    apart = [(mesh.dotted(path), g.shape, w.shape) for (path, g), w in leaves if g.shape != w.shape]
+    if not apart:
+        return
+    path, share, whole = apart[0]
+    message = (
+        f"step.make: the gradient of {path or 'the parameter'} has shape {share}, a share of {whole} as zero.scattered makes it, "
+        "and the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, specs=...), and give step.init the rule "
+        "of the shares as optimizer_rule."
+    )
+    try:
+        updates, _ = jax.eval_shape(lambda: update(gradients, state.optimizer, weights))
+    except TypeError as error:
+        raise ValueError(message) from error
+    if [leaf.shape for leaf in jax.tree.leaves(updates)] != [leaf.shape for leaf in jax.tree.leaves(weights)]:
+        raise ValueError(message)
 
 
 def _check_joined(aux: PyTree) -> None:
@@ -290,7 +325,7 @@ def init(
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
     trainable: PyTree = rules.is_inexact,
-    batch_axes: Sequence[str] = ("data",),
+    batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
     """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its specs.
 
@@ -344,7 +379,7 @@ def planned(
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
     trainable: PyTree = rules.is_inexact,
-    batch_axes: Sequence[str] = ("data",),
+    batch_axes: Sequence[str] = (),
 ) -> Planned:
     """What `init` makes, before it is made; arguments and errors as there. Nothing is computed."""
 

@@ -18,12 +18,12 @@ those that split the parameter itself (experts); a mean divides by the size of a
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (arXiv 1910.02054).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -32,8 +32,8 @@ from jaxtyping import Array
 from parallax import elementwise, mesh, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import linear, replicated, varying, varying_axes
-from parallax.grads import TELLING, Grad, NotGathered, axes_of, beside, mean_of_devices, missing, on_parts, reduced
+from parallax.collectives.types import linear, replicated, varying_axes
+from parallax.grads import Grad, axes_of, beside, copied, local, loss_of, mean_of_devices, missing, on_parts, reduced
 from parallax.typed import PyTree, Specs
 
 
@@ -48,7 +48,7 @@ def scattered(
     grad: Grad,
     axis: AxisLike,
     *,
-    specs: Specs | None = None,
+    specs: Specs,
     aux: Callable[[Any, Axis], Any] = mean_of_devices,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, of which each keeps its share: `A[I] {U_X} -> A[I_X]`.
@@ -59,7 +59,7 @@ def scattered(
     Args:
         grad: a grad arrow.
         axis: the axis, or the axes, that split the batch.
-        specs: of the shares, a tree like the parameters; by default those of `rules.fsdp(axis, size=n)`.
+        specs: of the shares, a tree like the parameters, as `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
         aux: as in `grads.averaged`.
 
     Raises:
@@ -68,22 +68,23 @@ def scattered(
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        n, found = axis.size(), specs_by_path(params, axis, specs)
-        value, gradients = local = grad(varying(params, axis.names), batch)
-        value, gradients = ordered((value, gradients), local)
+        n, found = axis.size(), mesh.by_path(specs)
+        _, *own_values = local(grad, params, batch, axis, loss=True)
+        value, gradients = ordered(own_values, own_values)
         weights = beside(gradients, params)
-        splits = lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
+        splits = lambda path, weight: splits_of(path, found, axis.over(copied(weight, axis)))
 
         def own(path, gradient, weight):
             return _wide(_scatter(gradient, splits(path, weight)) if gradient.shape == weight.shape else gradient)
 
         def rest(path, weight):
             done = {name for split in splits(path, weight) for name in axes_of(split.axis)}
-            return tuple(name for name in missing(weight, axis) if name not in done)
+            return tuple(name for name in copied(weight, axis) if name not in done)
 
         shares = jax.tree.map_with_path(own, gradients, weights)
-        loss = value[0] if isinstance(value, tuple) else value
-        total, sums = reduced((loss, shares), (axes_of(axis), jax.tree.map_with_path(rest, weights)), axis, after=shares)
+        total, sums = reduced(
+            (loss_of(value), shares), (axes_of(axis), jax.tree.map_with_path(rest, weights)), axis, after=shares
+        )
         value = on_parts(value, lambda _: total / n, lambda values: aux(ordered(values, (total, sums)), axis))
         return value, jax.tree.map(lambda g: g / n, sums)
 
@@ -97,7 +98,7 @@ def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
     of the shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
     """
     axis = Axis.of(axis)
-    found = specs_by_path(gradients, axis, specs)
+    found = mesh.by_path(specs)
     return jax.tree.map_with_path(lambda path, g: _scatter(g, splits_of(path, found, axis)), gradients)
 
 
@@ -105,7 +106,7 @@ def sharded(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     axis: AxisLike,
     *,
-    specs: Specs | None = None,
+    specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
     """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that acts element by element.
 
@@ -125,7 +126,7 @@ def sharded(
     axis, optimizer = Axis.of(axis), elementwise.with_extra(optimizer)
 
     def own_splits(params):
-        found = specs_by_path(params, axis, specs)
+        found = mesh.by_path(specs)
         return lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
 
     def shares(weights, splits):
@@ -166,13 +167,26 @@ def sharded(
             return share
 
         own_gradients, own_weights = jax.tree.map_with_path(own, updates, weights), shares(weights, splits)
+        _check_state(optimizer, state, own_weights, weights)
         one = lambda g, s, w: optimizer.update(g, s, w, **extra)
-        wholes = elementwise.wholes(weights, specs_by_path(params, axis, specs))
+        wholes = elementwise.wholes(weights, mesh.by_path(specs))
         elementwise.check(one, own_gradients, state, own_weights, wholes=wholes, at="zero.sharded")
         shared, state = one(own_gradients, state, own_weights)
         return elementwise.right((jax.tree.map_with_path(whole, shared, weights), state))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(optimizer: optax.GradientTransformation, state: PyTree, shares: PyTree, weights: PyTree) -> None:
+    """Refuse the state of whole weights where that of shares is needed."""
+    shapes = lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    made_of = lambda tree: shapes(jax.eval_shape(optimizer.init, tree))
+    if shapes(state) not in (made_of(shares), []) and shapes(state) == made_of(weights):
+        raise ValueError(
+            "zero.sharded: the optimizer's state is that of whole parameters, and each device needs that of its shares. Give "
+            "step.init the rule of the shares, optimizer_rule=rules.fsdp(axis, size=n), or make the state by this optimizer's "
+            "own init inside the map."
+        )
 
 
 def gathered(
@@ -218,7 +232,7 @@ def unsharded(
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        wholes, found = _wholes(params, axis, specs), specs_by_path(params, axis, specs)
+        wholes, found = _wholes(params, axis, specs), mesh.by_path(specs)
         gathered = jax.tree.map_with_path(lambda path, x: x if splits_of(path, found, axis) else None, wholes)
         local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
         value, gradients = ordered(local, local)
@@ -273,14 +287,6 @@ def parts(specs: Specs, axis: AxisLike, *, where: Callable[[Any], Any] = lambda 
     return Parts(ends, stage=without(loops - 1), layer=without(loops))
 
 
-def specs_by_path(tree: PyTree, axis: Axis, specs: Specs | None) -> dict[str, PartitionSpec]:
-    """The spec of each array of `tree`, by its path."""
-    if specs is None:
-        arrays = eqx.filter(tree, eqx.is_inexact_array)
-        specs = rules.specs(arrays, rules.fsdp(axis.names, size=axis.size()))
-    return mesh.by_path(specs)
-
-
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do."""
     found = []
@@ -301,10 +307,9 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
 
 def _wholes(params: PyTree, axis: Axis, specs: Specs) -> PyTree:
     axis.size()  # refuses an axis that is not there
-    found = specs_by_path(params, axis, specs)
+    found = mesh.by_path(specs)
 
     def whole(path, x):
-        _check_share(path, x, found, axis)
         for dim, part in splits_of(path, found, axis):
             x = linear(
                 x,
@@ -315,21 +320,6 @@ def _wholes(params: PyTree, axis: Axis, specs: Specs) -> PyTree:
         return x
 
     return jax.tree.map_with_path(whole, params)
-
-
-def _check_share(path: Sequence[Any], x: Any, specs: dict[str, PartitionSpec], axis: Axis) -> None:
-    """Refuse a leaf that is a share along an axis which its spec does not name."""
-    name = mesh.dotted(path)
-    if name not in specs:
-        return
-    split = {axis_name for entry in specs[name] for axis_name in mesh.entry_axes(entry)}
-    local = sorted(TELLING.get() & set(varying_axes(x)) & set(axes_of(axis)) - split)
-    if local and math.prod(map(lax.axis_size, local)) > 1:
-        raise NotGathered(
-            f"zero.gathered: {name or 'the parameter'}, here of shape {x.shape}, differs along {local}, and its spec "
-            f"{specs[name]} does not split it there, so each device would compute with other numbers. Perhaps the layers dim "
-            f"that a loop runs over is split: spare it with rules.fsdp(..., keep={{'blocks.**': (0,)}})."
-        )
 
 
 def _scatter(x: Array, splits: Sequence[Split]) -> Array:

@@ -92,13 +92,16 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "_stacked_aux": "auxiliary values of a schedule in the shape of a V: likewise",
     "_with_weights": "an idle tick whose numbers are not finite: likewise",
     "apart": "which lane of a schedule a product is in",
+    "_traced": "refuses shares that are used as wholes",
     "as_soon_as_can_be": "the order of jobs that do not depend on each other",
+    "copied": "a step inside a loss: no run has one",
     "fewest": "likewise",
     "from_csv": "which errors of a file are told in a sentence",
     "gpipe": "the order of jobs that do not depend on each other",
     "handed_of_zero_bubble": "counts slots, for plans",
     "hierarchical": "which axis is slow",
     "joined": "several movers along several axes: no run has them",
+    "local": "refuses losses that are reduced already, and shares",
     "loss_step": "the loss of an evaluation",
     "masked": "an idle tick whose numbers are not finite: no run has one",
     "mean_of_parts": "auxiliary values of microbatches: no run has any",
@@ -111,12 +114,12 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "ticks_of_one_f_one_b": "counts ticks, for plans",
     "torus": "in which round a message goes",
 }
-REFUSES = ("_check", "check", "refus", "_try_out", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
+REFUSES = ("_check", "check", "refus", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
 PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
     ("Model.position", "chunk + self.index"),
     ("_scatter_in_a_loop", "h)))"),
     ("accumulated", "total"),
-    ("averaged", "lambda g: g"),
+    ("averaged", "total"),
     ("backward", "choices.kinds, row.written[model.index]"),
     ("backward_weight", "row.handed[model.index]"),
     ("backward_weight", "row.read[model.index]"),

@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+WRAPPED = "test_wrapping.py"
 BITS = "test_collectives.py::test_replicas_have_the_same_bits_of_what_was_just_computed"
 
 COLLECTIVES = (
@@ -144,9 +145,24 @@ LAYERS = (
     Mutant("accumulated", "total / microbatches", "total", "test_grads.py::test_accumulated_equals_the_whole_batch"),
     Mutant("accumulated", "dtype=wide(g.dtype)", "dtype=g.dtype", "test_grads.py::test_sums_are_kept_wide"),
     Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
-    Mutant("averaged", "lambda g: g / n", "lambda g: g", "test_tuples.py::test_experts_over_data_and_expert"),
-    Mutant("summed", " if name in local(g, w))", ")", "test_as_made.py::test_gradients_are_those_of_one_device"),
-    Mutant("summed", "local = lambda g, w: {*varying_axes(g), *varying_axes(w)}", "local = lambda g, w: set()", "test_grads.py"),
+    Mutant("averaged", "(total / axis.size())", "total", "test_tuples.py::test_experts_over_data_and_expert"),
+    Mutant("_over_devices", " if name in differs)", ")", "test_as_made.py::test_gradients_are_those_of_one_device"),
+    Mutant("_over_devices", "{*varying_axes(gradient), *varying_axes(declared)}", "set()", "test_grads.py"),
+    Mutant("copied", " or name in declared)", ")", f"{WRAPPED} -k inner_mean_under_jit"),
+    Mutant("local", "sorted(split - outside.declared)", "sorted(split)", f"{WRAPPED} -k inner_mean_under_jit"),
+    Mutant("local", "along & differ -", "along -", f"{WRAPPED} -k reduced_together"),
+    Mutant("_refuse_reduced", "reaches, differs", "reaches, reaches", f"{WRAPPED} -k constant"),
+    Mutant("check_typed", "name not in axes_of_type(index_type)", "False", f"{WRAPPED} -k does_not_tell"),
+    Mutant("norm", "OUTSIDE.value.declared & set(split)", "set()", f"{WRAPPED} -k that_clips_inside"),
+    Mutant("refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"),
+    Mutant("check_rows", "len(set(rows.values())) > 1", "False", f"{WRAPPED} -k other_numbers_of_rows"),
+    Mutant("_traced", "is_used and path in split", "False", f"{WRAPPED} -k one_use_of_two"),
+    Mutant("_Ways.results", "self.passed_on |= joined.alone", "pass", f"{WRAPPED} -k 'gather_counts and hand'"),
+    Mutant("_Ways.results", "any(aval.shape for aval in types(eqn.invars))", "True", f"{WRAPPED} -k travel"),
+    Mutant("_Ways.results", "joined = Reach(joined.at_all)", "pass", f"{WRAPPED} -k 'gather_counts and lax'"),
+    Mutant("_check_own", "if local:", "if False:", f"{WRAPPED} -k forgotten"),
+    Mutant("_check_shapes", "if not apart:", "if True:", f"{WRAPPED} -k forgotten"),
+    Mutant("_check_state", "== made_of(weights)", "== []", f"{WRAPPED} -k forgotten"),
     Mutant("as_made", "ct.astype(wide(ct.dtype))", "ct", "test_as_made.py::test_sums_are_wide"),
     Mutant(
         "summed_in_blocks",
@@ -165,12 +181,6 @@ LAYERS = (
     ),
     Mutant("missing", "if name not in varying_axes(x)", "if True", "test_tuples.py::test_experts_over_data_and_expert"),
     Mutant("reduced", "if own == each", "if set(own) <= set(each)", "test_tuples.py::test_hybrid_shares"),
-    Mutant(
-        "_try_out",
-        "_set(TELLING, telling)",
-        "_set(TELLING, frozenset())",
-        "test_tuples.py::test_layers_that_are_shared_out_are_refused_where_they_are_looped_over",
-    ),
     Mutant("splits_of", "names[-len(own) :] != own", "False", "test_tuples.py -k outer"),
     Mutant(
         "parts",
@@ -999,7 +1009,6 @@ ORDINARY = (
         long=True,
     ),
     Mutant("planned", "eqx.filter(model, trainable)", "model", "test_frozen.py"),
-    Mutant("_try_out", "telling & set(varying_axes(leaf))", "False", "test_tuples.py -k looped_over"),
     Mutant("mean_of_parts", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
     Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
     Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),

@@ -40,8 +40,8 @@ ARROWS = {
         *(lambda s: zero.scattered(PLAIN, "data", specs=s), SPLIT, (False, True)),
         {"reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
-    "scattered by its own specs": (
-        *(lambda s: zero.scattered(PLAIN, "data"), rules.fsdp("data", size=8), (False, True)),
+    "scattered where it pays": (
+        *(lambda s: zero.scattered(PLAIN, "data", specs=s), rules.fsdp("data", size=8), (False, True)),
         {"all-reduce": TRAINED + 8},  # leaves of fewer than 1,024 elements stay whole
     ),
     "gathered": (

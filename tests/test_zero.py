@@ -240,6 +240,7 @@ def quadratic(params, batch):
 
 PARAMS = {"matrix": jnp.arange(32.0 * 64).reshape(32, 64) / 777, "bias": jnp.linspace(-1, 1, 64)}
 INPUTS = jnp.sin(jnp.arange(16 * 32.0)).reshape(16, 32)
+SHARES = {"matrix": P(None, "data"), "bias": P()}
 
 
 def plain_steps(optimizer, count):
@@ -256,14 +257,14 @@ def plain_steps(optimizer, count):
     "optimizer", [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)], ids=["adam", "momentum", "lion"]
 )
 def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
-    """However the gradients arrive: as shares, local, or averaged; made inside the map, without a spec of ours."""
+    """However the gradients arrive: as shares, local, or averaged; the state is made inside the map."""
     with jax.numpy_dtype_promotion("standard"):
         expected = plain_steps(optimizer, 3)
-        sharded = zero.sharded(optimizer, "data")
+        sharded = zero.sharded(optimizer, "data", specs=SHARES)
         grad = jax.value_and_grad(quadratic)
         local = lambda params, batch: grad(grads.varying(params, "data"), batch)
         arrow = {
-            "scattered": zero.scattered(grad, "data"),
+            "scattered": zero.scattered(grad, "data", specs=SHARES),
             "local": local,
             "averaged": grads.averaged(grad, "data"),
         }[arrive]
@@ -284,11 +285,11 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
 def test_a_split_inside_a_group_with_copies_across_groups():
     """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""
     optimizer = optax.adam(1e-2, eps=1e-6)
-    sharded = zero.sharded(optimizer, "shard")
-    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard"), ring("copy"))
-    train = step.make(grad, sharded)
     mesh_ = mesh.make(copy=2, shard=4)
     specs = rules.specs(PARAMS, rules.fsdp("shard", size=4), mesh_)
+    sharded = zero.sharded(optimizer, "shard", specs=specs)
+    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard", specs=specs), ring("copy"))
+    train = step.make(grad, sharded)
     state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
     whole = step.State(jax.tree.map(lambda _: P(), PARAMS), rules.optimizer_specs(optimizer, PARAMS, specs), P())
     with jax.numpy_dtype_promotion("standard"):
@@ -313,7 +314,9 @@ def test_sums_over_replicas_are_wide():
 def test_clipping_sees_the_whole_gradient():
     optimizer, max_norm = optax.sgd(0.1), 0.01
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
-    train = step.make(zero.scattered(jax.value_and_grad(quadratic), "data"), zero.sharded(optimizer, "data"), max_norm=max_norm)
+    grad = zero.scattered(jax.value_and_grad(quadratic), "data", specs=SHARES)
+    sharded = zero.sharded(optimizer, "data", specs=SHARES)
+    train = step.make(grad, sharded, max_norm=max_norm)
     with jax.numpy_dtype_promotion("standard"):
         state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
         run = mesh.spmd(train, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
@@ -342,5 +345,5 @@ def test_gradients_that_nobody_reduced_are_refused():
 
 
 def test_an_update_without_parameters_is_refused():
-    sharded = zero.sharded(optax.sgd(0.1), "data")
+    sharded = zero.sharded(optax.sgd(0.1), "data", specs=SHARES)
     refused("zero.sharded: update needs the parameters, whose shapes tell shares from wholes.", sharded.update, PARAMS, ())

@@ -129,11 +129,18 @@ class Axis:
 
         A tuple that holds an `Axis`, such as `("replica", ring("data"))`, works along one after the other, in the order that
         gives `lax`'s values for the tuple of names: it reduces and scatters from the first to the last, and gathers back.
+
+        Raises `ValueError` for anything else.
         """
         if isinstance(axis, Axis):
             return axis
         if isinstance(axis, str):
             return Axis(axis)
+        if not isinstance(axis, tuple | list):
+            raise ValueError(
+                f"An axis is a name, such as 'data', a tuple of names, or a mover with its name, such as ring('data'); got "
+                f"{axis!r}. An ErrorFeedback has a state, so no arrow takes it: call its own all_reduce."
+            )
         names = tuple(name for name in axis if isinstance(name, str))
         return Axis(names) if len(names) == len(axis) else _in_order([Axis.of(part) for part in axis])
 

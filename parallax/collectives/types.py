@@ -140,6 +140,21 @@ def _check_bound(names: tuple[str, ...]) -> None:
             raise ValueError(f"{name!r} is not an axis of this code, which runs {over}. {cure}.") from error
 
 
+def check_typed() -> None:
+    """Refuse a map in which types do not tell what differs between devices: an axis index has the same type everywhere there.
+
+    Raises:
+        ValueError: it is a `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of more than one device.
+    """
+    for name in jax.sharding.get_abstract_mesh().manual_axes:
+        index_type = jax.make_jaxpr(lambda name=name: lax.axis_index(name))().out_avals[0]
+        if lax.axis_size(name) > 1 and name not in axes_of_type(index_type):
+            raise ValueError(
+                f"This map does not tell what differs between devices along {name!r}, so that nothing would be summed over it. "
+                "Take mesh.spmd, or jax.shard_map(..., check_vma=True), instead of check_vma=False or pmap."
+            )
+
+
 def index(axis_name: AxisName) -> jax.Array:
     """The device's place on the axis, or on several in row-major order: an int32 scalar."""
     return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)

@@ -139,7 +139,11 @@ def local_step(
     scale = does.numbers.scale()
     of_parameters = does.replicas.parameters(whole=rule, share=shared)
     state = planned(
-        *(make_model, optimizer, of_parameters, mesh_), optimizer_rule=shared, scale=scale, trainable=compute.trainable
+        *(make_model, optimizer, of_parameters, mesh_),
+        optimizer_rule=shared,
+        scale=scale,
+        trainable=compute.trainable,
+        batch_axes=layout.batch_axes,
     )
     attend = attention_of(family, compute, platform_of(mesh_))
     enter, stage, head = _stages(family, config, does, placed, compute, attend)

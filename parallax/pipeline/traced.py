@@ -13,13 +13,8 @@ from jax.extend.core import Jaxpr
 
 from parallax import mesh
 from parallax.collectives.types import operands
-from parallax.jaxprs import inner, is_literal, opened
+from parallax.jaxprs import COLLECTIVES, inner, is_literal, opened
 from parallax.typed import PyTree
-
-COLLECTIVES = frozenset(
-    {"linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "pmax", "pmin"}
-    | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
-)
 
 
 class Misused(ValueError):

@@ -26,7 +26,7 @@ def paths(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
-def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ("data",)) -> Specs:
+def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ()) -> Specs:
     """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None where a leaf is no array.
 
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
@@ -57,7 +57,7 @@ class Survey(NamedTuple):
     refusals: list[Refusal]
 
 
-def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ("data",)) -> Survey:
+def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ()) -> Survey:
     """What `specs` gives and all that it refuses, in the order in which it would."""
     placements, refusals = _placements(tree, rule)
     if mesh is not None:

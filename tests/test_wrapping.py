@@ -1,0 +1,538 @@
+"""Grad arrows put round one another, in drawn orders over drawn models: equal to one device, or refused with a sentence."""
+
+import functools
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from reference import EXACT, assert_close
+
+from parallax import grads, mesh, pipeline, precision, rules, schedule, step, zero
+from parallax.collectives import Axis, ErrorFeedback, halving, ring, xla
+from parallax.collectives.types import varying
+
+ROWS, WIDTH, HIDDEN = 32, 8, 16
+MAX_NORM, SCALE = 0.05, 1024.0
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape) / 3
+
+
+# Models: parameters, and a loss of them, of rows and of the axes along which the rows are split
+
+
+def two_layers(params, batch, axis):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+
+def layers_in_a_loop(params, batch, axis):
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["layers"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def embedding(params, batch, axis):
+    return jnp.mean((params["table"][batch["ids"]] + params["bias"][None] - batch["y"]) ** 2)
+
+
+def units_of_the_whole_batch(params, batch, axis):
+    """The units less their mean over all devices' rows."""
+    hidden = batch["x"] @ params["up"]
+    centred = hidden - Axis.of(axis).all_mean(jnp.mean(hidden, axis=0, keepdims=True))
+    return jnp.mean((jnp.tanh(centred) @ params["down"] - batch["y"]) ** 2)
+
+
+def compared_with_all_rows(params, batch, axis):
+    """As contrastive losses are: each row against the rows of all devices."""
+    rows = batch["x"] @ params["up"]
+    everyone = Axis.of(axis).all_gather(rows, axis=0, tiled=True)
+    return jnp.mean(jnp.tanh(rows @ everyone.T)) + jnp.mean(params["down"] ** 2)
+
+
+PARAMS = {
+    "up": normal(0, WIDTH, HIDDEN),
+    "down": normal(1, HIDDEN, WIDTH),
+    "layers": normal(2, 8, WIDTH, WIDTH),
+    "table": normal(3, HIDDEN, WIDTH),
+    "bias": normal(4, WIDTH),
+}
+BATCH = {
+    "x": normal(5, ROWS, WIDTH),
+    "y": normal(6, ROWS, WIDTH),
+    "ids": np.random.default_rng(7).integers(0, HIDDEN, ROWS),
+}
+MODELS = {
+    two_layers: {"up": 1, "down": 0},  # the dims that shares split
+    layers_in_a_loop: {"layers": 0},
+    embedding: {"table": 0, "bias": 0},
+    units_of_the_whole_batch: {"up": 1, "down": 0},
+    compared_with_all_rows: {"up": 1, "down": 0},
+}
+LOOKS_AT_ALL_ROWS = (units_of_the_whole_batch, compared_with_all_rows)  # no mean of microbatches
+MESHES = ({"data": 8}, {"dp": 4}, {"a": 4, "b": 2}, {"replica": 2, "batch": 2})
+
+
+class Case(NamedTuple):
+    """What is drawn.
+
+    Attributes:
+        model: the loss.
+        sizes: the axes, all of which split the batch.
+        specs: how the parameters live.
+        gathered: the names of those that are gathered.
+        chain: the arrows round the gradients of the loss, from the innermost.
+        inner: likewise, of a step inside the loss (MAML); None without one.
+        mover: who moves the data.
+    """
+
+    model: Any
+    sizes: dict[str, int]
+    specs: dict[str, P]
+    gathered: tuple[str, ...]
+    chain: tuple[str, ...]
+    inner: tuple[str, ...] | None
+    mover: Any
+
+    @property
+    def shares(self):
+        return [name for name, spec in self.specs.items() if spec != P()]
+
+    @property
+    def right(self):
+        """Whether nothing is put together in a wrong way."""
+        last = all(chain.index("clipped") == len(chain) - 1 for chain in (self.chain, self.inner or ()) if "clipped" in chain)
+        return last and set(self.shares) <= set(self.gathered) and not (self.inner and self.shares)
+
+
+def drawn(seed) -> Case:
+    draw = np.random.default_rng(seed)
+    pick = lambda choices: choices[draw.integers(len(choices))]
+    model, sizes = pick(list(MODELS)), pick(MESHES)
+    names = tuple(sizes)
+    specs = dict.fromkeys(MODELS[model], P())
+    if draw.random() < 0.6:
+        for name, dim in MODELS[model].items():
+            over = pick([names[:1], names[-1:], names])
+            if draw.random() < 0.8:
+                specs[name] = P(*[None] * dim, over if len(over) > 1 else over[0])
+    gathered = tuple(specs) if draw.random() < 0.5 else tuple(name for name in specs if draw.random() < 0.3)
+    inner = None
+    if draw.random() < 0.3:
+        inner = pick([("averaged",), ("averaged", "clipped"), ("clipped", "averaged"), ("accumulated", "averaged")])
+    chain = ["averaged" if len(names) == 1 or draw.random() < 0.5 else "averaged one by one"]
+    chain += ["clipped"] * (draw.random() < 0.5) + ["unscaled"] * (draw.random() < 0.3)
+    chain += ["accumulated"] * (draw.random() < 0.5 and model not in LOOKS_AT_ALL_ROWS and inner is None)
+    if model in LOOKS_AT_ALL_ROWS and inner:
+        inner = tuple(name for name in inner if name != "accumulated")
+    return Case(model, sizes, specs, gathered, tuple(draw.permutation(chain)), inner, pick([xla, ring, halving]))
+
+
+def wrapped(grad, chain, axis, mover):
+    """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of all."""
+    one_by_one = lambda grad: functools.reduce(lambda grad, name: grads.averaged(grad, mover(name)), axis, grad)
+    arrows = {
+        "averaged": lambda grad: grads.averaged(grad, mover(axis)),
+        "averaged one by one": one_by_one,
+        "accumulated": functools.partial(grads.accumulated, microbatches=2),
+        "unscaled": lambda grad: precision.unscaled(grad, jnp.asarray(SCALE)),
+        "clipped": lambda grad: grads.clipped(grad, MAX_NORM),
+    }
+    if not axis:
+        chain = [name for name in ("unscaled", "clipped") if name in chain]
+    return functools.reduce(lambda grad, name: arrows[name](grad), chain, grad)
+
+
+def arrow(case, axis, mover=xla):
+    """The grad arrow of a case; without axes, on one device."""
+    loss = functools.partial(case.model, axis=axis)
+    local = zero.gathered(loss, {name: case.specs[name] if name in case.gathered else P() for name in case.specs}, axis)
+    if case.inner is not None:
+        inside, step_of = local, wrapped(jax.value_and_grad(local), case.inner, axis, mover)
+
+        def local(params, batch):
+            gradients = step_of(params, batch)[1]
+            return inside(jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients), batch)
+
+    if "unscaled" in case.chain:
+        local = precision.scaled(local, jnp.asarray(SCALE))
+    return wrapped(jax.value_and_grad(local), case.chain, axis, mover)
+
+
+REFUSALS = (
+    "as a share does",
+    "stands inside another one",
+    "A norm is taken inside an arrow",
+    "stands round grads.clipped",
+    "is the same along",
+)
+
+
+def run(case):
+    names = tuple(case.sizes)
+    devices = mesh.make(devices=jax.devices()[: int(np.prod(list(case.sizes.values())))], **case.sizes)
+    params = {name: PARAMS[name] for name in case.specs}
+    split = mesh.spmd(arrow(case, names, case.mover), mesh=devices, in_specs=(case.specs, P(names)), out_specs=(P(), case.specs))
+    return jax.jit(split)(params, BATCH), jax.jit(arrow(case, ()))(params, BATCH)
+
+
+def outcome(case):
+    """What it gives beside one device, or the words of its refusal."""
+    try:
+        return run(case)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.sweep(20)
+@pytest.mark.parametrize("seed", range(300))
+def test_any_order_is_one_device_or_refused(seed):
+    """What is right is never refused; a share that is not gathered may also meet shapes that do not fit."""
+    case = drawn(seed)
+    found = outcome(case)
+    if isinstance(found, str):
+        assert not case.right, found
+        ungathered = not set(case.shares) <= set(case.gathered)
+        assert re.search("|".join(REFUSALS + ("shape",) * ungathered), found)
+    else:
+        assert_close(*found, EXACT)
+
+
+def test_the_draws_have_right_and_wrong_cases():
+    cases = [drawn(seed) for seed in range(300)]
+    assert 90 <= sum(case.right for case in cases) <= 210
+    for kind in (lambda case: case.inner, lambda case: case.shares, lambda case: "clipped" in case.chain):
+        assert sum(case.right for case in filter(kind, cases)) >= 15
+
+
+# What a gather is
+
+
+def over(f, in_specs, out_specs, **sizes):
+    count = int(np.prod(list(sizes.values())))
+    return jax.jit(mesh.spmd(f, mesh=mesh.make(devices=jax.devices()[:count], **sizes), in_specs=in_specs, out_specs=out_specs))
+
+
+def ring_by_hand(w, names):
+    """Hop by hop: a device's own block goes nowhere."""
+    n, me = lax.axis_size(names), lax.axis_index(names)
+    whole = varying(jnp.zeros((n, *w.shape), w.dtype), names)
+    for hop in range(n):
+        whole = lax.dynamic_update_index_in_dim(whole, w, (me - hop) % n, 0)
+        w = lax.ppermute(w, names, [(i, (i + 1) % n) for i in range(n)])
+    return whole.reshape(-1, *w.shape[1:])
+
+
+def placed_and_summed(w, names):
+    n, me = lax.axis_size(names), lax.axis_index(names)
+    return lax.psum(lax.dynamic_update_index_in_dim(varying(jnp.zeros((n, *w.shape)), names), w, me, 0), names).reshape(
+        -1, *w.shape[1:]
+    )
+
+
+GATHERS = {
+    "by lax": lambda w, names: lax.all_gather(w, names, axis=0, tiled=True),
+    "by a ring": lambda w, names: ring.all_gather(w, names, axis=0, tiled=True),
+    "by halving": lambda w, names: halving.all_gather(w, names, axis=0, tiled=True),
+    "by hand": ring_by_hand,
+    "placed and summed": placed_and_summed,
+}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_any_gather_counts(gather):
+    """Also of what was computed of the share, inside `jit`, a loop or `checkpoint`."""
+
+    def loss(params, batch):
+        whole = jax.jit(jax.checkpoint(lambda w: GATHERS[gather](2 * w.astype(jnp.float64), "dp") / 2))(params["table"])
+        return embedding({**params, "table": whole}, batch, ())
+
+    specs = {"table": P("dp"), "bias": P()}
+    params = {name: PARAMS[name] for name in specs}
+    split = over(grads.averaged(jax.value_and_grad(loss), ring("dp")), (specs, P("dp")), (P(), specs), dp=8)
+    assert_close(split(params, BATCH), jax.value_and_grad(lambda *given: embedding(*given, ()))(params, BATCH), EXACT)
+
+
+def all_experts(weights, x, penalty):
+    """Row i of each four goes to expert i."""
+    rows = x.reshape(-1, 4, x.shape[-1])
+    return jnp.mean(jnp.tanh(jnp.einsum("red,edf->ref", rows, weights)) ** 2) + penalty * jnp.sum(weights**2)
+
+
+def own_expert(weights, x, penalty, exchange):
+    """The same: rows go to their expert and back. The penalty sees the share alone, and the mean is over four devices."""
+    rows = jnp.moveaxis(x.reshape(-1, 4, x.shape[-1]), 1, 0)
+    made = exchange(jnp.tanh(exchange(rows) @ weights[0]))
+    return jnp.mean(made**2) + 4 * penalty * jnp.sum(weights**2)
+
+
+def all_to_all_by_hand(rows):
+    n, me = lax.axis_size("dp"), lax.axis_index("dp")
+    out = jnp.zeros_like(rows)
+    for hop in range(n):
+        block = lax.dynamic_index_in_dim(rows, (me + hop) % n, 0, keepdims=False)
+        block = lax.ppermute(block, "dp", [(i, (i + hop) % n) for i in range(n)]) if hop else block
+        out = lax.dynamic_update_index_in_dim(out, block, (me - hop) % n, 0)
+    return out
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+@pytest.mark.parametrize("by", ["lax", "a ring", "hand"])
+def test_rows_may_travel_to_a_share(by, penalty):
+    """Experts; `accumulated` stacks the losses of microbatches, penalties and all."""
+    exchange = {
+        "lax": lambda rows: lax.all_to_all(rows, "dp", 0, 0),
+        "a ring": lambda rows: ring.all_to_all(rows, "dp", 0, 0),
+        "hand": all_to_all_by_hand,
+    }[by]
+    weights, x = normal(0, 4, WIDTH, WIDTH), normal(1, 64, WIDTH)
+    split = jax.value_and_grad(functools.partial(own_expert, penalty=penalty, exchange=exchange))
+    split = grads.averaged(grads.accumulated(split, microbatches=2), "dp")
+    got = over(split, (P("dp"), P("dp")), (P(), P("dp")), dp=4)(weights, x)
+    assert_close(got, jax.value_and_grad(functools.partial(all_experts, penalty=penalty))(weights, x), EXACT)
+
+
+def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
+    """A table that reads ids and is used whole by mistake behind it."""
+
+    def loss(table, batch):
+        x = GATHERS["by lax"](table, "dp")[batch["ids"]]
+        return jnp.mean((x @ table.T) ** 2)
+
+    with pytest.raises(ValueError, match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does"):
+        over(grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8)(PARAMS["table"], BATCH)
+
+
+@pytest.mark.parametrize("axis", ["data", "dp", "batch"])
+def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_is_called(axis):
+    rule = rules.first(rules.match("up", P(None, axis)), rules.match("down", P(axis)))
+    make = lambda: {name: jnp.asarray(PARAMS[name]) for name in ("up", "down")}
+    local = functools.partial(two_layers, axis=())
+    state, specs = step.init(make, optax.sgd(0.1), rule, mesh.make(**{axis: 8}))
+    train = step.make(grads.averaged(jax.value_and_grad(local), axis), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=f"down, here of shape .2, 8., differs along '{axis}' as a share does"):
+        over(train, (specs, P(axis)), (specs, P()), **{axis: 8})(state, BATCH)
+
+
+# Steps inside a loss
+
+
+def test_an_inner_mean_under_jit_knows_whether_it_is_inside():
+    """One function, kept by `jax.jit`, of parameters that an arrow outside declared varying, and of shares."""
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ GATHERS["by lax"](w, "dp")))
+    plain = lambda w, x: jnp.mean(jnp.tanh(x @ w))
+    inner = jax.jit(grads.averaged(jax.value_and_grad(plain), "dp"))
+    meta = grads.averaged(jax.value_and_grad(lambda w, x: plain(w - inner(w, x)[1], x)), "dp")
+    w, x = normal(0, WIDTH), normal(1, ROWS, WIDTH)
+    want = jax.value_and_grad(lambda w, x: plain(w - jax.grad(plain)(w, x), x))(w, x)
+    assert_close(over(meta, (P(), P("dp")), P(), dp=8)(w, x), want, EXACT)
+    with pytest.raises(ValueError, match="as a share does"):
+        over(lambda w, x: inner(varying(w, "dp"), x), (P(), P("dp")), P(), dp=8)(w, x)
+    shares = over(grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8)
+    assert_close(shares(w, x), jax.value_and_grad(plain)(w, x), EXACT)
+
+
+# A loss that is reduced already
+
+
+def squared(w, x):
+    return jnp.mean((jnp.sin(x @ w) - 1) ** 2)
+
+
+PLAIN = jax.value_and_grad(squared)
+
+
+def mean_over(*names):
+    return jax.value_and_grad(lambda w, x: lax.pmean(squared(w, x), names))
+
+
+REDUCED = {
+    "averaged": lambda axis, names: grads.averaged(mean_over(*names), axis),
+    "by a ring": lambda axis, names: grads.averaged(jax.value_and_grad(lambda w, x: ring.all_mean(squared(w, x), names)), axis),
+    "accumulated": lambda axis, names: grads.averaged(grads.accumulated(mean_over(*names), microbatches=2), axis),
+    "with aux": lambda axis, names: grads.averaged(
+        jax.value_and_grad(lambda w, x: (lax.pmean(squared(w, x), names), w), has_aux=True), axis
+    ),
+    "scattered": lambda axis, names: zero.scattered(mean_over(*names), axis, specs=P()),
+    "summed": lambda axis, names: grads.summed(mean_over(*names), axis, loss=True),
+}
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"a": 4, "b": 2}], ids=str)
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_loss_that_is_reduced_already_is_refused(name, sizes):
+    reduced = tuple(sizes)[-1:]
+    with pytest.raises(ValueError, match=f"loss is the same along '{reduced[0]}'.*grads.summed"):
+        over(REDUCED[name](ring(tuple(sizes)), reduced), (P(), P(tuple(sizes))), P(), **sizes)(normal(0, 4), normal(1, 64, 4))
+
+
+def pair_of_means(w, x):
+    """Loss and gradients, both reduced by hand after differentiation: the same on all devices, and their mean is too."""
+    return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), jax.value_and_grad(squared)(w, x))
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        grads.summed(mean_over("data"), ring("data")),
+        grads.averaged(pair_of_means, ring("data")),
+        grads.averaged(grads.averaged(jax.value_and_grad(squared), "data"), ring("data")),
+        grads.accumulated(grads.averaged(jax.value_and_grad(squared), "data"), microbatches=2),
+    ],
+    ids=["summed", "reduced by hand", "averaged twice", "accumulated outside"],
+)
+def test_what_is_reduced_together_stays_right(grad):
+    w, x = normal(0, 4), normal(1, 64, 4)
+    assert_close(over(grad, (P(), P("data")), P(), data=8)(w, x), jax.value_and_grad(squared)(w, x), EXACT)
+
+
+def test_a_constant_loss_is_no_reduced_one():
+    """Gradients by hand, and no loss."""
+    grad = lambda w, x: (jnp.zeros(()), w * jnp.sum(x))
+    loss, gradients = over(grads.averaged(grad, "data"), (P(), P("data")), P(), data=8)(np.ones(2), np.arange(8.0))
+    assert (loss, gradients.tolist()) == (0, [3.5, 3.5])
+
+
+CLIPS_INSIDE = {
+    "averaged": grads.averaged(grads.clipped(PLAIN, MAX_NORM), "data"),
+    "summed": grads.summed(grads.clipped(PLAIN, MAX_NORM), "data", loss=True),
+    "scattered": zero.scattered(grads.clipped(PLAIN, MAX_NORM), "data", specs=P()),
+    "accumulated": grads.accumulated(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), microbatches=2),
+    "unscaled": precision.unscaled(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)),
+}
+
+
+@pytest.mark.parametrize("outside", CLIPS_INSIDE)
+def test_an_arrow_that_clips_inside_is_refused(outside):
+    with pytest.raises(ValueError, match=r"grads\.clipped"):
+        over(CLIPS_INSIDE[outside], (P(), P("data")), P(), data=8)(normal(0, 4), normal(1, 64, 4))
+
+
+# Maps whose types say nothing
+
+UNTYPED = {
+    "check_vma=False": lambda f, devices: jax.shard_map(
+        f, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False
+    ),
+    "partly automatic": lambda f, devices: jax.jit(
+        jax.shard_map(
+            f, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False, axis_names=frozenset({"data"})
+        )
+    ),
+    "pmap": lambda f, devices: (
+        lambda w, x: jax.pmap(f, axis_name="data", in_axes=(None, 0), devices=list(devices.devices[:, 0]))(
+            w, x.reshape(4, -1, *x.shape[1:])
+        )
+    ),
+}
+NEED_TYPES = {
+    "averaged": grads.averaged(PLAIN, ring("data")),
+    "summed": grads.summed(PLAIN, "data"),
+    "scattered": zero.scattered(PLAIN, "data", specs=P()),
+    "norm": lambda w, x: (x, grads.norm(x)[None]),
+    "clipped": grads.clipped(PLAIN, 1.0),
+    "step": lambda w, x: step.make(PLAIN, optax.sgd(0.1))(step.State(w, (), jnp.zeros((), jnp.int32)), x),
+}
+
+
+@pytest.mark.parametrize("how", UNTYPED)
+@pytest.mark.parametrize("name", NEED_TYPES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_map_that_does_not_tell_what_differs_is_refused(name, how):
+    devices = mesh.make(devices=jax.devices(), data=4, model=2)
+    with pytest.raises(ValueError, match=r"does not tell what differs between devices along 'data'.*check_vma=True"):
+        UNTYPED[how](lambda *given: jax.tree.map(jnp.atleast_1d, NEED_TYPES[name](*given)), devices)(
+            normal(0, 4), normal(1, 64, 4)
+        )
+
+
+def test_a_partly_automatic_map_with_types_is_right():
+    devices, w, x = mesh.make(data=4, model=2), normal(0, 4), normal(1, 64, 4)
+    arrow = grads.clipped(grads.averaged(PLAIN, "data"), 1e9)
+    split = jax.shard_map(arrow, mesh=devices, in_specs=(P(), P("data")), out_specs=P(), axis_names=frozenset({"data"}))
+    assert_close(jax.jit(split)(w, x), PLAIN(w, x), EXACT)
+
+
+# Sums of 16 bits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mover", [xla, ring, halving], ids=str)
+@pytest.mark.parametrize("arrow", [grads.summed, grads.averaged])
+def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, mover, dtype):
+    terms = np.asarray([2048, *[1] * 6, 3], dtype) if dtype == "float16" else np.asarray([256, *[1] * 7], dtype)
+    grad = lambda w, x: (x[0], w * x[0])
+    options = {"loss": True} if arrow is grads.summed else {}
+    loss, gradients = over(arrow(grad, mover("data"), **options), (P(), P("data")), P(), data=8)(np.ones(3, dtype), terms)
+    exact = terms.astype(np.float64).sum() / (8 if arrow is grads.averaged else 1)
+    assert loss.dtype == gradients.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(gradients), np.full(3, exact).astype(dtype))
+    assert np.asarray(loss) == np.asarray(exact).astype(dtype)
+
+
+# What was forgotten
+
+
+def test_leaves_with_other_numbers_of_rows_are_no_batch():
+    """Weights of classes beside rows: each microbatch would have some of the classes."""
+    message = r"leaf \['c'\] has 8 rows on each device and its leaf \['x'\] has 32"
+    batch = {"x": BATCH["x"], "c": np.ones(8)}
+    with pytest.raises(ValueError, match=message):
+        grads.accumulated(jax.value_and_grad(lambda w, b: jnp.mean(b["x"] @ w) * b["c"].sum()), microbatches=4)(
+            normal(0, WIDTH), batch
+        )
+    ends = lambda params, batch: batch["x"]
+    stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
+    head = lambda params, x, part: jnp.mean(x) * part["c"].sum()
+    arrow = pipeline.value_and_grad(ends, stage, head, schedule.one_f_one_b(2, 4), "stage", where=lambda p: p["blocks"])
+    specs = {"blocks": P(None, "stage")}
+    with pytest.raises(ValueError, match=message):
+        over(arrow, (specs, P()), (P(), specs), stage=2)({"blocks": normal(0, 1, 2, WIDTH, WIDTH)}, batch)
+
+
+NET = functools.partial(two_layers, axis=())
+PLAIN_NET = jax.value_and_grad(NET)
+FORGOTTEN = {
+    "averaged": (lambda s: PLAIN_NET, optax.adam(1e-3), "the loss differs along .'data'.*grads.averaged"),
+    "averaged, of shares": (
+        *(lambda s: jax.value_and_grad(zero.gathered(NET, s, "data")), optax.adam(1e-3)),
+        "the loss differs along .'data'.*grads.averaged",
+    ),
+    "sharded": (
+        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), optax.adam(1e-3)),
+        "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
+    ),
+    "sharded, by momentum": (
+        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), optax.sgd(1e-3)),
+        "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
+    ),
+    "optimizer_rule": (
+        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), lambda s: zero.sharded(optax.adamw(1e-3), "data", specs=s)),
+        "optimizer's state is that of whole parameters.*optimizer_rule=",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_a_step_says_what_was_forgotten(what):
+    grad, optimizer, message = FORGOTTEN[what]
+    world, make = mesh.make(data=8), lambda: {name: jnp.asarray(PARAMS[name]) for name in ("up", "down")}
+    shares = rules.specs(make(), rules.fsdp("data", size=8, min_size=0))
+    optimizer = optimizer(shares) if callable(optimizer) else optimizer
+    rule = rules.fsdp("data", size=8, min_size=0) if what == "averaged, of shares" else rules.match("**", P())
+    whole = optax.adamw(1e-3) if what == "optimizer_rule" else optimizer
+    state, specs = step.init(make, whole, rule, world)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        over(step.make(grad(shares), optimizer), (specs, P("data")), (specs, P()), data=8)(state, BATCH)
+
+
+@pytest.mark.parametrize("axis", [ErrorFeedback("data"), ring, None], ids=["error feedback", "no name", "nothing"])
+def test_what_is_no_axis_is_refused(axis):
+    with pytest.raises(ValueError, match=f"An axis is a name.*got {re.escape(repr(axis))}"):
+        inspect.unwrap(Axis.of)(axis)  # without the tests' own check of types
