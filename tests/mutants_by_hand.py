@@ -113,6 +113,22 @@ COLLECTIVES = (
 )
 
 LAYERS = (
+    Mutant("_Operation._joined", "split - each.differs", "split", "test_lint_spread.py::test_the_right_layer_is_silent"),
+    Mutant(
+        "_Operation._term", "each.differs | each.shared", "each.differs", "test_lint_spread.py::test_the_right_layer_is_silent"
+    ),
+    Mutant(
+        "_Operation._together",
+        "part != by_source",
+        "False and by_source",
+        "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
+    ),
+    Mutant(
+        "_Reading._is_backward", "self.backward or any", "any", "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"
+    ),
+    Mutant(
+        "_Reading._is_backward", '"transpose(" in', '"?" in', "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"
+    ),
     Mutant("_held", "(row >= 0) & (row < rows)", "(row >= 0) & (row <= rows)", "test_tensor.py::test_embed_equals_take"),
     Mutant(
         "check_row",

@@ -38,13 +38,14 @@ class Node(NamedTuple):
 class Flat:
     """The operations of a jaxpr in order, with the types of all values, and which operations make and use each of them.
 
-    `ours` opens a collective of this library.
+    `literals` are the numbers that are written into the program, by value. `ours` opens a collective of this library.
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]):
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
+        self.literals: dict[int, Any] = {}
         self.arguments = self._numbers(jaxprs.types(jaxpr.invars))
         self.results = self._opened(jaxpr, self.arguments, ())
         self.made = {output: node for node in self.nodes for output in node.outputs}
@@ -61,6 +62,11 @@ class Flat:
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 
+    def _literal(self, atom: Any) -> int:
+        (value,) = self._numbers([atom.aval])
+        self.literals[value] = atom.val
+        return value
+
     def _opened(
         self, jaxpr: Jaxpr, arguments: Sequence[int], around: tuple[JaxprEqn, ...], *, hidden: bool = False
     ) -> tuple[int, ...]:
@@ -68,7 +74,7 @@ class Flat:
         known |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
-            return tuple(self._numbers([atom.aval])[0] if jaxprs.is_literal(atom) else known[atom] for atom in atoms)
+            return tuple(self._literal(atom) if jaxprs.is_literal(atom) else known[atom] for atom in atoms)
 
         for eqn in jaxpr.eqns:
             at = around if hidden else (eqn, *around)

@@ -118,6 +118,53 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
     )
 
 
+def reduced_over_a_split_dim(operation: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """A reduction over some of a dim's elements, taken for one over all."""
+    return Finding(
+        "reduced-over-a-split-dim",
+        where,
+        f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or over groups that are cut, "
+        f"and meets that dim again with no collective between: each of {size} devices takes the mean or norm of its own part.",
+        f"Complete it first: jax.lax.pmean or psum over {named(axes)}; of a softmax's maximum pmax. Or split whole groups or "
+        "heads, and count those of a device.",
+    )
+
+
+def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Slices of a device's share of a dim, taken for slices of the dim."""
+    return Finding(
+        "parts-of-a-split-dim",
+        where,
+        f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts, which are joined here, as those "
+        f"of a fused matrix are: each of {size} devices cuts its own block, and joins other parts than the whole layer does.",
+        "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a matrix for each. An "
+        "eqx.nn.LSTMCell or GRUCell, whose gates are stacked, stays whole.",
+    )
+
+
+def one_key_for_split_units(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Random numbers that repeat from device to device."""
+    return Finding(
+        "one-key-for-split-units",
+        where,
+        f"random numbers that are the same along {named(axes)} meet {shown(aval)}, which is split along it: the units of all "
+        f"{size} devices get the same ones, as in dropout by one mask for every block.",
+        f"Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for {named(axes)}. To equal one "
+        "device, draw for all units and take this device's slice.",
+    )
+
+
+def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Something whole, added to a term of a sum."""
+    return Finding(
+        "added-before-the-sum",
+        where,
+        f"this adds {shown(aval)}, the same along {named(axes)}, to a device's term of a sum over {named(axes)}: the sum counts "
+        f"it {size} times.",
+        "Add it after the sum, as tensor.row and tensor.RowLinear do with the bias.",
+    )
+
+
 def wide_product(eqn: JaxprEqn, operands: list[Value], where: str, declared: bool) -> Finding | None:
     """A product in 32 bits or more of numbers that have 16, or, where 16 bits were `declared`, of any."""
     avals = types(eqn.invars)

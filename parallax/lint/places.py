@@ -1,11 +1,12 @@
 """How arrays are split, dim by dim, and what local operations and collectives make of it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallax import elementwise, jaxprs
-from parallax.lint import flat, values
+from parallax.lint import flat, spread, values
 from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
+from parallax.lint.spread import WRITTEN, Spread
 from parallax.lint.values import LINEAR
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
@@ -22,19 +23,22 @@ class Known(NamedTuple):
         argument: the number of that argument.
         fed: the axes along which it depends on a split batch, where no collective lies between.
         chosen: the axes whose index it depends on.
+        spread: which of its dims are split, whatever it was made of.
     """
 
     dims: Dims | None = None
     argument: int = -1
     fed: frozenset[str] = frozenset()
     chosen: frozenset[str] = frozenset()
+    spread: Spread = WRITTEN
 
 
 def either(one: Known, other: Known) -> Known:
     """What is known of a carry, from its first value and from the one after a trip."""
     same = (one.dims, one.argument) == (other.dims, other.argument)
     place = one if same else Known()
-    return Known(place.dims, place.argument, one.fed & other.fed, one.chosen | other.chosen)
+    together = spread.either(one.spread, other.spread)
+    return Known(place.dims, place.argument, one.fed & other.fed, one.chosen | other.chosen, together)
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
@@ -90,8 +94,3 @@ def joined_axes(program: Flat, node: Node) -> frozenset[str]:
     inside = [each for part in jaxprs.inner(node.eqn) for each in jaxprs.every(part)] if node.name in LOOPS else []
     sent = [values.sent(each, program.ours(each) if each.primitive.name == LINEAR else None) for each in inside]
     return frozenset(axis for each in sent if each for axis in each.axes)
-
-
-def in_tuple(one_or_several: Any) -> tuple[Any, ...]:
-    """A tuple as it is, and anything else as a tuple of one."""
-    return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)

@@ -38,6 +38,12 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
       collective over it, while its carry comes from that batch. Layers are told by an output of the same shape and spec
       (their gradient, or their update), and the batch by none; programs that also send along that axis, as pipelines do, are
       left alone.
+    * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec splits (hidden units, heads), which
+      meets that dim again with no collective between; or over groups of which a device has one element each.
+    * `parts-of-a-split-dim`: slices of such a dim that are joined with each other: those of a fused matrix that is split by its
+      outputs, or of the stacked gates of an `eqx.nn.LSTMCell`.
+    * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim: dropout with one mask a block.
+    * `added-before-the-sum`: a bias, or a residual, added on each device to what is then summed over them.
     * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a pipeline reads what it has no
       gradient of, or all stages have the same layers. The trace ends there with an error, and this is the one finding.
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from bfloat16 or float16.

@@ -12,11 +12,12 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from parallax import jaxprs, mesh
-from parallax.lint import flat, mistakes, updates, values
+from parallax.lint import flat, mistakes, spread, updates, values
 from parallax.lint.finding import Finding
 from parallax.lint.flat import LOOPS, Flat, Node
-from parallax.lint.places import Dims, Known, axes_of_blocks, either, forward, in_tuple, joined_axes
-from parallax.lint.values import LINEAR
+from parallax.lint.places import Dims, Known, axes_of_blocks, either, forward, joined_axes
+from parallax.lint.spread import Dim, Spread
+from parallax.lint.values import LINEAR, in_tuple
 
 
 def findings(
@@ -32,10 +33,21 @@ def findings(
     returned = kinds(jaxpr.outvars, results)
     # An argument that comes back, or whose gradient does, is trained; others that are split are rows of a batch.
     trained = frozenset(i for i, kind in enumerate(kinds(jaxpr.invars, sources)) if kind in returned)
-    rows = lambda i, dims: frozenset(dims[0] if dims and i not in trained else ())
+    fed = [frozenset(dims[0] if dims and i not in trained else ()) for i, dims in enumerate(sources)]
+    of_batch = frozenset().union(*fed)
+    spreads = [_spread(dims, of_batch, is_batch=i not in trained) for i, dims in enumerate(sources)]
     reading = _Reading(sizes, ours, trained, _exchanged(jaxpr, ours))
-    reading.read(jaxpr, [Known(dims, i, rows(i, dims)) for i, dims in enumerate(sources)], results)
+    known = [Known(dims, i, fed[i], spread=spreads[i]) for i, dims in enumerate(sources)]
+    reading.read(jaxpr, known, results)
     return list(reading.found.values())
+
+
+def _spread(dims: Dims, of_batch: frozenset[str], *, is_batch: bool) -> Spread:
+    """What is known of an argument's dims: the first of a batch's counts rows, those of weights may be split."""
+    differs = frozenset(axis for axes in dims for axis in axes)
+    if is_batch:
+        return Spread(tuple(Dim(rows=i == 0) for i, _ in enumerate(dims)), differs=differs)
+    return Spread(tuple(Dim(frozenset(axes) - of_batch) for axes in dims), differs=differs)
 
 
 def _dims(specs: Sequence[PartitionSpec], atoms: Sequence[Any], sizes: Mapping[str, int]) -> list[Dims]:
@@ -60,6 +72,7 @@ class _Reading:
         self.sizes, self.ours, self.trained, self.exchanged = sizes, ours, trained, exchanged
         self.found: dict[tuple[str, str], Finding] = {}
         self.flats: dict[int, Flat] = {}
+        self.backward = False  # inside a loop of the backward pass
 
     def read(self, jaxpr: Jaxpr, arguments: Sequence[Known], results: Sequence[Dims | None]) -> None:
         """Note the mistakes in a jaxpr, given how its arguments and its results are split."""
@@ -103,12 +116,14 @@ class _Reading:
         if node.name == "axis_index":
             chosen |= set(in_tuple(node.eqn.params["axis_name"]))
         pairs = list(zip(node.inputs, inputs, strict=True))
+        note = (lambda *_: None) if silent or self._is_backward(node) else self._note
+        spreads = spread.after(program, node, [each.spread for each in inputs], self.sizes, note)
         results = []
         for j, result in enumerate(node.outputs):
             own = [pairs[j]] if 1 < len(node.outputs) == len(pairs) else pairs
             placed = [(each.argument, self._placed(program, node, value, result, each.dims, silent)) for value, each in own]
             argument, dims = next(((argument, dims) for argument, dims in placed if dims is not None), (-1, None))
-            results.append(Known(dims, argument, fed, chosen))
+            results.append(Known(dims, argument, fed, chosen, spreads[j]))
         return results
 
     def _placed(self, program: Flat, node: Node, value: int, result: int, dims: Dims | None, silent: bool) -> Dims | None:
@@ -141,7 +156,7 @@ class _Reading:
         inside = list(inputs[skipped:])
         for i in flat.sliced(eqn):
             dims = inside[i].dims
-            inside[i] = inside[i]._replace(dims=dims[1:] if dims else None)
+            inside[i] = inside[i]._replace(dims=dims[1:] if dims else None, spread=inside[i].spread.sliced())
         while True:
             results = self._follow(repeated, inside, silent=True)
             steady = inside.copy()
@@ -151,11 +166,17 @@ class _Reading:
                 break
             inside = steady
         carries = [inside[i] for i, _ in pairs]
-        stacked = [each._replace(dims=None, argument=-1) for each in results[len(pairs) :]]
+        stacked = [each._replace(dims=None, argument=-1, spread=each.spread.stacked()) for each in results[len(pairs) :]]
         if not silent:
+            outside, self.backward = self.backward, self._is_backward(node)
             self.read(flat.body(eqn), inside, [*(each.dims for each in carries), *(None for _ in stacked)])
+            self.backward = outside
             self._layers(program, node, inputs, repeated)
         return [*carries, *stacked]
+
+    def _is_backward(self, node: Node) -> bool:
+        """Whether an operation is of the backward pass, by JAX's name for what it transposed."""
+        return self.backward or any("transpose(" in str(eqn.source_info.name_stack) for eqn in (node.eqn, *node.at))
 
     # Mistakes
 

@@ -21,10 +21,10 @@ from parallax.lint.places import (
     axes_of_blocks,
     backward,
     forward,
-    in_tuple,
     joined_axes,
     operands,
 )
+from parallax.lint.values import in_tuple
 
 SCALED = frozenset(
     {"convert_element_type", "copy", "copy_p", "neg", "optimization_barrier", "pbroadcast", "pcast", "pvary", "reduce_precision"}

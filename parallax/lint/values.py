@@ -123,3 +123,8 @@ def is_wide(dtype: Any) -> bool:
 def nbytes(aval: Any) -> int:
     """The bytes of an array of this type."""
     return math.prod(aval.shape) * jax.dtypes.itemsize_bits(aval.dtype) // 8
+
+
+def in_tuple(one_or_several: Any) -> tuple[Any, ...]:
+    """A tuple as it is, and anything else as a tuple of one."""
+    return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)

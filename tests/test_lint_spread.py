@@ -1,0 +1,353 @@
+"""Layers that a device computes of its share alone are found on their lines; the right layers beside them are silent."""
+
+import functools
+import inspect
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_user_models import CASES, OPTIMIZER, WAYS
+from user_models import KINDS, batch_of
+
+from parallax import grads, lint, mesh, rules, step, tensor
+from parallax.collectives import ring
+
+REDUCED, PARTS = "reduced-over-a-split-dim", "parts-of-a-split-dim"
+KEY, ADDED = "one-key-for-split-units", "added-before-the-sum"
+SOUGHT = {REDUCED, PARTS, KEY, ADDED}
+WIDTH, HIDDEN, SIZES = 8, 16, {"data": 2, "tensor": 4}
+key = jax.random.key
+column, row = functools.partial(tensor.column, bias=None, axis="tensor"), functools.partial(tensor.row, bias=None, axis="tensor")
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+NET = {"up": shape(WIDTH, HIDDEN), "down": shape(HIDDEN, WIDTH), "bias": shape(WIDTH), "scale": shape(HIDDEN)}
+SPLIT = {"up": P(None, "tensor"), "down": P("tensor"), "bias": P(), "scale": P("tensor")}
+BATCH = (shape(4, 3, WIDTH), shape(4, 3, WIDTH))
+
+
+def findings(layer, net=NET, split=SPLIT):
+    """What of these kinds the lint finds in a train step by AdamW of a model whose output is `layer(net, x)`.
+
+    Not all layers use all leaves of the net: it finds a sum of zeros too.
+    """
+
+    def loss(net, batch):
+        return jnp.mean((layer(net, batch[0]) - batch[1]) ** 2)
+
+    optimizer = optax.adamw(1e-2)
+    train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), ring("data")), optimizer)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax and Equinox need them
+        make = lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), net)
+        rule = lambda path, leaf: split[path]
+        world = mesh.make(**SIZES)
+        planned = eqx.filter_eval_shape(lambda: step.init(make, optimizer, rule, world)[0])
+        specs = step.init(make, optimizer, rule, world)[1]
+        mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        return [each for each in lint.program(mapped, planned, BATCH) if each.kind in SOUGHT]
+
+
+def line_of_the_mistake(f) -> str:
+    lines, first = inspect.getsourcelines(f)
+    (at,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# wrong"))
+    return f"{inspect.getsourcefile(f)}:{at}"
+
+
+class Pair(NamedTuple):
+    """A layer with a mistake on the line that says so, and one without."""
+
+    kind: str
+    wrong: object
+    right: object
+    says: tuple
+
+
+# A norm, a softmax, groups
+
+
+def norm_of_the_shard(net, x):
+    h = column(x, net["up"])
+    h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)  # wrong
+    return row(h * net["scale"], net["down"])
+
+
+def norm_of_the_whole(net, x):
+    h = column(x, net["up"])
+    h = h * lax.rsqrt(lax.pmean(jnp.mean(h**2, -1, keepdims=True), "tensor") + 1e-6)
+    return row(h * net["scale"], net["down"])
+
+
+def centred_by_the_shard(net, x):
+    def one(h):
+        return (h - jnp.mean(h)) * net["scale"]  # wrong
+
+    return row(jax.vmap(jax.vmap(one))(column(x, net["up"])), net["down"])
+
+
+def centred_by_the_whole(net, x):
+    def one(h):
+        return (h - ring.all_mean(jnp.mean(h), "tensor")) * net["scale"]
+
+    return row(jax.vmap(jax.vmap(one))(column(x, net["up"])), net["down"])
+
+
+def softmax_of_the_shard(net, x):
+    return row(jax.nn.softmax(column(x, net["up"])), net["down"])  # wrong
+
+
+def softmax_of_the_whole(net, x):
+    h = column(x, net["up"])
+    h = jnp.exp(h - lax.pmax(lax.stop_gradient(jnp.max(h, -1, keepdims=True)), "tensor"))
+    return row(h / lax.psum(jnp.sum(h, -1, keepdims=True), "tensor"), net["down"])
+
+
+def norm_by_a_product(net, x):
+    h = column(x, net["up"])
+    length = jnp.einsum("bti,bti->bt", h, h)  # wrong
+    return row(h / jnp.sqrt(length)[..., None], net["down"])
+
+
+def norm_of_each_head(net, x):
+    """Heads are split whole, one a device, so that the norm is over a dim that nothing splits."""
+    h = column(x, net["up"]).reshape(*x.shape[:2], -1, HIDDEN // 4)
+    h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+    return row(h.reshape(*x.shape[:2], -1), net["down"])
+
+
+def groups_of_the_whole(net, x):
+    norm = eqx.nn.GroupNorm(4, HIDDEN, channelwise_affine=False)
+    h = jax.vmap(jax.vmap(norm))(column(x, net["up"]))  # wrong
+    return row(h, net["down"])
+
+
+def groups_of_a_device(net, x):
+    norm = eqx.nn.GroupNorm(1, HIDDEN // 4, channelwise_affine=False)
+    h = jax.vmap(jax.vmap(norm))(column(x, net["up"]))
+    return row(h, net["down"])
+
+
+def norm_in_a_loop(net, x):
+    def layer(x, _):
+        h = column(x, net["up"])
+        h = h / jnp.linalg.norm(h, axis=-1, keepdims=True)  # wrong
+        return x + row(h, net["down"]), None
+
+    return lax.scan(jax.checkpoint(layer), x, length=3)[0]
+
+
+def norm_of_the_stream_in_a_loop(net, x):
+    def layer(x, _):
+        y = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x + row(jnp.tanh(column(y, net["up"])), net["down"]), None
+
+    return lax.scan(jax.checkpoint(layer), x, length=3)[0]
+
+
+# Fused matrices
+
+
+def gate_and_value(net, x):
+    gate, value = jnp.split(column(x, net["up"]), 2, axis=-1)
+    return row(jax.nn.silu(gate) * value, net["down"][:2])  # wrong
+
+
+def gate_and_value_by_hand(net, x):
+    h = column(x, net["up"])
+    half = h.shape[-1] // 2
+    return row(h[..., :half] * h[..., half:], net["down"][:2])  # wrong
+
+
+def every_second_is_a_gate(net, x):
+    """A device's block holds whole pairs."""
+    h = column(x, net["up"])
+    return row(h[..., ::2] * h[..., 1::2], net["down"][:2])
+
+
+def chunks_of_hidden_units(net, x):
+    """Each chunk is used alone, and their terms add up."""
+    h = column(x, net["up"])
+    chunks = zip(jnp.split(jnp.tanh(h), 2, axis=-1), jnp.split(net["down"], 2), strict=True)
+    return sum(row(part, weight) for part, weight in chunks)
+
+
+def queries_and_keys(net, x):
+    parts = jnp.split(column(x, net["up"]), 4, axis=-1)
+    q, k, v, _ = (part.reshape(*part.shape[:2], -1, 1) for part in parts)
+    out = jax.nn.dot_product_attention(q, k, v)  # wrong
+    return row(out.reshape(*x.shape[:2], -1), net["down"][:1])
+
+
+def queries_and_keys_apart(net, x):
+    q, k, v = (column(x, weight * net["up"]).reshape(*x.shape[:2], -1, 2) for weight in (1, 2, 3))
+    out = jax.nn.dot_product_attention(q, k, v)
+    return row(out.reshape(*x.shape[:2], -1), net["down"])
+
+
+def gates_of_the_weight(net, x):
+    gate, value = jnp.split(net["up"], 2, axis=1)
+    return row(jnp.tanh(column(x, gate)) * column(x, value), net["down"][:2])  # wrong
+
+
+# Dropout
+
+
+def one_mask(net, x):
+    h = jnp.tanh(column(x, net["up"]))
+    mask = jax.random.bernoulli(key(0), 0.5, h.shape)
+    return row(jnp.where(mask, h, 0), net["down"])  # wrong
+
+
+def a_mask_for_each_device(net, x):
+    h = jnp.tanh(column(x, net["up"]))
+    mask = jax.random.bernoulli(jax.random.fold_in(key(0), lax.axis_index("tensor")), 0.5, h.shape)
+    return row(jnp.where(mask, h, 0), net["down"])
+
+
+def equinox_dropout(net, x):
+    h = jnp.tanh(column(x, net["up"]))
+    return row(eqx.nn.Dropout(0.5)(h, key=key(0)), net["down"])  # wrong
+
+
+def a_slice_of_the_whole_mask(net, x):
+    h = jnp.tanh(column(x, net["up"]))
+    mask = jax.random.bernoulli(key(0), 0.5, (*h.shape[:-1], HIDDEN))
+    mask = lax.dynamic_slice_in_dim(mask, lax.axis_index("tensor") * h.shape[-1], h.shape[-1], 2)
+    return row(jnp.where(mask, h, 0), net["down"])
+
+
+# A bias
+
+
+def bias_before_the_sum(net, x):
+    h = tensor.enter(x, "tensor") @ net["up"]
+    return tensor.leave(h @ net["down"] + net["bias"], "tensor")  # wrong
+
+
+def bias_after_the_sum(net, x):
+    h = tensor.enter(x, "tensor") @ net["up"]
+    return tensor.leave(h @ net["down"], "tensor") + net["bias"]
+
+
+def a_share_of_the_bias(net, x):
+    h = tensor.enter(x, "tensor") @ net["up"]
+    return tensor.leave(h @ net["down"] + net["bias"] / lax.axis_size("tensor"), "tensor")
+
+
+def residual_before_the_sum(net, x):
+    x = tensor.enter(x, "tensor")
+    return tensor.leave(x - jnp.tanh(x @ net["up"]) @ net["down"], ring("tensor"))  # wrong
+
+
+def the_bias_of_the_first(net, x):
+    h = tensor.enter(x, "tensor") @ net["up"]
+    return tensor.leave(h @ net["down"] + jnp.where(lax.axis_index("tensor") == 0, net["bias"], 0), "tensor")
+
+
+PAIRS = [
+    Pair(REDUCED, norm_of_the_shard, norm_of_the_whole, ("reduce_sum", "along 'tensor'", "each of 4 devices")),
+    Pair(REDUCED, centred_by_the_shard, centred_by_the_whole, ("float32[2,3,4]",)),
+    Pair(REDUCED, softmax_of_the_shard, softmax_of_the_whole, ("reduce_sum",)),
+    Pair(REDUCED, norm_by_a_product, norm_of_each_head, ("dot_general",)),
+    Pair(REDUCED, groups_of_the_whole, groups_of_a_device, ("groups that are cut",)),
+    Pair(REDUCED, norm_in_a_loop, norm_of_the_stream_in_a_loop, ("reduce_sum",)),
+    Pair(PARTS, gate_and_value, every_second_is_a_gate, ("dim 2 of float32[2,3,4]", "along 'tensor'", "each of 4")),
+    Pair(PARTS, gate_and_value_by_hand, chunks_of_hidden_units, ("was cut into parts",)),
+    Pair(PARTS, queries_and_keys, queries_and_keys_apart, ("fused matrix",)),
+    Pair(PARTS, gates_of_the_weight, chunks_of_hidden_units, ("dim 1 of float32[8,4]",)),
+    Pair(KEY, one_mask, a_mask_for_each_device, ("same along 'tensor' meet float32[2,3,4]", "all 4 devices")),
+    Pair(KEY, equinox_dropout, a_slice_of_the_whole_mask, ("one mask",)),
+    Pair(ADDED, bias_before_the_sum, bias_after_the_sum, ("this adds float32[2,3,8]", "counts it 4 times")),
+    Pair(ADDED, residual_before_the_sum, a_share_of_the_bias, ("counts it 4 times",)),
+    Pair(ADDED, bias_before_the_sum, the_bias_of_the_first, ()),
+]
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.wrong.__name__}-{pair.right.__name__}")
+
+
+@pytest.mark.sweep(3)
+@every_pair
+def test_the_mistake_is_found_on_its_line(pair):
+    found = findings(pair.wrong)
+    assert [(each.kind, each.where) for each in found] == [(pair.kind, line_of_the_mistake(pair.wrong))]
+    for part in pair.says:
+        assert part in found[0].harm
+    assert found[0].cure.endswith(".")
+
+
+@pytest.mark.sweep(3)
+@every_pair
+def test_the_right_layer_is_silent(pair):
+    assert findings(pair.right) == []
+
+
+def merged(net, x):
+    """The log of a sum of exponentials over all units, from that over each device's own."""
+    local = jax.nn.logsumexp(column(x, net["up"]), axis=-1, keepdims=True)
+    peak = lax.pmax(lax.stop_gradient(local), "tensor")
+    return x + jnp.log(lax.psum(jnp.exp(local - peak), "tensor")) + peak
+
+
+def merged_in_a_loop(net, x):
+    return lax.scan(lambda x, _: (merged(net, x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("layer", [merged, merged_in_a_loop])
+def test_terms_that_are_merged_are_no_mistake(layer):
+    """Backward, each device's weights meet its own units: right, since what joined them came after."""
+    assert findings(layer) == []
+
+
+def cell_over_tokens(cell, step_of):
+    """The findings in a net of `cell`, split by rows: a device's rows are of some of the stacked gates."""
+    make = lambda: {"cell": cell(WIDTH, 8, key=key(0)), "out": jnp.ones((8, WIDTH))}
+    gather = lambda h: lax.all_gather(h, "tensor", tiled=True)
+
+    def layer(net, x):
+        def one(xs):
+            zeros = lax.pcast(jnp.zeros(2), ("data", "tensor"), to="varying")
+            return lax.scan(lambda carry, x: step_of(net["cell"], gather, carry, x), (zeros, zeros), xs)[1]
+
+        return row(jax.vmap(one)(tensor.enter(x, "tensor")), net["out"])
+
+    split = {f"cell.{name}": P("tensor") for name in ("weight_ih", "weight_hh", "bias", "bias_n")} | {"out": P("tensor")}
+    return findings(layer, eqx.filter_eval_shape(make), split)
+
+
+def lstm(cell, gather, carry, x):
+    h, c = cell(x, (gather(carry[0]), carry[1]))
+    return (h, c), h
+
+
+def gru(cell, gather, carry, x):
+    """As Equinox's own cell, with the hidden units that a device keeps."""
+    x_gates, h_gates = jnp.split(cell.weight_ih @ x + cell.bias, 3), jnp.split(cell.weight_hh @ gather(carry[0]), 3)
+    reset, update = jax.nn.sigmoid(x_gates[0] + h_gates[0]), jax.nn.sigmoid(x_gates[1] + h_gates[1])
+    new = jnp.tanh(x_gates[2] + reset * (h_gates[2] + cell.bias_n))
+    h = new + update * (carry[0] - new)
+    return (h, h), h
+
+
+@pytest.mark.parametrize(("cell", "step_of"), [(eqx.nn.LSTMCell, lstm), (eqx.nn.GRUCell, gru)])
+def test_recurrent_cells_by_rows_are_found(cell, step_of):
+    assert {each.kind for each in cell_over_tokens(cell, step_of)} == {PARTS}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_models_of_users_are_silent(name, way):
+    kind = KINDS[name]
+    sizes, rule, optimizer_rule, made = WAYS[way](kind)
+    world = mesh.make(**sizes)
+    with jax.numpy_dtype_promotion("standard"):
+        state, specs = step.init(kind.make, OPTIMIZER, rule, world, optimizer_rule=optimizer_rule, trainable=kind.trainable)
+        grad, optimizer = made(rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world))
+        train = step.make(grad, optimizer, after=kind.after)
+        mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        assert lint.program(mapped, state, batch_of(0)) == []
