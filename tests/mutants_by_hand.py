@@ -532,8 +532,27 @@ RUN = (
     ),
     Mutant("verify", "_remembered(place) == found", "_remembered(place)", "test_shards.py::test_a_file_is_hashed_once"),
     Mutant(
-        "verify", "not stated and high", "stated and high", "test_shards.py::test_four_bytes_a_token_declared_as_two_are_refused"
+        "verify",
+        "not stated and doubled",
+        "stated and doubled",
+        "test_shards.py::test_four_bytes_a_token_declared_as_two_are_refused",
     ),
+    Mutant("verify", "upper < UPPER", "False", "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused"),
+    Mutant(
+        "open_file",
+        "stat.S_ISREG(os.fstat(file.fileno()).st_mode)",
+        "True",
+        "test_shards.py -k 'only_regular and pipe'",
+    ),
+    Mutant("most_bytes", "+ SLACK", "+ SLACK**2", "test_manifests.py::test_files_that_are_larger_than_the_arrays_are_not_hashed"),
+    Mutant(
+        "File._opened",
+        "self.state.changed)",
+        "now.changed)",
+        "test_shards.py::test_a_file_that_is_written_over_later_gives_a_line",
+    ),
+    Mutant("_locked", "| os.O_NOFOLLOW", "", "test_lock.py::test_a_link_in_the_place_of_the_lock_is_refused"),
+    Mutant("_append", "os.truncate(path, size)", "pass", "test_training.py::test_metrics_wait_while_the_storage_fails"),
     Mutant("verify", "began - SETTLED", "began", "test_shards.py::test_a_file_that_has_just_changed_is_not_remembered"),
     Mutant(
         "verify",

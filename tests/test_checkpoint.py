@@ -666,3 +666,14 @@ def test_a_run_goes_on_over_any_layout(tmp_path_factory, names):
     state, losses = trained(names[0])
     state = over_layouts(tmp_path_factory.mktemp("layouts"), names, state)
     np.testing.assert_allclose(go_on(names[-1], state, 2)[1], losses, rtol=EXACT)
+
+
+def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
+    """It comes from the checkpoint, and the function beside it from the code: both are the run's, and may belong together."""
+    saved(tmp_path)
+    said = []
+    checkpoints(tmp_path, say=said.append).restore(small_state(2))
+    assert not [line for line in said if line.startswith("step ")]
+    checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
+    line = "step 2 has other plain numbers than this program, and they are taken: loss_scale=0.5 (here 0.25). Make"
+    assert [text for text in said if text.startswith(line)]

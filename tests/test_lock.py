@@ -135,6 +135,16 @@ def test_where_nothing_can_be_made_it_says_so(tmp_path, place):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
+    """What it leads to was emptied."""
+    (tmp_path / "thesis.txt").write_text("text")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock").symlink_to(tmp_path / "thesis.txt")
+    with pytest.raises(OSError, match=r"needed a folder to write to; \.lock there is a link, and a lock is a file"):
+        lock.take(tmp_path / "run")
+    assert (tmp_path / "thesis.txt").read_text() == "text"
+
+
 def test_a_full_disk_is_told_and_nothing_stays(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,16 +1,21 @@
 """Manifests that are whole, sealed, and not manifests: each is refused by name, and the older good checkpoint is used."""
 
+import contextlib
 import copy
+import errno
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
+import socket
 
 import numpy as np
 import pytest
 from test_checkpoint import SETTINGS, assert_equal, checkpoints, saved, small_state
 
+from parallax import disk
 from parallax.run import checkpoint
 from parallax.run import record as records
 
@@ -67,6 +72,26 @@ def malformed(record, generator):
     else:
         new["files"][file][generator.randrange(2)] = junk
     return new
+
+
+def special(kind, path):
+    """A file at `path` that nobody can read to its end."""
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "link to itself":
+            path.symlink_to(path.name)
+        case "sparse":
+            with path.open("wb") as file:
+                file.truncate(20 << 30)
+        case "socket":
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as end, contextlib.chdir(path.parent):
+                end.bind(path.name)
+
+
+SPECIAL = ["pipe", "device", "link to itself", "sparse", "socket"]
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +199,44 @@ def test_a_manifest_that_is_a_folder_is_refused_and_goes_when_it_is_old(folder):
         store.restore(small_state())
         store.save(3, small_state(3))
     assert store.steps() == [3]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["newest.json", "00000002/manifest.json", "00000002/contents.json", "00000002/arrays/more"])
+def test_only_regular_files_are_read_up_to_a_size(folder, name, kind):
+    path, said = folder / name, []
+    path.unlink(missing_ok=True)
+    special(kind, path)
+    restored = checkpoints(folder, say=said.append).restore(small_state())
+    assert restored.step == (2 if name == "newest.json" else 1)
+    assert f"{path}: needed " in (said[0] if name == "newest.json" else restored.refused[2])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_newest_that_cannot_be_read_is_told_and_passed_over(folder, number, monkeypatch):
+    read, said = disk.read, []
+
+    def broken(path, *rest, **options):
+        if path.name == "newest.json":
+            raise OSError(number, os.strerror(number))
+        return read(path, *rest, **options)
+
+    monkeypatch.setattr(disk, "read", broken)
+    assert checkpoints(folder, say=said.append).restore(small_state()).step == 2
+    assert said[0] == f"{folder / 'newest.json'}: it cannot be read; {os.strerror(number)}."
+
+
+@pytest.mark.timeout(120)
+def test_files_that_are_larger_than_the_arrays_are_not_hashed(folder):
+    """A file of 200 GB without a byte on the disk takes minutes to hash."""
+    path = folder / "00000002" / "manifest.json"
+    record = unseal(path)
+    name = next(name for name in sorted(record["files"]) if name.startswith("arrays/"))
+    os.truncate(path.parent / name, 200 << 30)
+    record["files"][name][0] = 200 << 30
+    seal(path, record)
+    assert "manifest.json: files: needed 1073" in refused(folder)
 
 
 def test_folders_of_other_names_are_left_alone(folder):

@@ -4,6 +4,8 @@ import copy
 import errno
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_manifests import PATHS, seal, unseal
+from test_manifests import PATHS, SPECIAL, seal, special, unseal
 
 from parallax import data
 from parallax.data import manifest, shards, token_file, tokens
@@ -227,10 +229,83 @@ def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
     for each in (path, own / "00004.bin"):
         os.truncate(each, 0)
     np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
-    for source, name, first in ((found, "00004", 0), (of_text, "text", 1198)):
-        line = rf"{name}\.bin: needed 4 bytes from byte {first} on, the file ends at 0\. It was cut short after it was opened"
+    for source, name, size in ((found, "00004", 300), (of_text, "text", 2000)):
+        line = rf"{name}\.bin: needed the file of {size} bytes that was checked; it was cut short or written to since"
         with pytest.raises(manifest.Damaged, match=line):
             source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
+
+
+def test_a_file_that_is_written_over_later_gives_a_line(own):
+    """In the same size, it gave numbers that were never checked."""
+    found = shards.read(own, vocabulary=300)
+    with (own / "00001.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed the file of 300 bytes that was checked; it was cut short or"):
+        found[np.array([150])]
+    np.testing.assert_array_equal(found[np.arange(150)], TOKENS[:150])
+
+
+def test_more_shards_than_a_process_may_open_are_read(tmp_path):
+    """In a process of its own, since the limit is the process's."""
+    shards.write(tmp_path / "many", [TOKENS[:300]], vocabulary=300, shard_tokens=1)
+    program = f"""
+import resource
+import numpy as np
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from parallax.data import shards
+found = shards.read({str(tmp_path / "many")!r}, vocabulary=300)
+print(int(found[np.arange(300)].sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == f"{TOKENS[:300].sum()}\n", done.stderr
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["manifest.json", "00001.bin", "00001.bin.checked"])
+def test_only_regular_files_are_read_up_to_a_size(own, name, kind):
+    (own / name).unlink(missing_ok=True)
+    special(kind, own / name)
+    if name.endswith(".checked"):
+        assert len(shards.read(own, vocabulary=300)) == 1000  # as if it were not there
+    else:
+        with pytest.raises(manifest.Damaged, match=rf"{name}: needed "):
+            shards.read(own, vocabulary=300)
+
+
+def test_a_manifest_that_would_not_be_read_again_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"a manifest has 33554366 bytes at most; got 3355\d{4}\. Note less in it\."):
+        manifest.write(tmp_path / "manifest.json", {"note": "x" * (32 << 20)})
+    line = {"note": "x" * ((32 << 20) - manifest.SEAL - len('{"note": ""}'))}
+    manifest.write(tmp_path / "manifest.json", line)
+    assert manifest.read(tmp_path / "manifest.json") == line
+
+
+def test_a_name_that_is_too_long_is_refused(own):
+    record = unseal(own / "manifest.json")
+    for entries in (record["files"], record["tokens"]):
+        entries["x" * 300 + ".bin"] = entries.pop("00004.bin")
+    seal(own / "manifest.json", record)
+    with pytest.raises(manifest.Damaged, match=r"x{300}\.bin: needed a file of 300 bytes, found none"):
+        shards.read(own, vocabulary=300)
+
+
+@given(st.integers(65_537, 4_000_000), st.integers(16, 400), st.integers(0, 2**32))
+def test_four_bytes_a_token_without_a_record_are_refused(tmp_path_factory, vocabulary, count, seed):
+    """Where the vocabulary asked for has room for every half too."""
+    path = tmp_path_factory.mktemp("text") / "text.bin"
+    path.write_bytes(np.random.default_rng(seed).integers(0, vocabulary, count).astype("<u4").tobytes())
+    with pytest.raises(ValueError, match=r"needed tokens of 2 bytes .vocabulary 65536., but every second one is \d+ or less"):
+        data.read(path, vocabulary=65_536)
+
+
+@given(st.integers(2, 60_000), st.integers(16, 400), st.integers(0, 2**32))
+def test_two_bytes_a_token_without_a_record_are_read(tmp_path_factory, vocabulary, count, seed):
+    path = tmp_path_factory.mktemp("text") / "text.bin"
+    text = np.random.default_rng(seed).integers(0, vocabulary, 2 * count).astype("<u2")
+    text[1] = 1
+    path.write_bytes(text.tobytes())
+    np.testing.assert_array_equal(data.read(path, vocabulary=vocabulary), text)
 
 
 def test_an_error_of_the_disk_names_the_file(own, monkeypatch):
@@ -342,7 +417,6 @@ def test_a_file_is_split_counted_and_copied_as_an_array_is(tmp_path):
     ):
         np.testing.assert_array_equal(given_, wanted)
     for other in (pickle.loads(pickle.dumps(held_out)), copy.deepcopy(held_out)):
-        assert other.descriptor.number != file.descriptor.number
         np.testing.assert_array_equal(other, TOKENS[900:])
     for wrong in (slice(0, 9, 2), np.array([0.5]), np.ones(1000, bool)):
         with pytest.raises(IndexError, match=r"needed a slice of step 1, got 2|needed whole numbers as places, got "):

@@ -1,8 +1,11 @@
 """A step that is not finite changes nothing and is counted; seconds and metrics survive a restart."""
 
+import errno
 import functools
+import io
 import json
 import math
+import os
 import sys
 import types
 
@@ -187,6 +190,34 @@ def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
     ]
 
 
+def test_metrics_wait_while_the_storage_fails(tmp_path, monkeypatch):
+    """A run ended where it could not write its numbers for a moment."""
+    path, said, full = tmp_path / "metrics.jsonl", [], {3, 4}
+
+    class Half(io.StringIO):  # the disk takes the first bytes of a line
+        def close(self):
+            if not self.closed:
+                path.write_text(path.read_text() + self.getvalue()[:9])
+                super().close()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def opened(name, *rest, **options):
+        return Half() if number in full else open(name, *rest, **options)
+
+    monkeypatch.setattr(metrics, "open", opened, raising=False)
+    sink = metrics.jsonl(path, say=said.append)
+    for number in range(1, 7):
+        sink(number, {"loss": float(number)})
+    assert metrics.recorded(path) == [{"step": i, "loss": float(i)} for i in range(1, 7)]
+    line = "the numbers of step 3 were not written; No space left on device. They wait; the run goes on meanwhile."
+    assert said == [f"{path}: {line}"]
+    full.add(7)
+    number, sink = 7, metrics.jsonl(path, after=6, say=said.append, patience=0.0)
+    with pytest.raises(OSError, match="the numbers of step 7 were not written; No space left on device"):
+        sink(7, {"loss": 7.0})
+    assert metrics.recorded(path)[-1]["step"] == 6
+
+
 @pytest.mark.parametrize(
     "left",
     [b'{"step": 3, "lo', b"\0" * 4096, b'{"step": 3, "loss": NaN}', b"\xff\xfe\n", b"[" * 200_000 + b"\n", b'{"step": "3"}\n'],
@@ -286,7 +317,7 @@ def test_a_trace_is_written(tmp_path):
 
 
 def test_a_full_disk_is_told_with_the_step(tmp_path):
-    sink = metrics.jsonl(tmp_path / "metrics.jsonl")
+    sink = metrics.jsonl(tmp_path / "metrics.jsonl", patience=0.0)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"metrics\.jsonl: the numbers of step 1 were not written; No space left on device"):
         sink(1, {"loss": 1.0})

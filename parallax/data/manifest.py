@@ -18,6 +18,7 @@ from parallax import disk
 
 CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
 THREADS = 4
+SEAL = 66  # bytes after the line
 PARTIAL = ".*.partial"  # the names of files that were being written
 
 
@@ -30,8 +31,13 @@ class Damaged(ValueError):
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Store a record of JSON values at `path`, sealed; the file appears whole or not at all, and outlives a power cut."""
+    """Store a record of JSON values at `path`, sealed; the file appears whole or not at all, and outlives a power cut.
+
+    Raises `ValueError` for a record that `read` would refuse, since it is too large.
+    """
     line = json.dumps(record, sort_keys=True)
+    if len(line) > disk.LARGEST - SEAL:
+        raise ValueError(f"{path}: a manifest has {disk.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it.")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "x", encoding="utf-8") as file:
@@ -47,14 +53,15 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The record that `write` stored at `path`, an object of JSON. What is in it is for the caller to check, by `need`.
 
-    Raises `Damaged` where the file is missing, a bit of it has changed, or it holds no such object.
+    Raises `Damaged` where the file is missing, a bit of it has changed, it is no regular file of `disk.LARGEST` bytes at most, or
+    it holds no such object.
     """
     try:
-        content = path.read_bytes()
+        content = disk.read(path, "a manifest")
     except FileNotFoundError as error:
         raise Damaged(f"{path}: needed a manifest, found no file.") from error
-    except IsADirectoryError as error:
-        raise Damaged(f"{path}: needed a manifest, found a folder.") from error
+    except ValueError as error:
+        raise Damaged(str(error)) from error
     line, _, rest = content.partition(b"\n")
     if rest != f"{hashlib.sha256(line).hexdigest()}\n".encode():
         raise Damaged(f"{path}: the manifest is damaged: needed a line of JSON and its sha256, got {len(content)} other bytes.")
@@ -135,17 +142,20 @@ def check_hashes(folder: Path, files: Mapping[str, list], *, digest: Digest = ha
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
     """Refuse with `Damaged` any file in `folder` that is missing or of another size than `hashes` found."""
-    inside = folder.resolve()
+    inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(inside):
+        if not Path(os.path.realpath(path)).is_relative_to(inside):
             raise Damaged(f"{path}: needed a file of its folder, found a link that leads out of it.")
-        if not path.is_file():
-            raise Damaged(f"{path}: needed a file of {size} bytes, found no file.")
-        if path.stat().st_size != size:
-            raise Damaged(
-                f"{path}: needed {size} bytes, the file has {path.stat().st_size}. It was cut short, or is another file."
-            )
+        try:
+            with disk.open_file(path, f"a file of {size} bytes") as file:
+                found = os.fstat(file.fileno()).st_size
+        except FileNotFoundError as error:
+            raise Damaged(f"{path}: needed a file of {size} bytes, found no file.") from error
+        except ValueError as error:
+            raise Damaged(str(error)) from error
+        if found != size:
+            raise Damaged(f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is another file.")
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
@@ -157,7 +167,7 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 def _size_and_hash(path: Path, digest: Digest, *, sync: bool = False) -> list:
     found, size, buffer = digest(), 0, memoryview(bytearray(CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with disk.open_file(path) as file:
         if sync:
             os.fsync(file.fileno())
         while count := file.readinto(buffer):

@@ -1,32 +1,31 @@
 """Tokens in a file, read as they are asked for: what a batch does not need stays on the disk.
 
 The file is not mapped into memory. Where a mapped one is cut short, the next access ends the process by a signal, SIGBUS,
-without a word; a read that comes back short is an error like any other. A batch of 8 windows of 1,024 tokens takes 42
+without a word; a read that comes back short is an error like any other. A batch of 8 windows of 1,024 tokens takes some 90
 microseconds so, and 22 mapped; 8,200 single tokens from anywhere take 30 milliseconds, and 0.2 mapped, which no batch asks for.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
-import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from jaxtyping import Integer
 
+from parallax import disk
 from parallax.data import manifest
 
 
-class Descriptor:
-    """A file that is open for as long as somebody holds this; a copy, in another process too, opens it again."""
+class State(NamedTuple):
+    """A file's size in bytes, and when its bytes and its entry changed last, in nanoseconds since 1970."""
 
-    def __init__(self, path: Path):
-        self.path, self.number = path, os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.number)
-
-    def __reduce__(self):
-        return Descriptor, (self.path,)
+    size: int
+    changed: int
+    entry_changed: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,23 +34,22 @@ class File:
 
     `numpy.asarray(file)` reads it all. Each run of places that follow one another is read at once.
 
-    Raises `IndexError` for a place that it does not have, `manifest.Damaged` where the file has become too short, and `OSError`,
+    The file is opened for each read (some 10 microseconds), so that a text may have more files than a process may hold open.
+
+    Raises `IndexError` for a place that it does not have, `manifest.Damaged` where the file has changed since, and `OSError`,
     with its name, where it cannot be read.
 
     Attributes:
-        descriptor: the open file.
+        path: where the file is.
         dtype: of a token in it.
         places: where its tokens are, counted in tokens from the file's first.
+        state: of the file, when it was first looked at.
     """
 
-    descriptor: Descriptor
+    path: Path
     dtype: np.dtype
     places: range
-
-    @property
-    def path(self) -> Path:
-        """Where the file is."""
-        return self.descriptor.path
+    state: State
 
     def __len__(self) -> int:
         return len(self.places)
@@ -75,31 +73,47 @@ class File:
             raise IndexError(f"{self.path}: it has the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}.")
         flat, into = places.reshape(-1), found.reshape(-1)
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
-        for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
-            self._read(into[start:stop], int(flat[start]))
+        with self._opened() as descriptor:
+            for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
+                self._read(descriptor, into[start:stop], int(flat[start]))
         return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = np.empty(len(self), self.dtype)
-        self._read(found, 0)
+        with self._opened() as descriptor:
+            self._read(descriptor, found, 0)
         return found if dtype is None else found.astype(dtype)
 
-    def _read(self, into: np.ndarray, first: int) -> None:
-        """Fill `into` with the tokens from place `first` on."""
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The open file; what was read of it counts only if nobody wrote to it, before or meanwhile."""
+        with self._said(), disk.open_file(self.path, "a token file") as file:
+            yield file.fileno()
+            now = state_of(file.fileno())
+        if (now.size, now.changed) != (self.state.size, self.state.changed):
+            raise manifest.Damaged(
+                f"{self.path}: needed the file of {self.state.size} bytes that was checked; it was cut short or written to "
+                f"since, and has {now.size}. Make it again, and start again."
+            )
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, f"{self.path}: the tokens cannot be read: {error.strerror or error}.") from error
+
+    def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
+        """Fill `into` with the tokens from place `first` on, as far as the file has them."""
         left, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while left:
-            try:
-                got = os.preadv(self.descriptor.number, [left], at)
-            except OSError as error:
-                raise OSError(error.errno, f"{self.path}: the tokens cannot be read: {error.strerror or error}.") from error
+            got = os.preadv(descriptor, [left], at)
             if not got:
-                raise manifest.Damaged(
-                    f"{self.path}: needed {len(left)} bytes from byte {at} on, the file ends at {self.state()[0]}. It was cut "
-                    "short after it was opened: make it again."
-                )
+                return  # it was cut short, which its size tells
             left, at = left[got:], at + got
 
-    def state(self) -> list[int]:
-        """The file's size in bytes, and when its bytes and its entry changed last, in nanoseconds since 1970."""
-        found = os.fstat(self.descriptor.number)
-        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+def state_of(file: int | Path) -> State:
+    """The state of a file, open or not."""
+    found = os.stat(file)
+    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns)

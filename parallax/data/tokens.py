@@ -26,11 +26,12 @@ from jaxtyping import Integer
 
 from parallax import given
 from parallax.data import manifest
-from parallax.data.token_file import Descriptor, File
+from parallax.data.token_file import File, state_of
 
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 2
 CHUNK = 1 << 19  # tokens checked at a time; an even number
+UPPER = 64  # of tokens of four bytes read as two, the upper halves are below
 SETTLED = 2.0  # seconds after which a file that changes again has another time, on the coarsest file systems
 Tokens = Integer[np.ndarray, "_"]  # any number of them: train and held_out differ
 Text = TypeVar("Text", np.ndarray, File)
@@ -114,7 +115,7 @@ def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> File:
 
 def opened(path: Path, item: np.dtype, count: int) -> File:
     """The first `count` tokens of the file at `path`, unchecked."""
-    return File(Descriptor(path), item, range(count))
+    return File(path, item, range(count), state_of(path))
 
 
 def verify(file: File, vocabulary: int, *, sha256: str | None, stated: bool) -> None:
@@ -126,31 +127,34 @@ def verify(file: File, vocabulary: int, *, sha256: str | None, stated: bool) -> 
     Args:
         sha256: what its bytes must have; None where nobody knows, and then nothing is remembered.
         stated: whether who wrote it said of which type its tokens are. Where nobody did, a file whose every second token is 0 is
-            taken for one of four bytes a token, and refused.
+            taken for one of four bytes a token, and refused. So is one whose every second token is below `UPPER` where others
+            are far above: these are the upper halves of tokens of a vocabulary of up to 4 million.
 
     Raises:
         manifest.Damaged: its bytes have another hash.
         ValueError: it holds what is no token of V.
     """
-    place, began, state = file.path.with_name(f"{file.path.name}.checked"), time.time(), file.state()
-    found = {"format": 1, "sha256": sha256, "vocabulary": vocabulary, "state": state}
+    place, began = file.path.with_name(f"{file.path.name}.checked"), time.time()
+    found = {"format": 1, "sha256": sha256, "vocabulary": vocabulary, "state": list(file.state)}
     if sha256 and _remembered(place) == found:
         return
-    digest, high, halves = hashlib.sha256(), 0, False
+    digest, high, upper = hashlib.sha256(), 0, 0
     for part in _chunks(file):
         digest.update(part.data)
-        high, halves = max(high, int(part.max())), halves or bool(part[1::2].any())
+        high, upper = max(high, int(part.max())), max(upper, int(part[1::2].max(initial=0)))
     if sha256 and digest.hexdigest() != sha256:
         raise manifest.Damaged(f"{file.path}: needed sha256 {sha256[:12]}..., the file has other bytes. It is damaged.")
     if high >= vocabulary:
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
-    if not stated and high and not halves and len(file) % 2 == 0 and len(file) >= 32:
+    doubled = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
+    if not stated and doubled and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
-            f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), but every second one is 0, as "
-            "in a file of twice as many bytes a token. Write it again with data.write, which notes the type."
+            f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), but every second one is "
+            f"{upper} or less, and others up to {high}, as in a file of twice as many bytes a token. Write it again with "
+            "data.write, which notes the type."
         )
-    if sha256 and file.state() == state and max(state[1:]) / 1e9 < began - SETTLED:
+    if sha256 and state_of(file.path) == file.state and max(file.state[1:]) / 1e9 < began - SETTLED:
         with contextlib.suppress(OSError):  # a folder that others wrote is read only
             manifest.write(place, found)
 

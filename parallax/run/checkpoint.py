@@ -15,6 +15,7 @@ The arrays are stored by their path in the tree, whole, whatever mesh they came 
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -296,7 +297,7 @@ class Checkpoints:
                 else:
                     return step
             reasons += f"\n  step {step}: {self.refused[step]}"
-        if not (self.folder / NEWEST).exists() and not self.steps():
+        if not os.path.lexists(self.folder / NEWEST) and not self.steps():
             return NONE
         raise Refused(
             f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
@@ -308,6 +309,11 @@ class Checkpoints:
         wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(self._path(step), record, {name: stored.described(leaf) for name, leaf in arrays.items()}, numbers)
+        if others := records.differences(record.numbers, numbers):
+            self._say(
+                f"step {step} has other plain numbers than this program, and they are taken: {others}. Make what belongs to the "
+                "code a static field."
+            )
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         none = stored.empty(template)
         template = {name: leaf for name, leaf in template.items() if name not in none}

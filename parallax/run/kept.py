@@ -1,6 +1,7 @@
 """Which of a folder's checkpoints stay, and which go: of this run's alone, whatever else somebody put there."""
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -38,11 +39,13 @@ def finished(folder: Path) -> list[int]:
 def seen(folder: Path) -> tuple[list[int], str]:
     """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, in words."""
     steps, wrong = {step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None}, ""
-    if (folder / NEWEST).exists():
+    if os.path.lexists(folder / NEWEST):
         try:
             steps.add(records.newest(folder / NEWEST))
         except manifest.Damaged as error:
             wrong = str(error)
+        except OSError as error:
+            wrong = f"{folder / NEWEST}: it cannot be read; {error.strerror}."
     return sorted(steps), wrong
 
 

@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from parallax import disk
+
 FILE = ".lock"
 TRIES = 10  # each begins again where another run has just removed the file, or the empty folder, that it released
 TOLD = 1.0  # seconds within which a holder writes down who it is
@@ -119,7 +121,12 @@ def _remove(made: list[Path]) -> None:
 
 def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
     """The open file at `path` with the lock on it; `None` where its last holder removed it after it was opened here."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # what it leads to is no file of a run's, and would be emptied
+            raise OSError(errno.ELOOP, f"{FILE} there is a link, and a lock is a file") from error
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -155,6 +162,6 @@ def _holder(folder: Path) -> str:
     while time.monotonic() < end:
         time.sleep(0.02)  # a run that has just begun takes this long to replace what the last one wrote
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            record = json.loads(disk.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"
     return "a process that has not said which"

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from parallax import precision
+from parallax import disk, precision
+from parallax.run.stages import transient
 from parallax.step import Info, InfoWithAux
 
 # Steps that are not finite
@@ -124,7 +125,9 @@ def recorded(path: str | Path, *, say: Callable[[str], Any] = lambda line: None)
     path, found, others = Path(path), [], 0
     if not path.exists():
         return []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    with disk.open_file(path, "a file of metrics") as file:
+        text = file.readall().decode(errors="replace")
+    for line in text.splitlines(keepends=True):
         record = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -137,12 +140,15 @@ def recorded(path: str | Path, *, say: Callable[[str], Any] = lambda line: None)
     return found
 
 
-def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print) -> Sink:
+def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0) -> Sink:
     """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when the call returns.
+
+    Where the storage fails for a while, the lines wait in memory and are written with the next one that it takes.
 
     Args:
         after: keep the lines of an earlier session up to this step, and drop the later ones, which are computed again.
-        say: prints a line where what an earlier session left is not whole; that is cut out.
+        say: prints a line where what an earlier session left is not whole; that is cut out. And where lines wait.
+        patience: seconds for which lines may wait. After them the sink raises `OSError`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,14 +158,38 @@ def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, path)
 
+    waiting: list[str] = []
+    failed_since = math.inf
+
     def sink(step, values):
+        nonlocal failed_since
+        waiting.append(json.dumps({"step": step, **values}) + "\n")
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            _append(path, "".join(waiting))
         except OSError as error:
-            raise OSError(f"{path}: the numbers of step {step} were not written; {error.strerror}.") from error
+            failed = f"{path}: the numbers of step {step} were not written; {error.strerror}."
+            if math.isinf(failed_since):
+                say(f"{failed} They wait; the run goes on meanwhile.")
+            failed_since = min(failed_since, time.monotonic())
+            if not transient(error) or time.monotonic() >= failed_since + patience:
+                raise OSError(failed) from error
+            return
+        waiting.clear()
+        failed_since = math.inf
 
     return sink
+
+
+def _append(path: Path, text: str) -> None:
+    """Add `text` to the end of a file, whole or not at all, where the storage lets us."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from parallax.data import manifest
 
 MANIFEST, CONTENTS, ARRAYS = "manifest.json", "contents.json", "arrays"
 FORMAT = 3
+WIDEST, SLACK = 16, 1 << 30  # bytes of the widest number; of a checkpoint, beside its arrays
 STEPS = 2**31  # a step is below: processes tell each other in int32
 
 
@@ -112,7 +114,15 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     for name in files:
         manifest.need(name == CONTENTS or name.startswith(f"{ARRAYS}/"), f"{path}: files", f"{CONTENTS} or {ARRAYS}/...", name)
     manifest.need(CONTENTS in files, f"{path}: files", f"{CONTENTS} among them", len(files))
-    return _typed(found, path), files
+    record = _typed(found, path)
+    size, most = sum(size for size, _ in files.values()), most_bytes(record)
+    manifest.need(size <= most, f"{path}: files", f"{most} bytes at most, for these arrays", size)
+    return record, files
+
+
+def most_bytes(record: Record) -> int:
+    """More than the files of these arrays can have: nobody is to hash a file without end."""
+    return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _hashing_of(found: Mapping[str, Any], path: Path) -> manifest.Digest:
@@ -148,7 +158,7 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     """
     if not folder.exists():
         raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
-    if not (folder / MANIFEST).exists():
+    if not os.path.lexists(folder / MANIFEST):
         raise manifest.Damaged(f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest.")
     record, files = read(folder)
     if record.step != step:

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 32 << 20  # bytes; the index of a model of 700 billion parameters has 9 million
+from parallax import disk
+
 DIGITS = 19  # 64 bits; longer numbers are no size or token of anything
 DEEPEST = 64  # objects and lists within each other; no configuration has ten
 
@@ -12,10 +13,12 @@ DEEPEST = 64  # objects and lists within each other; no configuration has ten
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for anything else."""
     again = "Copy or download it again."
-    if (size := file.stat().st_size) > LARGEST:
-        raise ValueError(f"{file} has {size} bytes; needed a JSON object of {LARGEST} at most. {again}")
     try:
-        fields = json.loads(file.read_text(encoding="utf-8-sig"), parse_int=_integer)
+        content = disk.read(file, "a JSON object")
+    except ValueError as error:
+        raise ValueError(f"{error} {again}") from error
+    try:
+        fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
         raise ValueError(f"{file} is not whole JSON ({error}). {again}") from error
     except RecursionError as error:
