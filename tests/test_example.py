@@ -364,7 +364,6 @@ def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_pa
         assert (one != other).any()
 
 
-@pytest.mark.programs
 @pytest.mark.parity
 def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     import transformers
