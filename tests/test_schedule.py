@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -503,3 +504,12 @@ def test_messages_about_files(tmp_path, case):
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole message is compared)
         from_csv(path)
     assert str(refusal.value) == message.format(path=path)
+
+
+def test_a_table_is_read_of_a_regular_file_alone(tmp_path):
+    """A device never ends, and a pipe never answers."""
+    (tmp_path / "device.csv").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.csv")
+    for name in ("device", "pipe"):
+        with pytest.raises(ValueError, match=rf"{name}\.csv: needed a table of text, found no regular file\."):
+            from_csv(tmp_path / f"{name}.csv")

@@ -90,7 +90,7 @@ def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex =
     """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every `processes`-th one from `rank` on.
 
     So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all. What was
-    found good is remembered beside each shard, as `tokens.verify` says..
+    found good is remembered beside each shard, as `tokens.verify` says.
 
     Raises:
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.

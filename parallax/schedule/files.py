@@ -1,11 +1,13 @@
 """A schedule as a CSV file: a row a tick, a column for each lane and stage, or, of one job a tick, for each stage."""
 
 import csv
+import io
 import os
 import re
 
 import numpy as np
 
+from parallax import disk
 from parallax.schedule import cells as jobs_by_place
 from parallax.schedule.branching import Branching
 from parallax.schedule.table import LANES, CannotRun, Schedule, job_name
@@ -38,8 +40,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule | Branching:
         ValueError: the file is no table, or its table cannot run; the message names the line.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
+        text = disk.read(path, "a table of text").decode("utf-8-sig")
+        header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: needed a table of text, as to_csv writes it, found something else ({error}).") from error
     if [name.strip() for name in header[:2]] == ["tick", "stage 0"] or jobs_by_place.is_by_rank([header]):
