@@ -5,7 +5,7 @@ import operator
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.collectives import types as collective_types
 
@@ -34,7 +34,13 @@ def opened(jaxpr: Any) -> Jaxpr:
 
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     """All jaxprs among an equation's parameters."""
-    return [opened(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]
+    return [opened(jaxpr) for jaxpr in closed(eqn.params)]
+
+
+def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
+    """All jaxprs among these parameters, in the order of `inner`, with their constants."""
+    values = [each for value in params.values() for each in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:

@@ -1016,10 +1016,12 @@ ORDINARY = (
     Mutant("joined", "{GATHERED, SAME}", "{GATHERED}", "test_optimizers_holes.py -k behind_a_wrapper"),
     Mutant(
         "Walk.compare",
-        "value) != str(twin.params[name])",
-        "value) != str(value)",
-        "test_optimizers_holes.py::test_a_hole_is_closed -k power",
+        "_alike(value, twin.params[name])",
+        "_alike(value, value)",
+        "test_optimizers_holes.py::test_a_hole_is_closed",
     ),
+    Mutant("Walk.inside", "found += walk", "walk", "test_optimizers_holes.py::test_a_hole_is_closed"),
+    Mutant("_split_alike", "len(wholes) == len(axes) == 1", "True", "test_optimizers_holes.py -k made_of_another_leaf"),
     Mutant(
         "Walk.results", "if bad is None and sizes", "if bad is None and False", "test_optimizers_holes.py::test_a_hole_is_closed"
     ),

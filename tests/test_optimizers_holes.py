@@ -47,6 +47,60 @@ def state_of(shape):
     return optax.GradientTransformation(lambda params: jax.tree.map(lambda w: jnp.linspace(0, 1, shape(w)[0]), params), update)
 
 
+TABLE = jnp.linspace(0.5, 1.5, 64, dtype=jnp.float64)
+
+
+def decayed_by_trips(g):
+    """A rate by a loop of as many trips as the last dim is long."""
+    return lax.fori_loop(0, g.shape[-1], lambda _, rate: rate * 0.9, jnp.ones((), g.dtype))
+
+
+def decayed_until(g):
+    return lax.while_loop(lambda carry: carry[0] < g.shape[-1], lambda carry: (carry[0] + 1, carry[1] * 0.9), (0, 1.0))[1]
+
+
+def decayed_inside(g):
+    """A loop whose body holds a number that follows from the shape."""
+    return lax.scan(lambda rate, _: (rate * (1 - 1 / g.shape[-1]), None), jnp.ones((), g.dtype), length=3)[0]
+
+
+def counted_inside(g):
+    return lax.scan(lambda rate, _: (rate + jnp.sum(jnp.ones(g.shape)), None), jnp.ones((), g.dtype), length=3)[0]
+
+
+def from_host(rate):
+    """A rate that Python computes: `rate()` returns it."""
+    return jax.pure_callback(rate, jax.ShapeDtypeStruct((), jnp.float64))
+
+
+RATES = {  # of a leaf, which differ with its size by a parameter of an operation alone
+    "a slice's bounds": lambda g: TABLE[g.shape[-1]],
+    "a slice that is computed": lambda g: lax.dynamic_slice(TABLE, (g.shape[-1],), (1,))[0],
+    "a loop's trips": decayed_by_trips,
+    "a loop's condition": decayed_until,
+    "a loop's numbers": decayed_inside,
+    "a loop's sizes": counted_inside,
+    "a callback": lambda g: from_host(lambda: np.float64(1 / g.shape[-1])),
+    "a callback's argument": lambda g: from_host(functools.partial(np.divide, 1.0, float(g.shape[-1]))),
+    "a callback's default": lambda g: from_host(lambda n=g.shape[-1]: np.float64(1 / n)),
+    "a switch's branch": lambda g: lax.switch(jnp.zeros((), int), [lambda: 1.0 / g.shape[-1], lambda: 1.0]),
+}
+
+
+def halves():
+    return np.float64(0.5)
+
+
+SAME_RATES = {  # as those, and the same for shards and wholes
+    "a slice's bounds": lambda g: TABLE[7],
+    "a loop's trips": lambda g: lax.fori_loop(0, g.ndim, lambda _, rate: rate * 0.9, jnp.ones((), g.dtype)),
+    "a loop until": lambda g: lax.while_loop(lambda rate: rate > 0.1, lambda rate: rate / 2, jnp.ones((), g.dtype)),
+    "a callback": lambda g: from_host(halves),
+    "a callback of its own": lambda g: from_host(lambda rank=g.ndim: np.float64(0.5 + rank)),
+    "a print": lambda g: jax.debug.callback(lambda size=g.size: None) or 1.0,
+}
+
+
 def rows(g):
     """The running sum of rows, by a loop."""
     return lax.scan(lambda total, row: (total + row, total + row), jnp.zeros_like(g[0]), g)[1]
@@ -87,7 +141,7 @@ HOLES = {
     "constants of a leaf's shape": of_leaves(lambda g, w: g * np.linspace(0, 1, g.size).reshape(g.shape)),
     "constants that broadcast": of_leaves(lambda g, w: g * np.linspace(0, 1, g.shape[-1])),
     "a product with the transpose": of_leaves(lambda g, w: jnp.einsum("...ij,...kj,...kl->...il", g, g, g) if g.ndim > 1 else g),
-}
+} | {f"a rate by {name}": of_leaves(lambda g, w, rate=rate: g * rate(g)) for name, rate in RATES.items()}
 # fmt: on
 LEFT_FOR_SHAPES = {"head": P(None, "tensor")}  # in place of its first dim, so that each hole above sees a split of the last
 
@@ -107,6 +161,48 @@ def test_a_hole_is_one_and_whole_leaves_close_it():
     wrapped = {name: optimizers.whole(each, specs, "tensor") for name, each in HOLES.items()}
     for name, (params, _) in on_shards(WAYS["tensor"], wrapped, specs).items():
         assert_close(params, plain[name][0], EXACT)
+
+
+@pytest.mark.parametrize("name", SAME_RATES)
+def test_a_rate_that_is_the_same_on_wholes_is_let_through(name):
+    scaled = {"": of_leaves(lambda g, w: g * SAME_RATES[name](g))}
+    assert_close(on_shards(WAYS["tensor"], scaled)[""][0], on_one_device(scaled)[""][0], EXACT)
+
+
+def exchanged(*, delayed):
+    """The update of each of two leaves is the other's gradient, perhaps that of the step before."""
+
+    def update(updates, state, params=None):
+        other = {"a": updates["b"], "b": updates["a"]}
+        return (state, other) if delayed else (jax.tree.map(jnp.negative, other), state)
+
+    init = functools.partial(jax.tree.map, jnp.zeros_like) if delayed else lambda params: optax.EmptyState()
+    return optax.GradientTransformation(init, update)
+
+
+ENTRIES = [(), ("x",), ("x", "y"), (None, "x"), ("y", "x"), (None, ("x", "y"))]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("of_b", [("x",), ("x", "y"), (None, "x"), (None, ("y", "x"))])
+@pytest.mark.parametrize("of_a", ENTRIES)
+def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed):
+    specs = {"a": P(*of_a), "b": P(*of_b)}
+    model = {name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4))) for i, name in enumerate("ab")}
+    axes, optimizer = mesh.make(x=2, y=2, devices=jax.devices()[:4]), exchanged(delayed=delayed)
+    state, state_specs = step.init(lambda: model, optimizer, lambda path, leaf: specs[path], axes)
+    train = step.make(lambda params, batch: (jnp.zeros(()), params), optimizer, specs=specs)
+    train = jax.jit(mesh.spmd(train, mesh=axes, in_specs=(state_specs, P()), out_specs=(state_specs, P())))
+    if not of_a == of_b == ("x",) and not of_a == of_b == (None, "x"):
+        with pytest.raises(ValueError, match=r"is made of|combines|on shards, |on a whole leaf|nothing of the leaf's own"):
+            train(state, 0.0)
+        return
+    plain = model, optimizer.init(model)
+    for _ in range(2):
+        state, _ = train(state, 0.0)
+        updates, moments = optimizer.update(*plain)
+        plain = optax.apply_updates(plain[0], updates), moments
+    assert_close((state.model, state.optimizer), plain, EXACT)
 
 
 def scaled_by(rate):

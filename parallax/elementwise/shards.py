@@ -74,7 +74,7 @@ def check(
             _refuse(mixed(f"its update fails on {what}, {str(error).splitlines()[0].rstrip('.:')}"), leaves, None, at)
 
     typed = program("shards", gradients, state, weights)
-    _judge(Walk().run((typed.jaxpr, typed.jaxpr), (typed.consts, typed.consts), kinds), leaves, owners, at)
+    _judge(Walk().run((typed.jaxpr, typed.jaxpr), (typed.consts, typed.consts), kinds), leaves, owners, wholes, at)
 
     def traced(of_gradients, of_weights):
         sized = lambda x, shape: jax.ShapeDtypeStruct(shape, dtype(x))
@@ -97,7 +97,7 @@ def check(
             found = Walk().run((small.jaxpr, large.jaxpr), (small.consts, large.consts), kinds)
         except Differs as error:
             _refuse(mixed(f"on a whole leaf it is another program: {error}"), leaves, None, at)
-        _judge(found, leaves, owners, at)
+        _judge(found, leaves, owners, wholes, at)
 
 
 class _Leaf(NamedTuple):
@@ -177,12 +177,29 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _judge(found: Sequence[Kind], leaves: Sequence[_Leaf], owners: Sequence[int | None], at: str) -> None:
+def _split_alike(leaves: Sequence[_Leaf], i: int, j: int, wholes: Sequence[PyTree]) -> bool:
+    """Whether two leaves are split along the same dim: one axis, and equal shapes of shards and of the only possible wholes."""
+    axes, shapes = leaves[i].split, [_shapes(whole) for whole in wholes]
+    alike = leaves[i].shape == leaves[j].shape and all(each[i] == each[j] for each in shapes)
+    return len(wholes) == len(axes) == 1 and leaves[j].split == axes and alike
+
+
+def _judge(
+    found: Sequence[Kind],
+    leaves: Sequence[_Leaf],
+    owners: Sequence[int | None],
+    wholes: Sequence[PyTree],
+    at: str,
+) -> None:
     """Refuse if one of these, the updates and then the state, is mixed."""
     for i, kind in enumerate(found):
         owner = i if i < len(leaves) else (*owners, *[None] * len(found))[i - len(leaves)]
         if kind.name == "mixed":
             _refuse(kind, leaves, owner, at)
+        if kind.name == "own" and owner not in (None, kind.leaf) and not _split_alike(leaves, owner, kind.leaf, wholes):
+            what = "its update" if i < len(leaves) else "its state"
+            source = mesh.dotted(leaves[kind.leaf].path)
+            _refuse(mixed(f"{what} is made of {source}, which may be split along another dim"), leaves, owner, at)
         if kind == SAME and i < len(leaves) and leaves[i].split:
             _refuse(mixed("its update has nothing of the leaf's own elements"), leaves, owner, at)
 

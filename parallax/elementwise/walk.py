@@ -1,7 +1,9 @@
 """An optimizer's program on shards and the one on wholes, walked through side by side."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -9,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
+from parallax import mesh
 from parallax.collectives.types import axes_of_type, varying_axes
 from parallax.elementwise.kinds import DONE, ELEMENTWISE, GATHERED, LAID_OUT, RIGHT, SAME, UNIFORM, Kind, either, joined, mixed
-from parallax.jaxprs import called, inner, is_literal, origin, types
+from parallax.jaxprs import called, closed, inner, is_literal, origin, types
 
 
 class Differs(Exception):
     """Two programs are not the same up to sizes."""
 
 
+PLACES = ("sharding", "out_sharding", "mesh")  # parameters that say where an array lies
 Pair = tuple[Any, Any]  # of the program on shards, and of that on wholes
 
 
@@ -83,7 +87,7 @@ class Walk:
         if name == "cond":
             return self.branches(eqn, twin, arguments)
         if (body := called(eqn)) is not None and (of_twin := called(twin)) is not None and name not in ("while", "scan"):
-            return Walk(self.origin(eqn)).run((body, of_twin), _consts(eqn, twin), arguments)
+            return Walk(self.origin(eqn)).run((body, of_twin), _constants(eqn, twin)[0], arguments)
         if name in ELEMENTWISE:
             self.compare(eqn, twin)
             kind = joined(arguments, f"{name} at {self.origin(eqn)}")
@@ -97,7 +101,17 @@ class Walk:
             bad = mixed(f"{name} at {self.origin(eqn)} depends on the shard's size")
         if bad is None and differ(types(eqn.outvars)) and not differ(types(eqn.invars)):
             bad = mixed(f"{name} at {self.origin(eqn)} differs between devices")
-        return [bad or (UNIFORM if aval.size <= 1 else SAME) for aval in types(eqn.outvars)]
+        if bad is None and eqn.outvars:  # a print returns nothing, so its function does not matter
+            self.compare(eqn, twin)
+            bad = self.inside(eqn, twin)
+        return [bad or _same(aval) for aval in types(eqn.outvars)]
+
+    def inside(self, eqn: JaxprEqn, twin: JaxprEqn) -> Kind | None:
+        """What is mixed in the programs inside an equation, such as a loop's, whose operands are the same on all devices."""
+        walk, found = Walk(self.origin(eqn)), []
+        for a, b, consts in zip(inner(eqn), inner(twin), _constants(eqn, twin), strict=True):
+            found += walk.run((a, b), consts, [_same(aval) for aval in types(a.invars)])
+        return next((kind for kind in found if kind.name == "mixed"), None)
 
     def branches(self, eqn: JaxprEqn, twin: JaxprEqn, arguments: Sequence[Kind]) -> list[Kind]:
         """Of a conditional: each result is what it is in all branches."""
@@ -105,17 +119,48 @@ class Walk:
         if choice not in (UNIFORM, SAME):
             return [mixed(f"cond at {self.origin(eqn)} depends on the elements")] * len(eqn.outvars)
         every_branch = [
-            self.run((a, b), consts, rest)
-            for a, b, consts in zip(inner(eqn), inner(twin), _consts_of_branches(eqn, twin), strict=True)
+            self.run((a, b), consts, rest) for a, b, consts in zip(inner(eqn), inner(twin), _constants(eqn, twin), strict=True)
         ]
         return [functools.reduce(either, kinds) for kinds in zip(*every_branch, strict=True)]
 
     def compare(self, eqn: JaxprEqn, twin: JaxprEqn) -> None:
-        """Refuse parameters that differ, such as an exponent."""
+        """Refuse parameters that differ, such as an exponent, the bounds of a slice or a loop's trips."""
         for name, value in eqn.params.items():
-            if name not in ("sharding", "out_sharding", "mesh") and str(value) != str(twin.params[name]):
+            if name not in PLACES and not closed({name: value}) and not _alike(value, twin.params[name]):
                 of = f"{eqn.primitive} at {self.origin(eqn)}"
                 raise Differs(f"{of} has {name}={twin.params[name]} where the shard's has {value}")
+
+
+def _same(aval: Any) -> Kind:
+    """Of a value of this type that is the same on all devices."""
+    return UNIFORM if aval.size <= 1 else SAME
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two parameters are the same; functions, which each trace may make anew, if their parts are."""
+    if isinstance(a, Tracer) or isinstance(b, Tracer):
+        return isinstance(a, Tracer) and isinstance(b, Tracer) and np.shape(a) == np.shape(b)
+    if mesh.is_array(a) and mesh.is_array(b):
+        return np.array_equal(_numbers(a), _numbers(b))
+    parts, others = _parts(a), _parts(b)
+    if parts is None or others is None or type(a) is not type(b):
+        return a is b or str(a) == str(b)
+    return len(parts) == len(others) and all(x is a or _alike(x, y) for x, y in zip(parts, others, strict=True))
+
+
+def _parts(x: Any) -> tuple[Any, ...] | None:
+    """What a parameter is made of: a function, of its code and of what it takes from where it was made. Of others None."""
+    match x:
+        case FunctionType():
+            defaults = (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+            return x.__code__, *(cell.cell_contents for cell in x.__closure__ or ()), *defaults
+        case functools.partial():
+            return x.func, *x.args, *x.keywords.items()
+        case tuple():
+            return x
+        case _ if dataclasses.is_dataclass(x):  # as JAX's record of a callback
+            return tuple(getattr(x, field.name) for field in dataclasses.fields(x))
+    return None
 
 
 def _keeps_shape(eqn: JaxprEqn) -> bool:
@@ -129,14 +174,9 @@ def _sizes(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
     return any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True))
 
 
-def _consts(eqn: JaxprEqn, twin: JaxprEqn) -> Pair:
-    """The constants of the jaxpr that an equation calls."""
-    of = lambda each: next((value.consts for value in each.params.values() if isinstance(value, ClosedJaxpr)), ())
-    return of(eqn), of(twin)
-
-
-def _consts_of_branches(eqn: JaxprEqn, twin: JaxprEqn) -> list[Pair]:
-    both = ([getattr(branch, "consts", ()) for branch in e.params["branches"]] for e in (eqn, twin))
+def _constants(eqn: JaxprEqn, twin: JaxprEqn) -> list[Pair]:
+    """For each jaxpr among the parameters its constants, in both programs."""
+    both = ([getattr(jaxpr, "consts", ()) for jaxpr in closed(each.params)] for each in (eqn, twin))
     return list(zip(*both, strict=True))
 
 
