@@ -80,11 +80,13 @@ class Reach(NamedTuple):
         at_all: in any way.
         alone: in a way without a collective.
         met: in such a way, on which it met data, as a weight in a product.
+        unchosen: in a way without a collective, and without a choice by the device's index.
     """
 
     at_all: int = 0
     alone: int = 0
     met: int = 0
+    unchosen: int = 0
 
     def __or__(self, other: tuple[int, ...]) -> "Reach":
         """What depends on both."""
@@ -97,13 +99,16 @@ class Uses(NamedTuple):
     Attributes:
         reached: whether it does.
         unsent: whether it meets data on a way to the result that has no collective, so that no other device's part joins it.
+        summed: whether, on any way, its own device's value goes into a sum over devices: no choice by the device's index, such
+            as zeros on all devices but one, comes first.
     """
 
     reached: list[bool]
     unsent: list[bool]
+    summed: list[bool]
 
 
-def uses(closed: ClosedJaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
+def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
     """For each result of a program, what becomes of its arguments on the way; `data` says which arguments meet the others.
 
     Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a penalty on weights is no use of
@@ -113,18 +118,19 @@ def uses(closed: ClosedJaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
     jaxpr = opened(closed)
     count = len(jaxpr.invars)
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
-    ways = _Ways(axis, of_data | 1 << count)  # the last bit: constants that differ between devices
+    ways = _Ways(axis, of_data | 1 << count, index=1 << count + 1)  # bits of constants that differ, and of the device's index
     constants = [Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0) for var in jaxpr.constvars]
-    found = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
+    found = ways.run(jaxpr, [Reach(1 << i, 1 << i, unchosen=1 << i) for i in range(count)], constants)
     bits = lambda mask: [bool(mask >> i & 1) for i in range(count)]
-    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in found]
+    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on), bits(ways.summed)) for reach in found]
 
 
 class _Ways:
-    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`."""
+    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`, `summed` those that do into a sum."""
 
-    def __init__(self, axis: str, data: int):
-        self.axis, self.data, self.passed_on = axis, data, 0
+    def __init__(self, axis: str, data: int, index: int):
+        self.axis, self.data, self.index = axis, data, index
+        self.passed_on = self.summed = 0
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Reach], constants: Sequence[Reach] = ()) -> list[Reach]:
         known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -148,12 +154,18 @@ class _Ways:
         if (body := called(eqn)) is not None:
             return self.run(body, operands)
         joined = functools.reduce(operator.or_, operands, Reach())
+        if name == "axis_index" and eqn.params["axis_name"] == self.axis:
+            return [Reach(self.index)]
         if self.axis in (sent_over(eqn) if joined.alone else ()):
             if name == "ppermute":
                 self.passed_on |= joined.alone
+            if "all_gather" not in name and self.axis not in collective_types.axes_of_type(eqn.outvars[0].aval):
+                self.summed |= joined.unchosen
             joined = Reach(joined.at_all)
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
+        if name in ("select_n", "mul") and any(operand.at_all == self.index for operand in operands):
+            joined = joined._replace(unchosen=0)
         return [joined] * len(eqn.outvars)
 
     def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:

@@ -176,6 +176,8 @@ LAYERS = (
     Mutant("_Ways.results", "self.passed_on |= joined.alone", "pass", f"{WRAPPED} -k 'gather_counts and hand'"),
     Mutant("_Ways.results", "any(aval.shape for aval in types(eqn.invars))", "True", f"{WRAPPED} -k travel"),
     Mutant("_Ways.results", "joined = Reach(joined.at_all)", "pass", f"{WRAPPED} -k 'gather_counts and lax'"),
+    Mutant("_Ways.results", "self.summed |= joined.unchosen", "pass", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant("_Ways.results", "joined._replace(unchosen=0)", "joined", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant("_check_own", "if local:", "if False:", f"{WRAPPED} -k forgotten"),
     Mutant("_check_shapes", "if not apart:", "if True:", f"{WRAPPED} -k forgotten"),
     Mutant("_check_state", "== made_of(weights)", "== []", f"{WRAPPED} -k forgotten"),

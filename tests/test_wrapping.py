@@ -392,6 +392,54 @@ def test_what_is_reduced_together_stays_right(grad):
     assert_close(over(grad, (P(), P("data")), P(), data=8)(w, x), jax.value_and_grad(squared)(w, x), EXACT)
 
 
+def head(params, x, part):
+    return jnp.mean((x @ params["out"] - part["y"]) ** 2)
+
+
+def masked(x):
+    """The last stage's x on all, in a user's own words."""
+    return lax.psum(x * (lax.axis_index("stage") == lax.axis_size("stage") - 1).astype(x.dtype), "stage")
+
+
+HEADS = {  # and whether they are right
+    "the last stage's": (head, True),
+    "shared": (lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"), True),
+    "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),
+    "gathered": (lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"), True),
+    "lax.pmean": (lambda p, x, part: lax.pmean(head(p, x, part), "stage"), False),
+    "lax.psum": (lambda p, x, part: lax.psum(head(p, x, part), "stage"), False),
+    "a ring's mean": (lambda p, x, part: ring.all_mean(head(p, x, part), "stage"), False),
+    "a mean of x": (lambda p, x, part: head(p, lax.pmean(x, "stage"), part), False),
+    "over data": (lambda p, x, part: lax.pmean(head(p, x, part), "data"), False),
+}
+
+
+@pytest.mark.parametrize("table", [schedule.one_f_one_b, schedule.one_f_one_b_in_turns])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
+    """What other stages have in the place of x is not the model's."""
+    given, right = HEADS[name]
+    enter = lambda params, batch: batch["x"]
+    stage = lambda params, x, part, position: x + jnp.tanh(x @ params["blocks"][0])
+    arrow = pipeline.value_and_grad(enter, stage, given, table(2, 4), "stage", where=lambda params: params["blocks"])
+    params = {"blocks": normal(0, 1, 2, WIDTH, WIDTH), "out": normal(1, WIDTH, WIDTH)}
+    specs = {"blocks": P(None, "stage"), "out": P()}
+    batch = {name: BATCH[name] for name in ("x", "y")}
+    split = over(grads.averaged(arrow, "data"), (specs, P("data")), (P(), specs), data=2, stage=2)
+    if not right:
+        with pytest.raises(ValueError, match=r"sums over 'stage' what each|loss is the same along 'data'"):
+            split(params, batch)
+        return
+
+    def one_device(params):
+        x = batch["x"]
+        for w in params["blocks"][0]:
+            x = x + jnp.tanh(x @ w)
+        return head(params, x, batch)
+
+    assert_close(split(params, batch), jax.value_and_grad(one_device)(params), EXACT)
+
+
 def test_a_constant_loss_is_no_reduced_one():
     """Gradients by hand, and no loss."""
     grad = lambda w, x: (jnp.zeros(()), w * jnp.sum(x))

@@ -4,16 +4,18 @@ Legend: P stages, M microbatches, v chunks a stage, L layers.
 """
 
 import math
+import operator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
-from parallax import mesh
+from parallax import jaxprs, mesh
 from parallax.collectives import Axis
-from parallax.grads import missing
+from parallax.grads import axes_of, missing, several
 from parallax.pipeline.traced import Misused
 from parallax.schedule import AnySchedule
 from parallax.typed import PyTree
@@ -119,6 +121,22 @@ def same_form(made: PyTree, taken: PyTree) -> None:
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "
                 f"stage's input; it returned {form(path, leaf)}. Move what changes the shape into enter or head."
+            )
+
+
+def head(jaxpr: Jaxpr, used: tuple[PyTree, PyTree, PyTree], axis: Axis) -> None:
+    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`: the last stage's is the model's.
+
+    `used` has the structure of the head's arguments: parameters, x and part.
+    """
+    of_x = [i == 1 for i, argument in enumerate(used) for _ in jax.tree.leaves(argument)]
+    for name in several(axes_of(axis)):
+        summed = jaxprs.uses(jaxpr, name, data=of_x)[0].summed
+        if any(map(operator.and_, summed, of_x)):
+            raise ValueError(
+                f"pipeline: the head sums over {name!r} what each stage made of its own x, and only the last stage's x is the "
+                "model's. Return the loss of this x, without a sum over stages; or, for a head that the stages share, begin with "
+                "x = pipeline.from_last(x, axis)."
             )
 
 

@@ -197,7 +197,8 @@ class Model:
             self.counts = True if self.shared_out(loss) else self.last
             return loss, aux
 
-        trace("head", head, self.params, self.x, part)
+        of_head = trace("head", head, self.params, self.x, part)
+        checks.head(of_head.jaxpr, of_head.used, self.axis)
         for name in ("enter", "head"):
             used = traces[name].used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), self.axis.names)
