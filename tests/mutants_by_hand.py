@@ -113,6 +113,10 @@ COLLECTIVES = (
 )
 
 LAYERS = (
+    Mutant(
+        "_compares_counts", "len(found) > 1", "len(found) > 0", "test_context.py::test_tiles_that_are_filled_up_compare_no_counts"
+    ),
+    Mutant("check_places", "if not (", "if False and not (", "test_context.py::test_a_mask_by_its_own_count_is_refused"),
     Mutant("_Operation._joined", "split - each.differs", "split", "test_lint_spread.py::test_the_right_layer_is_silent"),
     Mutant(
         "_Operation._term", "each.differs | each.shared", "each.differs", "test_lint_spread.py::test_the_right_layer_is_silent"

@@ -398,3 +398,51 @@ def test_a_kernel_of_no_block_is_refused():
     q = jnp.ones((1, 4, 2, 2))
     with pytest.raises(ValueError, match="needs as many keys as queries; got 2 and 4"):
         context.blockwise(q, q[:, :2], q[:, :2])
+
+
+def tril_of_shapes(q, k, v, *, positions):
+    places = jnp.arange(k.shape[1])
+    seen = places[None] <= places[: q.shape[1], None]
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def of_jax(q, k, v, *, positions):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def window_by_difference(q, k, v, *, positions):
+    apart = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
+    return jax.nn.dot_product_attention(q, k, v, mask=((apart >= 0) & (apart < 3))[None, None])
+
+
+def all_of_them(q, k, v, *, positions):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def window_by_positions(q, k, v, *, positions):
+    apart = positions[0][:, None] - positions[1][None]
+    return jax.nn.dot_product_attention(q, k, v, mask=((apart >= 0) & (apart < 3))[None, None])
+
+
+def gathered_shape(attend, n=4):
+    x = jax.ShapeDtypeStruct((2, 8 * n, 4, 2), jnp.float32)
+    f = context.gathered(attend, ring("context"))
+    return jax.eval_shape(mesh.spmd(f, mesh=world(n), in_specs=SPEC, out_specs=SPEC), x, x, x).shape
+
+
+@pytest.mark.parametrize("attend", [tril_of_shapes, of_jax, window_by_difference])
+def test_a_mask_by_its_own_count_is_refused(attend):
+    said = "context.gathered: attend ignores positions=, and masks by its own count of queries and keys, but the 8 queries of a"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        gathered_shape(attend)
+    assert gathered_shape(attend, n=1) == (2, 8, 4, 2)  # one device's own count is that of the sequence
+
+
+@pytest.mark.parametrize("attend", [all_of_them, window_by_positions, functools.partial(context.blockwise, kernel=SMALL)])
+def test_attention_that_needs_no_count_is_not_refused(attend):
+    assert gathered_shape(attend) == (2, 32, 4, 2)
+
+
+def test_tiles_that_are_filled_up_compare_no_counts():
+    everything = functools.partial(context.blockwise, causal=False, kernel=context.tiled(3))
+    assert gathered_shape(everything) == (2, 32, 4, 2)

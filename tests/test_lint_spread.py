@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from test_user_models import CASES, OPTIMIZER, WAYS
 from user_models import KINDS, batch_of
 
-from parallax import grads, lint, mesh, rules, step, tensor
+from parallax import context, grads, lint, mesh, rules, step, tensor
 from parallax.collectives import ring
 
 REDUCED, PARTS = "reduced-over-a-split-dim", "parts-of-a-split-dim"
-KEY, ADDED = "one-key-for-split-units", "added-before-the-sum"
-SOUGHT = {REDUCED, PARTS, KEY, ADDED}
+KEY, ADDED, COUNTED = "one-key-for-split-units", "added-before-the-sum", "counted-on-a-device"
+SOUGHT = {REDUCED, PARTS, KEY, ADDED, COUNTED}
 WIDTH, HIDDEN, SIZES = 8, 16, {"data": 2, "tensor": 4}
 key = jax.random.key
 column, row = functools.partial(tensor.column, bias=None, axis="tensor"), functools.partial(tensor.row, bias=None, axis="tensor")
@@ -285,6 +285,71 @@ def test_the_mistake_is_found_on_its_line(pair):
 @every_pair
 def test_the_right_layer_is_silent(pair):
     assert findings(pair.right) == []
+
+
+# Tokens, split over an axis of their own
+
+HEADS, TOKENS = 4, 8
+TABLES = {"qkv": shape(WIDTH, 3, HEADS, 2), "out": shape(HEADS, 2, WIDTH), "positions": shape(4 * TOKENS, WIDTH)}
+
+
+def attended(attend, positions):
+    """A layer of attention, and a table of learned positions."""
+
+    def loss(net, batch):
+        x = batch + net["positions"][positions(batch.shape[1])]
+        q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", x, net["qkv"]), 2, 0)
+        return jnp.mean((x + jnp.einsum("bthk,hkd->btd", attend(q, k, v), net["out"])) ** 2)
+
+    return loss
+
+
+def of_tokens(loss):
+    """What the lint finds in the gradients of a loss of split tokens."""
+    world = mesh.make(data=2, context=4)
+    grad = grads.averaged(jax.value_and_grad(loss), ring(("data", "context")))
+    mapped = mesh.spmd(grad, mesh=world, in_specs=(P(), P("data", "context")), out_specs=P())
+    with jax.numpy_rank_promotion("allow"):
+        return lint.program(mapped, TABLES, shape(4, 4 * TOKENS, WIDTH))
+
+
+def with_slopes(q, k, v, *, first=0, positions=None):
+    """Causal attention that looks at near tokens more: ALiBi."""
+    queries, keys = positions or (jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
+    slopes = 2.0 ** -(1 + first + jnp.arange(q.shape[2], dtype=jnp.int32)).astype(jnp.float32)
+    distance = queries[:, None] - keys[None]
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) - slopes[:, None, None] * distance.astype(jnp.float32)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(distance >= 0, scores, -1e30)), v)
+
+
+def slopes_of_its_own_heads(q, k, v):
+    return with_slopes(q, k, v, first=lax.axis_index("context") * q.shape[2])
+
+
+AXIS = ring("context")
+IN_PLACE = functools.partial(context.positions, axis=AXIS)
+ROUND = functools.partial(context.attention, axis=AXIS, kernel=context.tiled(3))  # tiles that are filled up
+PLAIN = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+OF_TOKENS = {
+    "the ring": (ROUND, IN_PLACE, set()),
+    "the ring, not causal": (functools.partial(ROUND, causal=False), IN_PLACE, set()),
+    "positions forgotten": (ROUND, jnp.arange, {COUNTED}),
+    "one device's tokens": (PLAIN, IN_PLACE, {REDUCED}),
+    "one device's tokens and positions": (PLAIN, jnp.arange, {REDUCED, COUNTED}),
+    "by heads": (context.ulysses(PLAIN, AXIS), IN_PLACE, set()),
+    "by heads, with slopes": (context.ulysses(with_slopes, AXIS), IN_PLACE, {COUNTED}),
+    "by heads, along a plain axis": (context.ulysses(with_slopes, "context"), IN_PLACE, {COUNTED}),
+    "by heads, with their slopes": (context.ulysses(slopes_of_its_own_heads, AXIS), IN_PLACE, set()),
+    "gathered": (context.gathered(with_slopes, AXIS), IN_PLACE, set()),
+    "gathered in tiles": (context.gathered(functools.partial(context.blockwise, kernel=context.tiled(3)), AXIS), IN_PLACE, set()),
+}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_attention_and_positions_of_split_tokens(name):
+    attend, positions, kinds = OF_TOKENS[name]
+    assert {each.kind for each in of_tokens(attended(attend, positions))} == kinds
 
 
 def merged(net, x):

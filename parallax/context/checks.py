@@ -36,6 +36,48 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     return wrapped
 
 
+def check_places(attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int) -> None:
+    """Raise `ValueError` where `attend` is told the places of queries and keys and masks by counts of its own.
+
+    It is traced to see it: no result depends on `positions`, and two counts are compared. Attention to all tokens compares none.
+    """
+    positions = known["positions"]
+    program = jax.make_jaxpr(lambda positions: attend(*arrays, **known | {"positions": positions}))(positions)
+    opened = jaxprs.opened(program)
+    if not (_reached(opened) & set(opened.outvars)) and _compares_counts(opened, {}):
+        raise ValueError(
+            f"context.gathered: attend ignores positions=, and masks by its own count of queries and keys, but the "
+            f"{positions[0].shape[0]} queries of a device are not the first of the {tokens} tokens. Compare positions[0], of the "
+            "queries, with positions[1], of the keys, as context.blockwise does."
+        )
+
+
+def _reached(program: Any) -> set[Any]:
+    """The variables that depend on a program's arguments."""
+    reached = set(program.invars)
+    for eqn in program.eqns:
+        if any(not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars):
+            reached |= set(eqn.outvars)
+    return reached
+
+
+def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
+    """Whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does; `counts` are those of its arguments."""
+    counts = dict(counts)
+    for eqn in program.eqns:
+        operands = [frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset()) for atom in eqn.invars]
+        found = frozenset().union(*operands)
+        inner = jaxprs.called(eqn)
+        if len(found) > 1 and eqn.primitive.name in ("lt", "le", "gt", "ge"):
+            return True
+        if inner is not None and _compares_counts(inner, dict(zip(inner.invars, operands, strict=True))):
+            return True
+        if eqn.primitive.name == "iota" or (found and eqn.primitive.name in ("broadcast_in_dim", "reshape")):
+            found = frozenset({id(eqn)})  # laid along another dim it is another count
+        counts |= dict.fromkeys(eqn.outvars, found)
+    return False
+
+
 def _equations(program: Any) -> Iterator[Any]:
     """Each equation of a program, and of what our collectives in it are made of."""
     for eqn in jaxprs.every(program):

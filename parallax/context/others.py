@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, linear, varying, varying_axes
-from parallax.context.checks import check_heads, check_segments
+from parallax.context.checks import check_heads, check_places, check_segments
 from parallax.context.kernels import TILED, Kernel, Marks
 from parallax.context.orders import Order, chunks_of, places, positions, zigzag
 
@@ -83,7 +83,8 @@ def ulysses(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
     the heads of keys do not divide by the devices, each is sent as often as it takes; their gradients add up.
 
     Args:
-        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`.
+        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. What it does by the number of a
+            head, such as ALiBi's slopes, begins at head `axis_index * H / n` of the model.
         axis: the axis or axes that the tokens are split over.
         order: where the tokens live.
 
@@ -125,6 +126,8 @@ def gathered(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigza
         attend: attention by positions, such as `blockwise`.
         axis: the axis or axes that the tokens are split over.
         order: where the tokens live.
+
+    The function raises `ValueError` where `attend` ignores the positions and masks by a count of its own.
     """
     axis = Axis.of(axis)
 
@@ -136,8 +139,10 @@ def gathered(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigza
         everywhere = lambda x: jnp.take(_gather(x, axis), there, axis=1)
         k, v = everywhere(k), everywhere(v)
         known = {} if segments is None else {"segments": (segments, _sequence(segments, q, axis, there))}
-        mine = positions(tokens, axis, order=order)
-        return attend(q, k, v, positions=(mine, jnp.arange(tokens * n, dtype=jnp.int32)), **known)
+        known["positions"] = positions(tokens, axis, order=order), jnp.arange(tokens * n, dtype=jnp.int32)
+        if n > 1:
+            check_places(attend, (q, k, v), known, tokens * n)
+        return attend(q, k, v, **known)
 
     return attended
 

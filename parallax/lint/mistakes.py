@@ -154,6 +154,18 @@ def one_key_for_split_units(aval, axes: frozenset[str], size: int, where: str) -
     )
 
 
+def counted_on_a_device(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Numbers of a device's elements, taken for their numbers in the whole."""
+    return Finding(
+        "counted-on-a-device",
+        where,
+        f"what was made of 0, 1, 2, ... on each device meets {shown(aval)}, along a dim that is split along {named(axes)}: the "
+        f"count begins anew on each of {size} devices, so that all take the first positions, or the first heads.",
+        "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add jax.lax.axis_index(axis) * count "
+        "of a device.",
+    )
+
+
 def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
     """Something whole, added to a term of a sum."""
     return Finding(

@@ -43,6 +43,8 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
     * `parts-of-a-split-dim`: slices of such a dim that are joined with each other: those of a fused matrix that is split by its
       outputs, or of the stacked gates of an `eqx.nn.LSTMCell`.
     * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim: dropout with one mask a block.
+    * `counted-on-a-device`: what was made of 0, 1, 2, ... on each device meets a split dim: positions of split tokens, or
+      slopes of split heads. Masks, which compare two counts, are left alone.
     * `added-before-the-sum`: a bias, or a residual, added on each device to what is then summed over them.
     * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a pipeline reads what it has no
       gradient of, or all stages have the same layers. The trace ends there with an error, and this is the one finding.

@@ -43,11 +43,10 @@ def findings(
 
 
 def _spread(dims: Dims, of_batch: frozenset[str], *, is_batch: bool) -> Spread:
-    """What is known of an argument's dims: the first of a batch's counts rows, those of weights may be split."""
+    """What is known of an argument's dims: whether each is split, and that the first of a batch counts its rows."""
     differs = frozenset(axis for axes in dims for axis in axes)
-    if is_batch:
-        return Spread(tuple(Dim(rows=i == 0) for i, _ in enumerate(dims)), differs=differs)
-    return Spread(tuple(Dim(frozenset(axes) - of_batch) for axes in dims), differs=differs)
+    split = (frozenset(axes) - of_batch for axes in dims)
+    return Spread(tuple(Dim(axes, rows=is_batch and i == 0) for i, axes in enumerate(split)), differs=differs)
 
 
 def _dims(specs: Sequence[PartitionSpec], atoms: Sequence[Any], sizes: Mapping[str, int]) -> list[Dims]:

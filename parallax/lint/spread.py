@@ -1,6 +1,7 @@
 """Which dims of the values between parameters and loss are split, and which sums over them are still to be completed.
 
 A dim is split where a trained argument's spec splits it, and in whatever that argument is multiplied into: hidden units, heads.
+So are the dims of a batch that its spec splits, tokens, but for the first one, which counts its rows.
 A reduction over such a dim gives each device a term of its own. All is well where a collective over the axis comes next. It is
 not where the term meets the split dim again (a norm, a softmax), or something that is whole is added to it (a bias).
 Sought are values that still have a dim of the batch's rows, in the forward pass: gradients and updates are of weights.
@@ -31,6 +32,7 @@ class Dim(NamedTuple):
         within: those of a split dim of which this is the inner part, since a reshape.
         rows: whether it counts the batch's rows.
         drawn: whether random numbers were drawn for each of its elements.
+        counted: whether its elements were made of their numbers on the device: 0, 1, 2, ...
         parts: the slices of split dims that its elements are made of.
     """
 
@@ -38,6 +40,7 @@ class Dim(NamedTuple):
     within: frozenset[str] = NO_AXES
     rows: bool = False
     drawn: bool = False
+    counted: bool = False
     parts: frozenset["Part"] = frozenset()
 
 
@@ -75,12 +78,14 @@ class Spread(NamedTuple):
         terms: for each axis along which it is a term, which.
         differs: the axes along which devices may hold other numbers.
         shared: those by whose size it was divided.
+        is_count: whether it was made of numbers written into the program, and of counts, alone.
     """
 
     dims: tuple[Dim, ...] | None = None
     terms: tuple[tuple[str, Term], ...] = ()
     differs: frozenset[str] = NO_AXES
     shared: frozenset[str] = NO_AXES
+    is_count: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -109,12 +114,13 @@ def either(one: Spread, other: Spread) -> Spread:
         tuple(pair for pair in one.terms if pair in other.terms),
         one.differs | other.differs,
         one.shared & other.shared,
+        one.is_count and other.is_count,
     )
 
 
 def _either_dim(one: Dim, other: Dim) -> Dim:
-    either_rows, both_drawn = one.rows or other.rows, one.drawn and other.drawn
-    return Dim(one.split & other.split, one.within & other.within, either_rows, both_drawn, one.parts & other.parts)
+    flags = one.rows or other.rows, one.drawn and other.drawn, one.counted and other.counted
+    return Dim(one.split & other.split, one.within & other.within, *flags, one.parts & other.parts)
 
 
 # Operations that keep what is linear in their operand
@@ -123,6 +129,7 @@ LINEAR = frozenset(
     | {"stop_gradient", "replicated"}
 )
 JOINS = elementwise.ELEMENTWISE | LINEAR | {"bitcast_convert_type"}
+COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 
 
@@ -156,10 +163,11 @@ class _Operation:
             return [Spread((), differs=frozenset(in_tuple(self.params["axis_name"])))]
         if name == "replicated":
             differs -= set(self.params["axes"])
-        if name != "random_bits" and all(each.dims is None for each in inputs):
+        if name not in ("random_bits", "iota") and all(each.dims is None for each in inputs):
             return [Spread(differs=differs) for _ in self.shapes]
         found = (RULES.get(name) or (_Operation._joined if name in JOINS else _Operation._other))(self, inputs)
-        return [each._replace(differs=differs) for each in (found if isinstance(found, list) else [found])]
+        is_count = name != "random_bits" and not differs and all(each.dims is None or each.is_count for each in inputs)
+        return [each._replace(differs=differs, is_count=is_count) for each in (found if isinstance(found, list) else [found])]
 
     def _other(self, inputs: Sequence[Spread]) -> list[Spread]:
         return [_unknown(shape) for shape in self.shapes]
@@ -169,6 +177,9 @@ class _Operation:
 
     def _drawn(self, inputs: Sequence[Spread]) -> Spread:
         return Spread((Dim(drawn=True),) * len(self.shapes[0]))
+
+    def _counted(self, inputs: Sequence[Spread]) -> Spread:
+        return Spread(tuple(Dim(counted=i == self.params["dimension"]) for i in range(len(self.shapes[0]))))
 
     # Operations that lay elements out
 
@@ -231,7 +242,8 @@ class _Operation:
         gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         row = zip(self._dims(inputs[0]), self.avals[0].shape, taken, strict=True)
         of_row = iter([dim if size == part else Dim() for i, (dim, size, part) in enumerate(row) if i not in gone])
-        by_row = iter(self._dims(inputs[1], 1))
+        is_local = inputs[0].dims is None or any(dim.split for dim in inputs[0].dims)  # then by a device's own numbers
+        by_row = iter([dim._replace(counted=dim.counted and not is_local) for dim in self._dims(inputs[1], 1)])
         return Spread(tuple(next(of_row if i in numbers.offset_dims else by_row) for i in range(len(self.shapes[0]))))
 
     # Operations that join values
@@ -245,7 +257,8 @@ class _Operation:
             self._mistake(mistakes.parts_of_a_split_dim, self.node, others[0].aval, others[0].source[2], split)
             parts = frozenset()
         within = NO_AXES.union(*(dim.within for dim in dims))
-        return Dim(split, within, any(dim.rows for dim in dims), any(dim.drawn for dim in dims), parts)
+        rows, drawn, counted = (any(flags) for flags in zip(*((dim.rows, dim.drawn, dim.counted) for dim in dims), strict=True))
+        return Dim(split, within, rows, drawn, counted, parts)
 
     def _joined(self, inputs: Sequence[Spread]) -> Spread:
         """An elementwise operation."""
@@ -255,9 +268,16 @@ class _Operation:
             return _unknown(self.shapes[0])
         dims = tuple(self._together(column) for column in zip(*(each.dims or () for each in given), strict=True))
         for each in given:
-            split = NO_AXES.union(*(dim.split for dim, one in zip(dims, each.dims or (), strict=True) if one.drawn))
-            if same := split - each.differs:
-                self._mistake(mistakes.one_key_for_split_units, self.node, self.program.types[self.node.outputs[0]], same)
+            met = [(dim.split - each.differs, one) for dim, one in zip(dims, each.dims or (), strict=True)]
+            for mistake, axes in (
+                (mistakes.one_key_for_split_units, NO_AXES.union(*(axes for axes, one in met if one.drawn))),
+                (mistakes.counted_on_a_device, NO_AXES.union(*(axes for axes, one in met if one.counted))),
+            ):
+                if axes:
+                    self._mistake(mistake, self.node, self.program.types[self.node.outputs[0]], axes)
+        # Of numbers that say which comes first, how far two are apart, or whether one is there, none is a place in the whole.
+        if self.node.name in COMPARES or sum(dim.counted for dim in dims) > 1:
+            dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for each in given for axis, _ in each.terms})
         terms = ((axis, self._term(axis, inputs)) for axis in axes)
         shared = frozenset.intersection(*(each.shared for each in given))
@@ -265,11 +285,12 @@ class _Operation:
 
     def _term(self, axis: str, inputs: Sequence[Spread]) -> Term | None:
         """What an elementwise operation makes of the terms along an axis; None if they are followed no further."""
-        name, known = self.node.name, [each for each in inputs if each.dims is not None]
+        name, known = self.node.name, [each for each in inputs if each.dims is not None and not each.is_count]
         terms = [term for each in known for of, term in each.terms if of == axis]
         others = [each for each in known if axis not in dict(each.terms)]
         term = next((term for term in terms if not term.is_linear), terms[0])
-        if any(axis in dim.split for each in others for dim in each.dims or ()):
+        with_term = [each.dims or () for each in known if axis in dict(each.terms)]
+        if any(_spreads_again(axis, each.dims or (), with_term) for each in others):
             if name in ARITHMETIC and not (term.is_peak and name == "sub"):  # a softmax may be shifted by any number
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, term.node.name, term.aval, frozenset({axis}))
             return None
@@ -346,9 +367,13 @@ class _Operation:
         if len(inputs) != len(self.shapes):
             return [_unknown(shape)._replace(differs=differs) for shape in self.shapes]
         found = []
-        for value, shape in zip(inputs, self.shapes, strict=True):
+        for value, aval, shape in zip(inputs, self.avals, self.shapes, strict=True):
             same = value.dims is not None and len(value.dims) == len(shape)
             dims = [Dim(dim.split - axes, rows=dim.rows, drawn=dim.drawn) for dim in value.dims or ()]
+            if same and sent.kind == "exchange":  # an all-to-all from blocks of one dim to blocks of another
+                sizes = zip(aval.shape, shape, strict=True)
+                shrunk = [before > after for before, after in sizes]
+                dims = [dim._replace(split=dim.split | axes) if less else dim for dim, less in zip(dims, shrunk, strict=True)]
             terms = tuple(pair for pair in value.terms if pair[0] not in axes)
             found.append(Spread(tuple(dims), terms, differs) if same else _unknown(shape)._replace(differs=differs))
         return found
@@ -364,6 +389,7 @@ RULES: dict[str, Callable[[_Operation, Sequence[Spread]], Spread | list[Spread]]
     "concatenate": _Operation._concatenated,
     "dot_general": _Operation._product,
     "gather": _Operation._looked_up,
+    "iota": _Operation._counted,
     "random_bits": _Operation._drawn,
     "reshape": _Operation._relaid,
     "slice": _Operation._sliced,
@@ -373,6 +399,12 @@ RULES: dict[str, Callable[[_Operation, Sequence[Spread]], Spread | list[Spread]]
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _Operation._reduced),
     **dict.fromkeys(("rev", "pad", "dynamic_slice", "cumsum", "cumlogsumexp", "cummax"), _Operation._same_but_resized),
 }
+
+
+def _spreads_again(axis: str, dims: tuple[Dim, ...], with_term: Sequence[tuple[Dim, ...]]) -> bool:
+    """Whether one of `dims` is of a dim split over `axis`, and the same dim of no value with a term is: there it was reduced."""
+    is_split = lambda dim: axis in dim.split | dim.within
+    return any(is_split(dim) and not any(is_split(own[i]) for own in with_term if i < len(own)) for i, dim in enumerate(dims))
 
 
 def _unknown(shape: tuple[int, ...]) -> Spread:
@@ -404,6 +436,7 @@ def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
     inner = any(dim.split for dim in dims[1:])  # no longer in blocks
+    counted = any(dim.counted for dim in dims)
     outer = Dim() if inner else Dim(first.split, first.within, parts=first.parts)
     others = [Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)] * (count - 1)
-    return [outer._replace(rows=rows, drawn=drawn), *others]
+    return [outer._replace(rows=rows, drawn=drawn, counted=counted), *others]
