@@ -164,10 +164,13 @@ def grad_of(loss):
     return grad
 
 
-def after(model, aux, *, axis=(), chunks=1):
+ONE_STAGE = np.zeros((1, 1), int)
+
+
+def after(model, aux, *, axis=(), placement=ONE_STAGE):
     """The bias moves once a step."""
     bias = lambda m: m["blocks"]["mixture"].bias
-    load = pipeline.own_chunks(aux.stages.load, axis, chunks=chunks)
+    load = pipeline.own_chunks(aux.stages.load, axis, placement)
     return eqx.tree_at(bias, model, experts.rebalanced(bias(model), load, 0.01))
 
 

@@ -1215,10 +1215,27 @@ EXPERTS = (
     ),
     Mutant(
         "own_chunks",
-        "axis.index(), 1",
-        "0 * axis.index(), 1",
-        "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k stage",
-        long=True,
+        "[:, axis.index()]",
+        "[:, 0 * axis.index()]",
+        "test_branching.py::test_one_device_equals_a_pipeline_of_any_placement",
+    ),
+    Mutant(
+        "unsplit",
+        "arrays = in_model_order(arrays, placement)",
+        "arrays = arrays",
+        "test_branching.py::test_one_device_equals_a_pipeline_of_any_placement",
+    ),
+    Mutant(
+        "stored",
+        "w = in_model_order(w, placement)",
+        "w = w",
+        "test_branching.py::test_layers_are_stored_in_the_order_of_the_model",
+    ),
+    Mutant(
+        "_into_stages",
+        "return blocks if schedule is None else pipeline.arranged(blocks, schedule.placed)",
+        "return blocks",
+        "test_families.py::test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere",
     ),
     Mutant(
         "_check_varies",

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import test_pipeline as lockstep
 import test_pipeline_trees as trees
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, one_device, products
 
-from parallax import mesh, pipeline, tensor
+from parallax import mesh, pipeline, step, tensor
 from parallax.collectives import Axis, ring, xla
 from parallax.compiled import hlo
 from parallax.jaxprs import COUNTED
@@ -225,6 +226,95 @@ def test_chunks_may_be_anywhere(data, seed):
     table = data.draw(tables(data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
     found, expected = anywhere(table, seed=seed)
     assert_close(found, expected, EXACT)
+
+
+@st.composite
+def placements(draw):
+    """Where chunks may be: anywhere, but for the first place, which is on stage 0."""
+    stages, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    places = [0, *draw(st.permutations(range(1, stages * chunks)))]
+    return np.array(places).reshape(stages, chunks).T
+
+
+@given(placement=placements(), each=st.integers(1, 3), uneven=st.booleans(), data=st.data())
+@settings(max_examples=50)
+def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, data):
+    """Whatever the placement, and with AdamW's moments: what one run wrote, a run with any other placement goes on with."""
+    counts = [data.draw(st.integers(1, 3)) if uneven else each for _ in range(placement.size)]
+    table = np.array(counts).reshape(placement.shape) if uneven else None
+    layers = {"w": np.arange(sum(counts) * 2.0).reshape(-1, 2), "static": "a name"}
+
+    def state_of(blocks):
+        model = {"blocks": blocks, "end": np.ones(3)}
+        return step.State(model, optax.adamw(1e-3).init(eqx.filter(model, mesh.is_array)), jnp.zeros((), jnp.int32))
+
+    def on_stages(w, placement):
+        """Layer after layer, each where the placement has it."""
+        longest = max(counts)
+        starts = np.cumsum([0, *counts])
+        rows = [w[starts[place] + min(k, counts[place] - 1)] for chunk in placement for place in chunk for k in range(longest)]
+        return np.stack(rows).reshape(len(placement), -1, *w.shape[1:])
+
+    held = state_of(layers | {"w": on_stages(layers["w"], placement)})
+    form = pipeline.stored(lambda model: model["blocks"], placement, table=table)
+    disk = form["to_disk"](held)
+    np.testing.assert_array_equal(disk.model["blocks"]["w"], layers["w"])
+    assert disk.optimizer[0].mu["blocks"]["w"].shape == layers["w"].shape
+    back = form["from_disk"](disk)
+    jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(state, mesh.is_array) for state in (back, held)))
+    if not uneven:
+        elsewhere = looped(placement.shape[1], placement.shape[0])
+        moved = pipeline.stored(lambda model: model["blocks"], elsewhere)["from_disk"](disk)
+        np.testing.assert_array_equal(moved.model["blocks"]["w"], on_stages(layers["w"], elsewhere))
+
+
+@pytest.mark.parametrize("placement", [np.array([[0, 2]]), np.array([[0], [0]]), np.zeros((0, 2), int)], ids=str)
+def test_what_is_no_placement_is_refused(placement):
+    for name, refused in (
+        ("stored", lambda: pipeline.stored(lambda model: model, placement)),
+        ("arranged", lambda: pipeline.arranged(jnp.ones((1, 2)), placement)),
+        ("own_chunks", lambda: pipeline.own_chunks(jnp.ones(2), (), placement)),
+    ):
+        with pytest.raises(ValueError, match=rf"pipeline\.{name}: a placement is \[chunks, stages\]"):
+            refused()
+
+
+@pytest.mark.sweep(3, "together")
+@settings(max_examples=3, phases=no_shrinking)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
+    """`unsplit` with the placement: loss, gradients and auxiliary values of each place; `own_chunks` has a stage's own."""
+    table = data.draw(tables(data.draw(st.integers(2, 4)), 2, data.draw(st.integers(1, 2))))()
+    v, stages = table.placed.shape
+
+    def stage(params, x, part, position):
+        y = jnp.tanh(x @ params["blocks"]["w"][0]) + 0.1 * position.astype(FLOAT64)
+        return pipeline.Output(y, loss=jnp.mean(y), aux=(position.astype(FLOAT64), jnp.sum(params["blocks"]["w"])))
+
+    functions = lambda params, part: part, stage, lambda params, x, part: jnp.mean(x * x)
+    grad = pipeline.value_and_grad(*functions, table, "stage", where=lambda params: params["blocks"])
+
+    def both(params, batch):
+        (loss, aux), gradients = grad(params, batch)
+        return loss, aux.stages, gradients, pipeline.own_chunks(aux.stages, "stage", table.placed)
+
+    params = {"blocks": {"w": jax.random.normal(jax.random.key(seed), (v, stages, 3, 3), FLOAT64)}}
+    batch = jax.random.normal(jax.random.key(seed + 1), (4, 3), FLOAT64)
+    specs = {"blocks": {"w": P(None, "stage")}}
+    of_stages = P(None), P(None)
+    run = mesh.spmd(
+        both,
+        mesh=lockstep.on(1, stages, 1),
+        in_specs=(specs, P()),
+        out_specs=(P(), of_stages, specs, (P("stage"), P("stage"))),
+    )
+    loss, aux, gradients, own = jax.jit(run)(params, batch)
+    plain = pipeline.unsplit(*functions, where=lambda params: params["blocks"], placement=table.placed)
+    (expected, told), of_plain = jax.value_and_grad(plain, has_aux=True)(params, batch)
+    assert_close((loss, aux, gradients), (expected, told.stages, of_plain), EXACT)
+    np.testing.assert_array_equal(np.reshape(own[0], (stages, v)), table.placed.T)  # each chunk told its place
+    sums = jnp.sum(params["blocks"]["w"], axis=(2, 3))
+    np.testing.assert_allclose(np.reshape(own[1], (stages, v)).T, sums, rtol=EXACT)
 
 
 def refused(stage, table, match, beside=(1, 2)):

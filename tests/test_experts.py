@@ -259,7 +259,7 @@ def prepared(case):
         table = schedule.one_f_one_b(stages, case.microbatches, case.chunks)
         options = {"where": where, "trainable": trainable}
         grad = pipeline.value_and_grad(mixtures.enter, own, mixtures.head, table, mover("stage"), **options)
-        after = functools.partial(after, axis="stage", chunks=case.chunks)
+        after = functools.partial(after, axis="stage", placement=table.placed)
     else:
         grad = grads.accumulated(mixtures.grad_of(mixtures.loss_of(mixed)), microbatches=case.microbatches)
     plain_rule = mixtures.rule_of(case.axis, *(name if name in case.sizes else None for name in ("stage", "tensor")))

@@ -12,7 +12,7 @@ import optax
 import pytest
 from reference import EXACT, FLOAT64, assert_close
 
-from parallax import mesh, rules, tensor
+from parallax import mesh, rules, schedule, tensor
 from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.sampling import sampled
@@ -127,6 +127,29 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     np.testing.assert_array_equal(
         write(jax.tree.map(lambda w: jnp.asarray(w) if mesh.is_array(w) else w, model)), write(models[3])
     )
+
+
+@pytest.mark.sweep(5, "together")
+def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
+    """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3 goes on without stages."""
+    first = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble_in_turns")
+    second = Layout(data=4, zero=3)
+    table = schedule.as_soon_as_can_be(schedule.there_and_back(2), 2, [4, 4])
+    models, losses = alone(3)
+    made = prepared(first, schedule=table)
+    state, found = trained(first, made.init(), made.train, range(2))
+    close(decoder.joined(bare.FAMILY, first, jax.device_get(state.model), schedule=table), models[2])
+    evaluate = decoder.loss_step(bare.FAMILY, CONFIG, first, on(first), compute=decoder.Compute(schedule=table))
+    expected = nats(eqx.filter(models[2], mesh.is_array), windows(3))
+    np.testing.assert_allclose(evaluate(state.model, windows(3)), expected, rtol=EXACT)
+    options = {"settings": {}, "say": lambda line: None}
+    with Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, first, schedule=table)) as store:
+        store.save(2, state)
+    other = prepared(second)
+    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(other.shapes)
+    state, last = trained(second, restored.state, other.train, [2])
+    np.testing.assert_allclose(found + last, losses, rtol=EXACT)
+    close(jax.device_get(state.model), models[3])
 
 
 TRAINED = lambda leaf: mesh.is_array(leaf) and leaf.ndim != 2  # not embedding and head, nor the norms of blocks

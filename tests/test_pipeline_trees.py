@@ -20,7 +20,7 @@ from reference import EXACT, FLOAT64, assert_close, one_device
 from parallax import grads, mesh, pipeline, rules, step, tensor, zero
 from parallax.collectives import ring, xla
 from parallax.compiled import certificate
-from parallax.schedule import gpipe, one_f_one_b, zero_bubble
+from parallax.schedule import gpipe, looped, one_f_one_b, zero_bubble
 
 WIDTH, HIDDEN, WORDS = 8, 8, 16
 KEEP = [pipeline.residuals, pipeline.inputs]
@@ -321,13 +321,13 @@ def test_a_state_of_any_model_goes_to_disk_and_back():
     model = {"blocks": pipeline.padded(blocks, table), "own": {"blocks": jnp.ones((2, 4))}, "name": "a net"}
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
     state = step.State(model, optimizer, jnp.zeros((), jnp.int32))
-    form = pipeline.stored(lambda model: model["blocks"], 2, table=table)
+    form = pipeline.stored(lambda model: model["blocks"], looped(2, 2), table=table)
     disk = form["to_disk"](state)
     np.testing.assert_array_equal(disk.model["blocks"]["w"], blocks["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == (5, 3)
     assert disk.model["own"]["blocks"].shape == (2, 4)  # its path ends alike, and it is not one of them
     back = form["from_disk"](disk)
     jax.tree.map(np.testing.assert_array_equal, eqx.filter(back, eqx.is_array), eqx.filter(state, eqx.is_array))
-    even = pipeline.stored(lambda model: model["blocks"], 2)
+    even = pipeline.stored(lambda model: model["blocks"], looped(2, 2))
     shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     assert shapes(even["from_disk"](even["to_disk"](state))) == shapes(state)

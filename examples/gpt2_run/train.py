@@ -73,7 +73,7 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         axes=axes,
         compute=compute,
     )
-    form: dict[str, Any] = decoder.stored(gpt2.FAMILY, plan.layout)
+    form: dict[str, Any] = decoder.stored(gpt2.FAMILY, plan.layout, schedule=plan.schedule)
     checkpoints = Checkpoints(
         s.out / CHECKPOINTS,
         settings=plan.numbers,
@@ -184,7 +184,7 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
         model = multihost_utils.process_allgather(model, tiled=True)
     if plan.job.rank > 0:
         return
-    whole = decoder.joined(gpt2.FAMILY, plan.layout, jax.device_put(model, device))
+    whole = decoder.joined(gpt2.FAMILY, plan.layout, jax.device_put(model, device), schedule=plan.schedule)
     write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
     ids = np.asarray(write(whole, jnp.asarray(plan.prompt), tokens=SAMPLED, window=plan.length, temperature=0.8, key=key))

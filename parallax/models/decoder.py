@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import context, cross_entropy, experts, islands, mesh, precision, remat, rules
+from parallax import context, cross_entropy, experts, islands, mesh, pipeline, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying, wide
 from parallax.grads import Grad, on_parts
@@ -32,6 +31,7 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
+from parallax.schedule import AnySchedule
 from parallax.step import Planned, State, Step, make_scaled, planned
 
 __all__ = [
@@ -133,7 +133,7 @@ def local_step(
     _check_attention(family, layout, compute)
     does = _functions(layout, axes, compute, platform_of(mesh_))
     weights_key, dropout_key = jax.random.split(key)
-    make_model = _maker(family, config, does, weights_key, compute.dtype)
+    make_model = _maker(family, config, does, compute.schedule, weights_key, compute.dtype)
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, shared, mesh_)
     scale = does.numbers.scale()
@@ -157,7 +157,7 @@ def local_step(
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
     local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
-    cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))
+    cut = _on_blocks(family, _into_stages(does, compute.schedule))
     init = lambda model=None: state.init() if model is None else state.init(cut(model))
     return Local(local, state._replace(init=init), dropout_key)
 
@@ -217,7 +217,7 @@ def loss_step(
     compute = dataclasses.replace(compute, remat=None, sums=None)
     does = _functions(dataclasses.replace(layout, remat="none"), axes, compute, platform_of(mesh_))
     _check_attention(family, layout, compute)
-    make_model = _maker(family, config, does, jax.random.key(0), jnp.dtype(jnp.float32))
+    make_model = _maker(family, config, does, compute.schedule, jax.random.key(0), jnp.dtype(jnp.float32))
     rule, shared = rules_of(family, layout)
     placed = _placed(family, make_model, does, does.replicas.parameters(whole=rule, share=shared), mesh_)
     attend = attention_of(family, compute, platform_of(mesh_))
@@ -240,21 +240,23 @@ def loss_step(
     return partly if jax.tree.leaves(static) else compiled
 
 
-def joined(family: Family, layout: Layout, model: Any) -> Any:
-    """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees stay as they are."""
-    return _on_blocks(family, words.read(layout).stages.joined)(model)
+def joined(family: Family, layout: Layout, model: Any, *, schedule: AnySchedule | None = None) -> Any:
+    """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees stay as they are.
+
+    `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
+    """
+    return _on_blocks(family, _out_of_stages(words.read(layout), schedule))(model)
 
 
-def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
+def stored(family: Family, layout: Layout, *, schedule: AnySchedule | None = None) -> dict[str, Callable[..., Any]]:
     """How a state goes into a checkpoint that any layout can read, and back: arguments for `run.checkpoint.Checkpoints`.
 
-    Wherever the state holds a model of the family (the parameters, the optimizer's moments), its blocks are stored as [L, ...].
+    Wherever the state holds a model of the family (the parameters, the optimizer's moments), its blocks are stored as [L, ...],
+    in the order of the model. `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
     """
     does = words.read(layout)
-    cut = lambda blocks: does.stages.cut(blocks, does.chunks)
-    return does.stages.of(
-        alone={}, piped={"to_disk": _on_blocks(family, does.stages.joined), "from_disk": _on_blocks(family, cut)}
-    )
+    to_disk, from_disk = _out_of_stages(does, schedule), _into_stages(does, schedule)
+    return does.stages.of(alone={}, piped={"to_disk": _on_blocks(family, to_disk), "from_disk": _on_blocks(family, from_disk)})
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[rules.Rule, rules.Rule]:
@@ -281,11 +283,6 @@ def platform_of(mesh_: mesh.AnyMesh) -> str:
 def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Compute, platform: str) -> Functions:
     """`layout` as functions, with what is fastest on the platform, and what `compute` puts in their place."""
     does, table, block = words.read(layout, axes), compute.schedule, compute.remat
-    if table is not None and not np.array_equal(table.placed.reshape(-1), np.arange(table.placed.size)):
-        raise ValueError(
-            "decoder: its blocks are looped, chunk c of stage s at place c P + s; this schedule has them at "
-            f"{table.placed.tolist()}. Take a looped schedule, or pipeline.value_and_grad with blocks that are pipeline.arranged."
-        )
     if platform == "tpu":  # behind a barrier, or with two layers in a loop's body, its compiler copies all that is kept
         does = does._replace(kept=does.kept._replace(block=remat.in_a_loop(does.kept.block)))
         does = does._replace(replicas=does.replicas._replace(unroll=1))
@@ -299,10 +296,39 @@ def _functions(layout: Layout, axes: Mapping[str, AxisLike] | None, compute: Com
     return does if block is None else does._replace(kept=does.kept._replace(block=block))
 
 
-def _maker(family: Family, config: Configuration, does: Functions, key: Key[Array, ""], dtype: DTypeLike) -> Callable[[], Any]:
+def _maker(
+    family: Family,
+    config: Configuration,
+    does: Functions,
+    schedule: AnySchedule | None,
+    key: Key[Array, ""],
+    dtype: DTypeLike,
+) -> Callable[[], Any]:
     """How the model of a layout is made."""
-    cut = _on_blocks(family, lambda blocks: does.stages.cut(blocks, does.chunks))
+    cut = _on_blocks(family, _into_stages(does, schedule))
     return lambda: cut(family.model(config, key=key, dtype=dtype))
+
+
+def _into_stages(does: Functions, schedule: AnySchedule | None) -> Callable[[Any], Any]:
+    """From blocks [L, ...] to those that the state of a layout holds, by the schedule that was put in the layout's place.
+
+    The schedules of a layout itself are all looped: nothing changes its place.
+    """
+
+    def cut(blocks):
+        blocks = does.stages.cut(blocks, does.chunks)
+        return blocks if schedule is None else pipeline.arranged(blocks, schedule.placed)
+
+    return cut
+
+
+def _out_of_stages(does: Functions, schedule: AnySchedule | None) -> Callable[[Any], Any]:
+    """The inverse of `_into_stages`."""
+
+    def joined(blocks):
+        return does.stages.joined(blocks if schedule is None else pipeline.in_model_order(blocks, schedule.placed))
+
+    return joined
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:

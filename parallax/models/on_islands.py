@@ -24,6 +24,7 @@ from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Configuration, Family
 from parallax.models.prepared import PLAIN, Compute
+from parallax.schedule import AnySchedule
 
 
 class Prepared(NamedTuple):
@@ -95,7 +96,7 @@ def prepare(
     return Prepared(lambda model=None: state.init(made.state.init(model)), state.shapes, train)
 
 
-def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
+def stored(family: Family, layout: Layout, *, schedule: AnySchedule | None = None) -> dict[str, Callable[..., Any]]:
     """How a state of islands goes into a checkpoint that any layout can read, and back, as `decoder.stored`."""
 
     def on_islands(change):
@@ -114,4 +115,4 @@ def stored(family: Family, layout: Layout) -> dict[str, Callable[..., Any]]:
 
         return changed
 
-    return jax.tree.map(on_islands, decoder.stored(family, layout))
+    return jax.tree.map(on_islands, decoder.stored(family, layout, schedule=schedule))

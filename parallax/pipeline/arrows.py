@@ -32,7 +32,9 @@ from parallax.pipeline.exchange import WHOLE, Exchange
 from parallax.pipeline.executor import run
 from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.rows import rows, stretches
+from parallax.pipeline.uneven import in_model_order
 from parallax.schedule import AnySchedule, Branching, Schedule
+from parallax.schedule.places import Placement, checked_placement
 from parallax.typed import PyTree
 
 
@@ -159,19 +161,28 @@ def unsplit(
     head: Callable[..., Any],
     *,
     where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
     """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unsplit.
 
     It runs chunk after chunk on the whole batch. With auxiliary values it returns `(loss, aux)`: the head's, or, where stages
     have some, `Aux`, those of the stages [v] each.
+
+    With a schedule's `placed` as `placement`, [v, P], it runs place after place of the model, as the pipeline does: each with
+    its own layers, `position` and auxiliary values, which are [vP] each. Without it the chunks are as long as all stages' are
+    together, and in the model's order: blocks with any but a looped placement need it.
     """
 
     def loss(params, batch):
         arrays, static = eqx.partition(where(params), eqx.is_array)
+        if placement is not None:
+            places = placement.size
+            arrays = in_model_order(arrays, placement)
+            arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         x, made = enter(params, batch), []
-        for chunk in range(jax.tree.leaves(arrays)[0].shape[0]):
-            own = eqx.combine(jax.tree.map(lambda w: w[chunk], arrays), static)  # noqa: B023
-            made.append(checks.output(stage(eqx.tree_at(where, params, own), x, batch, jnp.asarray(chunk, jnp.int32))))
+        for place in range(jax.tree.leaves(arrays)[0].shape[0]):
+            own = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
+            made.append(checks.output(stage(eqx.tree_at(where, params, own), x, batch, jnp.asarray(place, jnp.int32))))
             x = made[-1].x
         total, of_head = checks.loss_and_aux(head(params, x, batch))
         total = sum((each.loss for each in made if each.loss is not None), start=total)
@@ -203,15 +214,33 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
 
 
-def own_chunks(stages: PyTree, axis: AxisLike, *, chunks: int = 1) -> PyTree:
+def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks, for `step.make(after=...)`.
 
-    With an axis of `()` it is all of them: `unsplit` returns the same.
+    `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one stage it is all of them, as
+    `unsplit` returns them.
+
+    Raises:
+        ValueError: the placement has other stages than the axis, or other places than `stages` has values.
     """
     axis = Axis.of(axis)
-    by_chunk = lambda leaf: leaf.reshape(chunks, axis.size(), *leaf.shape[1:])
-    own = lambda leaf: lax.dynamic_index_in_dim(by_chunk(leaf), axis.index(), 1, keepdims=False)
-    return jax.tree.map(own, stages)
+    placement = checked_placement("pipeline.own_chunks", placement)
+    if placement.shape[1] != axis.size():
+        raise ValueError(
+            f"pipeline.own_chunks: the placement has {placement.shape[1]} stages, and the axis {axis.names!r} {axis.size()} "
+            "devices. Pass the `placed` of the schedule that ran."
+        )
+    own_places = jnp.asarray(placement)[:, axis.index()]
+
+    def own(path, leaf):
+        if leaf.shape[:1] != (placement.size,):
+            raise ValueError(
+                f"pipeline.own_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
+                "model. Pass what `Aux.stages` has, with the mean over microbatches taken."
+            )
+        return leaf[own_places]
+
+    return jax.tree.map_with_path(own, stages)
 
 
 def _choices(model: Model, keep: kept.Keep, exchange: Exchange, scatter: Callable[[PyTree], PyTree]) -> carry.Choices:

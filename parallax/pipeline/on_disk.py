@@ -10,32 +10,42 @@ import equinox as eqx
 import jax
 
 from parallax import mesh
-from parallax.pipeline.uneven import Layers, checked, padded, unpadded
+from parallax.pipeline.uneven import Layers, arranged, checked, in_model_order, padded, unpadded
+from parallax.schedule.places import Placement, checked_placement
 from parallax.typed import PyTree
 
 
-def stored(where: Callable[[Any], Any], chunks: int, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
+def stored(where: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
     """Arguments for `Checkpoints`, of a state whose model's blocks, `where(model)`, are [v, L / v, ...]: stored as [L, ...].
 
-    So are their like in the optimizer's state: leaves whose path ends as that of a leaf of `state.model`, with its first dims.
+    On disk the layers are in the order of the model, so that a run with another placement, or without a pipeline, reads them.
+    The optimizer's arrays of the blocks are stored in the same way: leaves whose path ends as that of a leaf of `state.model`,
+    with its first dims.
 
     Args:
         where: picks the blocks from the model, as in `pipeline.value_and_grad`.
-        chunks: v.
+        placement: the schedule's `placed`, `[chunks, stages]`.
         table: of uneven layers, by which the blocks were `padded`; what pads them is not stored.
     """
-    rows = None if table is None else checked(table)
+    placement = checked_placement("pipeline.stored", placement)
+    layers = None if table is None else checked(table)
 
     def to_disk(w):
-        return w.reshape(-1, *w.shape[2:]) if rows is None else unpadded(w, rows)
+        w = in_model_order(w, placement)
+        return w.reshape(-1, *w.shape[2:]) if layers is None else unpadded(w, layers)
 
     def from_disk(w):
-        return w.reshape(chunks, -1, *w.shape[1:]) if rows is None else padded(w, rows)
+        w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else padded(w, layers)
+        return arranged(w, placement)
 
-    def over(f, dims):
+    def over(change, dims):
         def converted(state):
             of_model = _leading(where, state.model, dims)
-            return jax.tree.map_with_path(lambda path, x: f(x) if _is_block(path, x, of_model, dims) else x, state)
+
+            def leaf(path, x):
+                return change(x) if _is_block(path, x, of_model, dims) else x
+
+            return jax.tree.map_with_path(leaf, state)
 
         return converted
 

@@ -18,7 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from parallax import mesh
 from parallax.collectives.types import like, varying_axes
+from parallax.schedule.places import Placement, checked_placement
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -61,7 +63,7 @@ def padded(blocks: Tree, table: Layers) -> Tree:
             )
         return w[rows.reshape(len(table), -1)]
 
-    return jax.tree.map(lambda w: leaf(w) if eqx.is_array(w) else w, blocks)
+    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
 
 
 def unpadded(blocks: Tree, table: Layers) -> Tree:
@@ -78,7 +80,7 @@ def unpadded(blocks: Tree, table: Layers) -> Tree:
             )
         return w.reshape(-1, *w.shape[2:])[real]
 
-    return jax.tree.map(lambda w: leaf(w) if eqx.is_array(w) else w, blocks)
+    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
 
 
 def run_layers(
@@ -133,24 +135,25 @@ def _first(table: Layers) -> Layers:
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
-def arranged(blocks: Tree, places: Layers) -> Tree:
+def arranged(blocks: Tree, placement: Placement) -> Tree:
     """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk c of stage s is at its place.
 
-    It changes nothing where the places are looped, chunk c of stage s at c P + s, as in all schedules that keep step.
+    It changes nothing where the placement is looped, chunk c of stage s at c P + s, as in all schedules that keep step. Blocks
+    of uneven layers are `padded` first.
 
     Raises:
         ValueError: the blocks are of other chunks, or their layers do not divide by the places.
     """
-    return _reordered(blocks, np.asarray(places), np.asarray(places).reshape(-1))
+    return _reordered(blocks, placement, np.ravel(placement))
 
 
-def in_model_order(blocks: Tree, places: Layers) -> Tree:
+def in_model_order(blocks: Tree, placement: Placement) -> Tree:
     """The inverse of `arranged`."""
-    return _reordered(blocks, np.asarray(places), np.argsort(places, axis=None))
+    return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
-def _reordered(blocks: Tree, places: Layers, order: Int[np.ndarray, " places"]) -> Tree:
-    v, P = places.shape
+def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
+    v, P = checked_placement("pipeline.arranged", placement).shape
 
     def leaf(w):
         if w.shape[:1] != (v,) or w.shape[1] % P:
@@ -160,4 +163,6 @@ def _reordered(blocks: Tree, places: Layers, order: Int[np.ndarray, " places"]) 
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
-    return jax.tree.map(lambda w: leaf(w) if eqx.is_array(w) else w, blocks)
+    if np.array_equal(order, np.arange(v * P)):
+        return blocks
+    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from parallax.schedule.places import Interval, fewest
+from parallax.schedule.places import Interval, checked_placement, fewest
 from parallax.schedule.table import LANES, CannotRun, Cost, Span, job_name
 
 
@@ -71,22 +71,16 @@ class Branching:
                     f"{table.dtype} of shape {table.shape}. Write one row a tick and -1 where a stage has no such job."
                 )
             object.__setattr__(self, lane, _frozen(table))
-        places = np.arange(shape[1])[None] if self.places is None else np.array(self.places)
-        if (
-            places.ndim != 2
-            or places.shape[1] != shape[1]
-            or not np.array_equal(np.sort(places, axis=None), np.arange(places.size))
-        ):
-            raise ValueError(
-                f"The places must be [chunks, stages], each of 0 to chunks x stages - 1 once, for {shape[1]} stages; got "
-                f"{places.tolist()}."
-            )
+        places = np.arange(shape[1])[None] if self.places is None else self.places
+        places = checked_placement(f"A schedule of {shape[1]} stages", places)
+        if places.shape[1] != shape[1]:
+            raise ValueError(f"The placement must be [chunks, {shape[1]}], as the tables have stages; got {places.tolist()}.")
         if places[:, 0].min() != 0:
             raise ValueError(
                 f"Place 0 of the model must be on stage 0, where what enters is at hand; got {places.tolist()}. Number the "
                 "stages from it on."
             )
-        object.__setattr__(self, "places", _frozen(places))
+        object.__setattr__(self, "places", places)
         _check(self)
 
     def __repr__(self) -> str:

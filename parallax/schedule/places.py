@@ -1,11 +1,26 @@
-"""Where what a job makes waits until it is used: slots, each for one chunk of one microbatch. NumPy only."""
+"""Where a chunk stands in the model, and where what a job makes waits until it is used: slots. NumPy only."""
 
 import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
+
+Placement = Shaped[np.ndarray, "chunks stages"]  # the place in the model of chunk c of stage s, 0 to chunks x stages - 1
+
+
+def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
+    """The placement, which cannot be written to; refused with a `ValueError` where it is none. `name` is who needs it."""
+    placed = np.array(placement)
+    if placed.ndim != 2 or not placed.size or not np.array_equal(np.sort(placed, axis=None), np.arange(placed.size)):
+        raise ValueError(
+            f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 once, such as a schedule's "
+            f"`placed`, or schedule.looped(stages, chunks); got {np.array(placement).tolist()}."
+        )
+    placed = placed.astype(np.int32)
+    placed.setflags(write=False)
+    return placed
 
 
 def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str, Int32[np.ndarray, "ticks stages"]]:

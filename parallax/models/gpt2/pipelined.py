@@ -9,6 +9,7 @@ from parallax.models import pieces
 from parallax.models.gpt2 import forward
 from parallax.models.gpt2.model import Config, attention
 from parallax.remat import none
+from parallax.schedule.places import Placement
 
 
 def stages(
@@ -37,9 +38,10 @@ def stages(
     return pieces.stages(forward.PIECES, config, stage_axis, axis, **options)
 
 
-def stored(chunks: int) -> dict[str, Callable[..., Any]]:
+def stored(placement: Placement) -> dict[str, Callable[..., Any]]:
     """How a state of this pipeline goes into a checkpoint that any layout can read, and back: arguments for `Checkpoints`.
 
     Wherever the state holds a `chunked` model's blocks (the parameters, the optimizer's moments), they are stored as [L, ...].
+    `placement` is the schedule's `placed`.
     """
-    return pipeline.stored(lambda model: model.blocks, chunks)
+    return pipeline.stored(lambda model: model.blocks, placement)
