@@ -28,7 +28,8 @@ class Kernel(NamedTuple):
 
     Both take `causal=`, whether query t sees keys 0 to t alone; `segments=`, numbers of the documents [B, T] and [B, S] of which
     only equal ones see each other, or None; and `positions=`, [T] and [S], which say in `causal`'s place what is not later, or
-    None. `attention` gives no positions. Results are float32 or wider.
+    None. `attention` gives no positions, so what depends on them, a window or ALiBi, is no kernel: see `gathered`. Results are
+    float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T / sqrt(K)) v, and the log-sum-exp.
