@@ -211,6 +211,18 @@ class _Operation:
         dim = self.params["axis"]
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in zip(starts, self.shapes, strict=True)]
 
+    def _unstacked(self, inputs: Sequence[Spread]) -> list[Spread]:
+        """A value for each element of a dim, as newer versions of JAX unpack an array."""
+        gone = self.params["axis"]
+        left = tuple(dim for i, dim in enumerate(self._dims(inputs[0])) if i != gone)
+        return [inputs[0]._replace(dims=left) for _ in self.shapes]
+
+    def _stacked(self, inputs: Sequence[Spread]) -> Spread:
+        known, place = [each.dims for each in inputs if each.dims is not None], self.params["axis"]
+        dims = [self._together(column) for column in zip(*known, strict=True)]
+        terms = [pair for pair in inputs[0].terms if all(pair[0] in dict(each.terms) for each in inputs)]
+        return Spread((*dims[:place], Dim(), *dims[place:]), tuple(terms))
+
     def _same_but_resized(self, inputs: Sequence[Spread]) -> Spread:
         """An operation along some dims: what is known of those of other sizes is lost."""
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
@@ -395,7 +407,9 @@ RULES: dict[str, Callable[[_Operation, Sequence[Spread]], Spread | list[Spread]]
     "slice": _Operation._sliced,
     "split": _Operation._divided,
     "squeeze": _Operation._squeezed,
+    "stack": _Operation._stacked,
     "transpose": _Operation._turned,
+    "unstack": _Operation._unstacked,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _Operation._reduced),
     **dict.fromkeys(("rev", "pad", "dynamic_slice", "cumsum", "cumlogsumexp", "cummax"), _Operation._same_but_resized),
 }
