@@ -1034,6 +1034,8 @@ ORDINARY = (
     Mutant(
         "Walk.branches", "choice not in (UNIFORM, SAME)", "False", "test_optimizers_holes.py::test_a_hole_is_closed -k branch"
     ),
+    Mutant("backward_cost", "return 2 if", "return 1 if", "test_schedule.py::test_default_costs_are_of_the_same_work"),
+    Mutant("_places", "if place != expected", "if False", "test_foreign_schedules.py -k in_a_sentence"),
     Mutant("wholes", "min(chosen, leaf.ndim - 1)", "0", "test_optimizers_holes.py -k by_the_shape_is_right"),
     Mutant("_reads", "read[0].union(*each)", "frozenset().union(*each)", "test_by_matrix.py -k looks_at_a_leaf"),
     Mutant(

@@ -29,6 +29,7 @@ from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.turns import turns
 from parallax.schedule import (
     LANES,
+    Branching,
     Job,
     as_soon_as_can_be,
     in_order,
@@ -315,6 +316,12 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
     np.testing.assert_array_equal(np.reshape(own[0], (stages, v)), table.placed.T)  # each chunk told its place
     sums = jnp.sum(params["blocks"]["w"], axis=(2, 3))
     np.testing.assert_allclose(np.reshape(own[1], (stages, v)).T, sums, rtol=EXACT)
+
+
+@pytest.mark.parametrize(("ticks", "stages"), [(1, 1), (5, 2)])
+def test_a_schedule_without_a_job_is_refused(ticks, stages):
+    with pytest.raises(ValueError, match=rf"no job in {ticks} ticks on {stages} stages\. Add a microbatch"):
+        Branching(*np.full((3, ticks, stages), -1))
 
 
 def refused(stage, table, match, beside=(1, 2)):

@@ -114,6 +114,22 @@ REFUSED = {
         "1F0,1B0\n0F0,0B0\n",
         "Place 0 of the model must be on stage 0, where what enters is at hand; got [[1, 0]]. Number the stages from it on.",
     ),
+    "a gap in the places": (
+        "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3 where place 2 comes next. Number the places "
+        "without a gap, each on one stage.",
+    ),
+    "a gap in the places of a file by ticks": (
+        "tick,stage 0\n0,0F0\n1,2F0\n2,2I0\n3,2W0\n4,0I0\n5,0W0\n",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2 where place 1 comes next. Number the places "
+        "without a gap, each on one stage.",
+    ),
+    "a place twice": (
+        "0F0,1F0,1B0,0B0\n1F0,2F0,2B0,1B0\n",
+        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1 where place 2 comes next. Number the places "
+        "without a gap, each on one stage.",
+    ),
+    "no job": ("tick,stage 0\n0,\n", "All stages need as many places of the model; got 0."),
     "B in a tick": (
         "tick,stage 0\n0,0F0\n1,0B0\n",
         "line 3, stage 0: a tick has room for one job. Write I and W in two ticks for B.",

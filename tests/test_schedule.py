@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax import schedule
+from parallax import draw, schedule
+from parallax.draw.schedules import lockstep
 from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b, to_csv, zero_bubble
 
 MAKERS = (gpipe, one_f_one_b, zero_bubble)
@@ -107,6 +108,23 @@ def test_the_bubble_is_the_formula(size, costs):
     bubble = (P - 1 + -M % P * (v - 1)) * (F + B) / v  # the last group's empty places wait for every chunk but one
     assert table.bubble(F, B, W) == pytest.approx(bubble, abs=1e-9)
     assert table.makespan(F, B, W) == pytest.approx(work + bubble)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
+def test_default_costs_are_of_the_same_work(P, M, v):
+    """F, I and W of 1 each, and B, which is both, of 2: in every schedule a stage works 3 M."""
+    in_step = [gpipe(P, M), one_f_one_b(P, M, v), zero_bubble(P, M, v)]
+    in_turns = [schedule.one_f_one_b_in_turns(P, M), schedule.zero_bubble_in_turns(P, M, v)]
+    for table in (*in_step, *in_turns):
+        assert table.makespan() - table.bubble() == pytest.approx(3 * M)
+        given_costs = (1, 2) if table.weight is None else (1, 1, 1)
+        assert (table.makespan(), table.bubble()) == (table.makespan(*given_costs), table.bubble(*given_costs))
+        assert table.lockstep() == table.lockstep(*given_costs) == lockstep(table)
+        assert draw.summary(table) == draw.summary(table, *given_costs)
+    for table in in_step:
+        assert table.asynchronous() == table.asynchronous(*((1, 2) if table.weight is None else (1, 1, 1)))
+    _, together, apart = in_step
+    assert apart.makespan() <= together.makespan()
 
 
 @given(sizes(), COSTS)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from parallax.draw import canvas
 from parallax.draw.schedules import lockstep, width
 from parallax.schedule import AnySchedule, Cost, Span
+from parallax.schedule.table import backward_cost
 
 Curve = list[tuple[float, float]]  # (time, microbatches held from then on)
 
@@ -14,7 +15,7 @@ def in_flight(
     path: canvas.Path | None = None,
     *,
     forward: Cost = 1,
-    backward: Cost = 2,
+    backward: Cost | None = None,
     weight: Cost = 1,
     run: Callable[..., tuple[Span, ...]] = lockstep,
 ) -> str:
@@ -32,6 +33,7 @@ def in_flight(
         ValueError: a cost is not above 0.
         ImportError: with a `path`, where matplotlib is not installed.
     """
+    backward = backward_cost(schedule, backward)
     if min(forward, backward, weight) <= 0:
         raise ValueError(f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. Give each job its time.")
     spans = run(schedule, forward, backward, weight)

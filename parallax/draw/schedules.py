@@ -9,18 +9,20 @@ import os
 from collections.abc import Callable, Sequence
 
 from parallax.schedule import AnySchedule, Cost, Schedule, Span, job_name
+from parallax.schedule.table import backward_cost
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 COLOURS = {"forward": (0.00, 0.45, 0.70), "backward": (0.84, 0.37, 0.00), "weight": (0.00, 0.62, 0.45)}  # Okabe and Ito's
 
 
-def lockstep(schedule: AnySchedule, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> tuple[Span, ...]:
+def lockstep(schedule: AnySchedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
     """When every job runs in one program on all devices: `schedule.lockstep`, of either kind of schedule."""
-    return schedule.lockstep(forward, backward, weight)
+    return schedule.lockstep(forward, backward_cost(schedule, backward), weight)
 
 
-def summary(schedule: AnySchedule, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> str:
+def summary(schedule: AnySchedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> str:
     """One line of sizes, makespan, bubble and the in-flight peak."""
+    backward = backward_cost(schedule, backward)
     makespan, bubble = (f(forward, backward, weight) for f in (schedule.makespan, schedule.bubble))
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     share = f" ({bubble / makespan:.0%})" if makespan else ""
@@ -54,7 +56,7 @@ def timeline(
     path: str | os.PathLike[str],
     *,
     forward: Cost = 1,
-    backward: Cost = 2,
+    backward: Cost | None = None,
     weight: Cost = 1,
     run: Callable[..., tuple[Span, ...]] = lockstep,
 ) -> None:
@@ -67,6 +69,7 @@ def timeline(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    backward = backward_cost(schedule, backward)
     spans = run(schedule, forward, backward, weight)
     end = max(span.stop for span in spans)
     inches = width(spans)
@@ -123,7 +126,7 @@ def width(spans: Sequence[Span]) -> float:
 
 
 def trace(
-    schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1
+    schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> None:
     """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms.
 

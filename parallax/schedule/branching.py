@@ -260,6 +260,8 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 def _check(schedule: Branching) -> None:
     """Refuse a schedule that cannot run."""
     counts = sum(table >= 0 for table in schedule.lanes.values())
+    if not np.any(counts):
+        raise ValueError(f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a microbatch.")
     twice = np.argwhere(counts > 1).tolist()
     if twice:
         tick, s = twice[0]

@@ -101,4 +101,11 @@ def _places(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
     counts = {len(own) for own in places}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"All stages need as many places of the model; got {', '.join(str(len(own)) for own in places)}.")
+    homes = sorted((place, stage) for stage, own in enumerate(places) for place in own)
+    for expected, (place, stage) in enumerate(homes):
+        if place != expected:
+            raise ValueError(
+                f"Each place of the model, from 0 on, needs one stage; stage {stage} has place {place} where place {expected} "
+                "comes next. Number the places without a gap, each on one stage."
+            )
     return np.array(places).T

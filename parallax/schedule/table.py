@@ -12,7 +12,7 @@ there are no receive queues. Everything else (`phases`, `makespan`, `in_flight`,
 import dataclasses
 import itertools
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
@@ -157,20 +157,20 @@ class Schedule:
         named = lambda row: tuple(itertools.compress(self.lanes, row))
         return tuple(Phase(t, stop, named(runs[t])) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
 
-    def makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> float:
+    def makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """The time of all ticks in lockstep, where a lane takes its time if any stage runs a job in it.
 
         Costs are of one microbatch through a whole stage (a chunk costs 1/v), in any unit. With a weight lane `backward` is the
-        input gradient alone: `makespan(1, 1, 1)` there compares with `makespan(1, 2)` elsewhere.
+        input gradient alone: `makespan(1, 1, 1)` there compares with `makespan(1, 2)` elsewhere, and these are the defaults.
         """
         return float(self._busy_ticks() @ self._costs(forward, backward, weight))
 
-    def bubble(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> float:
+    def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + B) or M(F + I + W)."""
         rests = self._busy_ticks() - self.microbatches * self.chunks
         return float(rests @ self._costs(forward, backward, weight))
 
-    def lockstep(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1) -> tuple[Span, ...]:
+    def lockstep(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
         """When every job runs if all stages keep step, as one program on all devices does: the last stops at `makespan`."""
         spans, now = [], 0.0
         for tick in range(self.ticks):
@@ -181,7 +181,9 @@ class Schedule:
                 now = stop
         return tuple(spans)
 
-    def asynchronous(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1, *, hop: Cost = 0) -> tuple[Span, ...]:
+    def asynchronous(
+        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
+    ) -> tuple[Span, ...]:
         """When every job runs if no stage waits for another's tick, as separate programs with messages could.
 
         Each stage keeps the order of its tables and starts a job once it is free and the input is there, `hop` after it left the
@@ -202,7 +204,7 @@ class Schedule:
                     spans.append(Span(s, lane, job // self.chunks, job % self.chunks, start, free[s]))
         return tuple(spans)
 
-    def asynchronous_makespan(self, forward: Cost = 1, backward: Cost = 2, weight: Cost = 1, *, hop: Cost = 0) -> float:
+    def asynchronous_makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> float:
         """When the last job of `asynchronous` stops, in the unit of the costs."""
         return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
 
@@ -260,7 +262,8 @@ class Schedule:
     def _busy_ticks(self) -> Int[np.ndarray, " lanes"]:
         return np.array([(table >= 0).any(axis=1).sum() for table in self.lanes.values()])
 
-    def _costs(self, *costs: Cost) -> Float[np.ndarray, " lanes"]:
+    def _costs(self, forward: Cost, backward: Cost | None, weight: Cost) -> Float[np.ndarray, " lanes"]:
+        costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
     def _before(self, lane: str, stage: int, job: int) -> tuple[int, int] | None:
@@ -277,6 +280,13 @@ class Schedule:
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
     """`3`, or `3.1` where stages have more than one chunk."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
+
+
+def backward_cost(schedule: Any, backward: Cost | None) -> Cost:
+    """`backward`; by default 1 where the gradient of weights is a job of its own, and 2 where a backward job is both."""
+    if backward is not None:
+        return backward
+    return 2 if schedule.weight is None else 1
 
 
 def _check(schedule: Schedule) -> None:
