@@ -18,8 +18,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from parallax import bisect, jaxprs, mesh
-from parallax.collectives import Axis, AxisLike, joined, types, xla
+from parallax import jaxprs, taps, trees
+from parallax.collectives import types
+from parallax.collectives.axis import Axis, AxisLike, joined, xla
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import linear, varying, varying_axes, wide
 from parallax.typed import PyTree
@@ -38,7 +39,7 @@ def mean_of_devices(aux: Tree, axis: Axis) -> Tree:
     """The mean over those of the axes along which an array differs, summed in float32 or wider. Other leaves stay."""
 
     def mean(path, leaf):
-        over = axis.over(varying_axes(leaf) if mesh.is_array(leaf) else ())
+        over = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not over.names:
             return leaf
         number = _number(path, leaf)
@@ -51,7 +52,7 @@ def _number(path: Sequence[Any], leaf: Array) -> Array:
     """An auxiliary value as floating-point numbers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
-            f"The auxiliary value {mesh.dotted(path) or 'itself'} is of type {leaf.dtype}, which has no mean. Leave it out, or "
+            f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which has no mean. Leave it out, or "
             "join it by a function of your own: aux=... of grads.accumulated and grads.averaged."
         )
     return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))
@@ -82,13 +83,13 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
 
         def add(sums, each):
             part, microbatch = each
-            with bisect.at(microbatch=microbatch):
+            with taps.at(microbatch=microbatch):
                 value, gradients = grad(params, part)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), value
 
         shapes = jax.eval_shape(lambda: grad(params, jax.tree.map(lambda leaf: leaf[0], parts))[1])
         zeros = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=wide(g.dtype)), shapes)
-        sums, values = lax.scan(add, zeros, (parts, bisect.numbered(microbatches)))
+        sums, values = lax.scan(add, zeros, (parts, taps.numbered(microbatches)))
         value = on_parts(values, jnp.mean, aux)
         return value, jax.tree.map(lambda total: total / microbatches, sums)
 
@@ -227,12 +228,12 @@ def local(
 def _shares(params: PyTree, name: str) -> set[str]:
     """The paths of the parameters that differ along the axis `name`."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
-    return {mesh.dotted(path) for path, leaf in leaves if name in varying_axes(leaf)}
+    return {trees.dotted(path) for path, leaf in leaves if name in varying_axes(leaf)}
 
 
 def _program(grad: Grad, params: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, PyTree, PyTree]:
     """`grad` as a program, its arguments' arrays, and the shapes of what it returns."""
-    arrays, static = eqx.partition((params, batch), mesh.is_array)
+    arrays, static = eqx.partition((params, batch), trees.is_array)
     closed, shapes = jax.make_jaxpr(lambda arrays: grad(*eqx.combine(arrays, static)), return_shape=True)(arrays)
     return closed, arrays, shapes
 
@@ -244,7 +245,7 @@ def _traced(grad: Grad, params: PyTree, batch: PyTree, shares: dict[str, set[str
     the loss as if it were whole.
     """
     closed, arrays, shapes = _program(grad, params, batch)
-    paths = [mesh.dotted(path) for path, _ in jax.tree.leaves_with_path(arrays[0])]
+    paths = [trees.dotted(path) for path, _ in jax.tree.leaves_with_path(arrays[0])]
     of_batch = [False] * len(paths) + [True] * len(jax.tree.leaves(arrays[1]))
     for name, split in shares.items():
         used = jaxprs.uses(closed, name, data=of_batch)[0].unsent
@@ -364,12 +365,12 @@ def beside(gradients: PyTree, params: PyTree) -> PyTree:
     def own(path, gradient):
         if path not in found:
             raise ValueError(
-                f"The gradients have a leaf {mesh.dotted(path)!r}, and the parameters have none there. A grad arrow returns a "
+                f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none there. A grad arrow returns a "
                 f"tree like the parameters, with None for what is not trained; eqx.filter_value_and_grad gives one."
             )
-        if not mesh.is_array(found[path]):
+        if not trees.is_array(found[path]):
             raise ValueError(
-                f"The gradients have a leaf {mesh.dotted(path)!r}, and that parameter is {found[path]!r}, which is no array, so "
+                f"The gradients have a leaf {trees.dotted(path)!r}, and that parameter is {found[path]!r}, which is no array, so "
                 "it is not trained. Take eqx.filter_value_and_grad, whose gradient is None there; to train it, make it an array."
             )
         return found[path]

@@ -6,21 +6,19 @@ Explicit, does too.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from parallax import given, neighbours
+from parallax.trees import AnyMesh, dotted, entry_axes, is_array, is_spec, shardings
 from parallax.typed import Device, PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
-AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
 
 
 @overload
@@ -221,21 +219,6 @@ def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
     return [each.indices(size)[:2] for each, size in zip(place, shape, strict=True)]
 
 
-def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """The `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python numbers stay static."""
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def is_spec(leaf: Any) -> bool:
-    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an `is_leaf`)."""
-    return isinstance(leaf, PartitionSpec)
-
-
 def check(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs` is a tree prefix."""
     try:
@@ -283,33 +266,3 @@ def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
                 f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh axis "
                 f"{' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or replicate this leaf with P()."
             )
-
-
-def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
-    """Each spec of a tree, by its dotted path.
-
-    Raises:
-        ValueError: two specs have one path.
-    """
-    named = [(dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
-    if same := twice([path for path, _ in named]):
-        raise ValueError(f"The specs have two leaves of the path {same[0]}: {RENAME}.")
-    return dict(named)
-
-
-RENAME = "rename one of them, such as a dict's key that has a dot in it, since leaves are told apart by path"
-
-
-def twice(paths: Sequence[str]) -> list[str]:
-    """The paths that several leaves have."""
-    return [path for path, count in Counter(paths).items() if count > 1]
-
-
-def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def dotted(path: Sequence[Any]) -> str:
-    """A pytree path as `blocks.attention.qkv.weight`."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -24,9 +24,10 @@ import jax
 import optax
 from jaxtyping import Array
 
-from parallax import elementwise, mesh, rules
+from parallax import elementwise, rules, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import replicated, varying_axes
+from parallax.elementwise.apart import check_apart
 from parallax.grads import axes_of, beside
 from parallax.rules import Owned
 from parallax.typed import PyTree, Specs
@@ -119,10 +120,10 @@ class _Way(NamedTuple):
 
 def _owned(optimizer, specs: Specs, axis: Axis, leads: Leads, *, apart: bool) -> optax.GradientTransformationExtraArgs:
     optimizer = elementwise.with_extra(optimizer)
-    by_path = mesh.by_path(specs)
+    by_path = trees.by_path(specs)
 
     def way(path, ndim):
-        lead, splits = leads(mesh.dotted(path), ndim), splits_of(path, by_path, axis)
+        lead, splits = leads(trees.dotted(path), ndim), splits_of(path, by_path, axis)
         _check_lead(path, lead, splits, axis)
         done = {name for split in splits for name in axes_of(split.axis)}
         return _Way(lead, splits, axis.over(tuple(name for name in axes_of(axis) if name not in done)))
@@ -131,18 +132,18 @@ def _owned(optimizer, specs: Specs, axis: Axis, leads: Leads, *, apart: bool) ->
         """The leaves that the optimizer sees together: those with the same layers."""
         found: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
-            found.setdefault(leaf.shape[: leads(mesh.dotted(path), leaf.ndim)], []).append(path)
+            found.setdefault(leaf.shape[: leads(trees.dotted(path), leaf.ndim)], []).append(path)
         return list(found.items())
 
     def init(params) -> Any:
-        params = eqx.filter(params, rules.is_inexact)
+        params = eqx.filter(params, trees.is_inexact)
         if there := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(axis), there)
         if inside(axis):
             params = jax.tree.map_with_path(lambda path, w: _to_owner(w, w, way(path, w.ndim), path), params)
         found = groups(params)
         states = [_mapped(optimizer.init, len(lead))(_only(params, paths)) for lead, paths in found]
-        members = tuple(tuple(map(mesh.dotted, paths)) for _, paths in found)
+        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in found)
         return Owned(states, axes_of(axis), members, tuple(len(lead) for lead, _ in found))
 
     def update(updates, state, params=None, **extra):
@@ -158,7 +159,7 @@ def _owned(optimizer, specs: Specs, axis: Axis, leads: Leads, *, apart: bool) ->
         for (lead, paths), old in zip(groups(own), state.groups, strict=True):
             plain = lambda g, s, w: optimizer.update(g, s, w, **extra)
             if apart:
-                elementwise.check_apart(plain, _first(_only(own, paths), len(lead)), _first(old, len(lead)))
+                check_apart(plain, _first(_only(own, paths), len(lead)), _first(old, len(lead)))
             one, g, w = _mapped(plain, len(lead)), _only(brought, paths), _only(own, paths)
             wholes = elementwise.wholes(w, by_path, besides=axes_of(axis))
             elementwise.check(one, g, old, w, wholes=wholes, at="optimizers", besides=axes_of(axis))
@@ -232,7 +233,7 @@ def _check_lead(path: Any, lead: int, splits: list[Split], axis: Axis) -> None:
     if wrong:
         names = axes_of(wrong[0].axis)
         raise ValueError(
-            f"optimizers.by_matrix: {mesh.dotted(path)} has {lead} dims of layers, and dim {wrong[0].dim} of them is split over "
+            f"optimizers.by_matrix: {trees.dotted(path)} has {lead} dims of layers, and dim {wrong[0].dim} of them is split over "
             f"{(names[0] if len(names) == 1 else names)!r}. Split dim {lead - 1}, or a dim of the matrices."
         )
 
@@ -242,6 +243,6 @@ def _check_divides(path: Any, shape: tuple[int, ...], dim: int, way: _Way) -> No
     owners = math.prod(part.size() for part in parts if axes_of(part))
     if shape[dim] % owners:
         raise ValueError(
-            f"optimizers.by_matrix: {mesh.dotted(path)} has {shape[dim]} layers on a device (dim {dim} of {shape}), which must "
+            f"optimizers.by_matrix: {trees.dotted(path)} has {shape[dim]} layers on a device (dim {dim} of {shape}), which must "
             f"divide by the {owners} devices that own some each. Take optimizers.whole, or other axes."
         )

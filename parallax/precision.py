@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from parallax import mesh
+from parallax import trees
 from parallax.collectives.types import wide
 from parallax.grads import beside, on_parts, refuse_clipped
 from parallax.typed import PyTree
@@ -121,7 +121,7 @@ def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, fac
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
     """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then holds: a skipped step."""
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if mesh.is_array(a) else a, new, old)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if trees.is_array(a) else a, new, old)
 
 
 def _is_float(leaf) -> bool:

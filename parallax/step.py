@@ -14,12 +14,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from parallax import elementwise, grads, mesh, precision, rules
-from parallax.collectives import AxisLike
+from parallax import elementwise, grads, precision, rules, trees
+from parallax.collectives.axis import AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import Grad
-from parallax.rules import Rule
-from parallax.typed import PyTree, Specs
+from parallax.typed import PyTree, Rule, Specs
 
 
 class State(eqx.Module):
@@ -158,7 +157,7 @@ def make_scaled(
         update = lambda g, s, w: optimizer.update(g, s, w, **also)
         _check_trained(update, gradients, state, weights)
         _check_shapes(update, gradients, state, weights)
-        wholes = elementwise.wholes(weights, {} if specs is None else mesh.by_path(specs))
+        wholes = elementwise.wholes(weights, {} if specs is None else trees.by_path(specs))
         elementwise.check(update, gradients, state.optimizer, weights, wholes=wholes, at="step.make")
         updates, optimizer_state = update(gradients, state.optimizer, weights)
         model = eqx.apply_updates(state.model, updates)
@@ -182,7 +181,7 @@ def _lost(new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisL
 
     What never was finite, such as a mask of -inf, may stay so.
     """
-    numbers = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if mesh.is_array(leaf) and _is_number(leaf)]
+    numbers = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if trees.is_array(leaf) and _is_number(leaf)]
     changed = ((a, b) for a, b in zip(numbers(new), numbers(old), strict=True) if a is not b)  # a frozen leaf is not read
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
@@ -199,12 +198,12 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
         ours, theirs = set(varying_axes(gradient)), set(varying_axes(weight))
         if gradient.shape == weight.shape and (local := many(ours - theirs)):
             raise ValueError(
-                f"step.make needs gradients that are reduced; that of {mesh.dotted(path)} differs along {local}, where "
+                f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
                 f"the parameter is the same. Wrap the grad arrow in grads.averaged or zero.scattered."
             )
         if mixed := many(theirs - ours):
             raise ValueError(
-                f"step.make: the parameter {mesh.dotted(path)} differs along {mixed}, and its gradient is the same there, so "
+                f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its gradient is the same there, so "
                 "the gradients of different shards were summed. Reduce it along the axes alone along which the parameter is the "
                 "same, as grads.averaged and grads.summed do."
             )
@@ -214,7 +213,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 def _check_own(loss: Array, state: State) -> None:
     """Refuse a loss that is each device's own, where something of the state is the same on all of them."""
-    leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), mesh.is_array))
+    leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
     split = [set(varying_axes(leaf)) for leaf in leaves]
     local = [name for name in grads.several(varying_axes(loss)) if any(name not in axes for axes in split)]
     if local:
@@ -227,7 +226,7 @@ def _check_own(loss: Array, state: State) -> None:
 def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, weights: PyTree) -> None:
     """Refuse gradients that are shares beside an optimizer that takes whole ones."""
     leaves = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(weights), strict=True)
-    apart = [(mesh.dotted(path), g.shape, w.shape) for (path, g), w in leaves if g.shape != w.shape]
+    apart = [(trees.dotted(path), g.shape, w.shape) for (path, g), w in leaves if g.shape != w.shape]
     if not apart:
         return
     path, share, whole = apart[0]
@@ -245,11 +244,11 @@ def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, w
 
 
 def _check_joined(aux: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, mesh.is_array)):
+    for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
         local = sorted(name for name in varying_axes(leaf) if lax.axis_size(name) > 1)
         if local:
             raise ValueError(
-                f"step.make: the auxiliary value {mesh.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
+                f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
                 f"all devices. Join it: grads.averaged(grad, axis, aux=...) takes a function of the values and the axis."
             )
 
@@ -268,7 +267,7 @@ def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, 
     except elementwise.Mixes:
         raise
     except (TypeError, ValueError) as error:
-        path = min(with_state ^ with_gradient, key=mesh.dotted)
+        path = min(with_state ^ with_gradient, key=trees.dotted)
         has, lacks = ("a gradient", "no state in the optimizer") if path in with_gradient else ("optimizer state", "no gradient")
         leaves = dict(jax.tree.leaves_with_path(state.model))
         split = tuple(name for name in varying_axes(leaves[path]) if lax.axis_size(name) > 1)
@@ -278,7 +277,7 @@ def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, 
             f"optimizers.whole(optimizer, specs, {axis})."
         )
         raise ValueError(
-            f"step.make: {mesh.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the grad arrow "
+            f"step.make: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the grad arrow "
             f"differentiates ({len(with_gradient)}; it gives None for the others) must be those that the optimizer has state for "
             f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by the same in the grad arrow."
             + by_size
@@ -290,26 +289,26 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
     """`model`, which `after` returned: refused where a leaf is of another form than before."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
-        gone = [f"{mesh.dotted(path)} is gone" for path in old if path not in new]
-        apart = gone + [f"{mesh.dotted(path)} is new" for path in new if path not in old]
+        gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
+        apart = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
         raise ValueError(
             "step.make: after must return a model of the structure that it takes, as eqx.tree_at does; of what it returned "
             f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
         )
     for path, leaf in old.items():
-        _check_form(mesh.dotted(path) or "the model", new[path], leaf)
+        _check_form(trees.dotted(path) or "the model", new[path], leaf)
     return model
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    if mesh.is_array(new) != mesh.is_array(old) or (not mesh.is_array(old) and not (new is old or new == old)):
-        shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if mesh.is_array(leaf) else repr(leaf)
+    if trees.is_array(new) != trees.is_array(old) or (not trees.is_array(old) and not (new is old or new == old)):
+        shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
         raise ValueError(
             f"step.make: after must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array is "
             "static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
         )
     form = lambda x: (jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x))
-    if mesh.is_array(old) and form(new) != form(old):
+    if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
             f"step.make: after must keep the form of {path}, (shape, type, axes along which it differs) = {form(old)}; it "
             f"returned {form(new)}. Take means over the axes first: aux=... of grads.averaged does."
@@ -324,7 +323,7 @@ def init(
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
-    trainable: PyTree = rules.is_inexact,
+    trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
     """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its specs.
@@ -374,21 +373,21 @@ def planned(
     make_model: Callable[[], PyTree],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
-    mesh_: mesh.AnyMesh,
+    mesh_: trees.AnyMesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
-    trainable: PyTree = rules.is_inexact,
+    trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
     """What `init` makes, before it is made; arguments and errors as there. Nothing is computed."""
 
-    trained = lambda model: eqx.filter(eqx.filter(model, trainable), rules.is_inexact)
+    trained = lambda model: eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
     statics = []
 
     def made():
         model = make_model()
-        arrays, static = eqx.partition(model, mesh.is_array)
+        arrays, static = eqx.partition(model, trees.is_array)
         statics.append(static)
         return jax.tree.map(jnp.asarray, arrays)
 
@@ -405,7 +404,7 @@ def planned(
     owned = model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)
     of_optimizer = rules.optimizer_specs(optimizer, seen, owned, mesh_)
     specs = State(model_specs, of_optimizer, P(), jax.tree.map(lambda _: P(), scale))
-    placed = mesh.shardings(specs, mesh_)
+    placed = trees.shardings(specs, mesh_)
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
     make = jax.jit(lambda: leaves_of(made()), out_shardings=jax.tree.leaves(placed))
     begin = jax.jit(leaves_of, out_shardings=jax.tree.leaves(placed), donate_argnums=0)
@@ -422,7 +421,7 @@ def planned(
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """The arrays of `given`, in the places of `shapes`. Each process has them all. Raises `ValueError` for others."""
-    arrays = [leaf for leaf in jax.tree.leaves(given) if mesh.is_array(leaf)]
+    arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared.")
@@ -430,8 +429,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"init: {mesh.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is {leaf.shape} and {leaf.dtype}. "
-                f"Prepare for the configuration and the dtype of this model."
+                f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is {leaf.shape} and "
+                f"{leaf.dtype}. Prepare for the configuration and the dtype of this model."
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
             found.append(jax.device_put(leaf, like.sharding))

@@ -18,10 +18,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
-from parallax import rules
-from parallax.collectives import Axis, AxisLike, joined
+from parallax.collectives.axis import Axis, AxisLike, joined
 from parallax.collectives.types import axes, linear, varying, varying_axes
-from parallax.typed import PyTree
+from parallax.typed import PyTree, Rule
 
 
 class Joins(NamedTuple):
@@ -198,7 +197,7 @@ class RowLinear(eqx.Module):
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
 
 
-def rule(model: PyTree) -> rules.Rule:
+def rule(model: PyTree) -> Rule:
     """The rule that splits each `ColumnLinear` and `RowLinear` of `model` over its axis, and knows no other leaf.
 
     `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be `jax.ShapeDtypeStruct`s.

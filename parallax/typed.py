@@ -1,5 +1,6 @@
 """Trees and devices as types: checked at run time, and unknown to type checkers, which read `Any`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -14,4 +15,6 @@ else:
 
     Specs = PyTree[PartitionSpec | None]  # a spec for each array, None where a leaf is none
 
-__all__ = ["Device", "PyTree", "Specs"]
+Rule = Callable[[str, Any], PartitionSpec | None]  # of a path and its leaf; None leaves it to another rule
+
+__all__ = ["Device", "PyTree", "Rule", "Specs"]

@@ -29,10 +29,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from parallax import elementwise, mesh, precision, remat, rules
-from parallax.collectives import Axis, AxisLike
+from parallax import elementwise, remat, trees
+from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import linear, replicated, varying_axes
+from parallax.collectives.types import linear, replicated, varying_axes, wide
 from parallax.grads import Grad, axes_of, beside, copied, local, loss_of, mean_of_devices, missing, on_parts, reduced
 from parallax.typed import PyTree, Specs
 
@@ -68,7 +68,7 @@ def scattered(
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        n, found = axis.size(), mesh.by_path(specs)
+        n, found = axis.size(), trees.by_path(specs)
         _, *own_values = local(grad, params, batch, axis, loss=True)
         value, gradients = ordered(own_values, own_values)
         weights = beside(gradients, params)
@@ -98,7 +98,7 @@ def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
     of the shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
     """
     axis = Axis.of(axis)
-    found = mesh.by_path(specs)
+    found = trees.by_path(specs)
     return jax.tree.map_with_path(lambda path, g: _scatter(g, splits_of(path, found, axis)), gradients)
 
 
@@ -126,14 +126,14 @@ def sharded(
     axis, optimizer = Axis.of(axis), elementwise.with_extra(optimizer)
 
     def own_splits(params):
-        found = mesh.by_path(specs)
+        found = trees.by_path(specs)
         return lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
 
     def shares(weights, splits):
         return jax.tree.map_with_path(lambda path, w: share(w, splits(path, w)), weights)
 
     def init(params):
-        weights = eqx.filter(params, rules.is_inexact)
+        weights = eqx.filter(params, trees.is_inexact)
         return optimizer.init(shares(weights, own_splits(params)) if inside(axis) else weights)
 
     def update(updates, state, params=None, **extra):
@@ -169,7 +169,7 @@ def sharded(
         own_gradients, own_weights = jax.tree.map_with_path(own, updates, weights), shares(weights, splits)
         _check_state(optimizer, state, own_weights, weights)
         one = lambda g, s, w: optimizer.update(g, s, w, **extra)
-        wholes = elementwise.wholes(weights, mesh.by_path(specs))
+        wholes = elementwise.wholes(weights, trees.by_path(specs))
         elementwise.check(one, own_gradients, state, own_weights, wholes=wholes, at="zero.sharded")
         shared, state = one(own_gradients, state, own_weights)
         return elementwise.right((jax.tree.map_with_path(whole, shared, weights), state))
@@ -232,7 +232,7 @@ def unsharded(
     axis = Axis.of(axis)
 
     def wrapped(params, batch):
-        wholes, found = _wholes(params, axis, specs), mesh.by_path(specs)
+        wholes, found = _wholes(params, axis, specs), trees.by_path(specs)
         gathered = jax.tree.map_with_path(lambda path, x: x if splits_of(path, found, axis) else None, wholes)
         local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
         value, gradients = ordered(local, local)
@@ -272,31 +272,31 @@ def parts(specs: Specs, axis: AxisLike, *, where: Callable[[Any], Any] = lambda 
 
     def without(count):
         def inner(path, spec):
-            split = [dim for dim, entry in enumerate(spec[:count]) if names & set(mesh.entry_axes(entry))]
+            split = [dim for dim, entry in enumerate(spec[:count]) if names & set(trees.entry_axes(entry))]
             if split:
                 raise ValueError(
-                    f"zero.parts: dim {split[0]} of {mesh.dotted(path) or 'the blocks'}, which is looped over, is split over "
+                    f"zero.parts: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, which is looped over, is split over "
                     f"{axis!r} by {spec}, so each device would run some of the layers. Spare it: "
                     f"rules.fsdp(..., keep={{'blocks.**': {tuple(range(loops))}}})."
                 )
             return PartitionSpec(*spec[count:])
 
-        return jax.tree.map_with_path(inner, where(specs), is_leaf=mesh.is_spec)
+        return jax.tree.map_with_path(inner, where(specs), is_leaf=trees.is_spec)
 
-    ends = eqx.tree_at(where, specs, None, is_leaf=mesh.is_spec)
+    ends = eqx.tree_at(where, specs, None, is_leaf=trees.is_spec)
     return Parts(ends, stage=without(loops - 1), layer=without(loops))
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do."""
     found = []
-    for dim, entry in enumerate(specs.get(mesh.dotted(path), ())):
-        names = mesh.entry_axes(entry)
+    for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
+        names = trees.entry_axes(entry)
         own = tuple(name for name in names if name in axes_of(axis))
         if own and names[-len(own) :] != own:
             inner = tuple(name for name in names if name not in own)
             raise ValueError(
-                f"zero: dim {dim} of {mesh.dotted(path) or 'the leaf'} is split over {names!r}, the last of them innermost, and "
+                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, the last of them innermost, and "
                 f"gathered or scattered over {own!r}. A device's blocks would not lie one after another. Name those axes last, "
                 f"{(*inner, *own)!r}, or split another dim over them."
             )
@@ -307,7 +307,7 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
 
 def _wholes(params: PyTree, axis: Axis, specs: Specs) -> PyTree:
     axis.size()  # refuses an axis that is not there
-    found = mesh.by_path(specs)
+    found = trees.by_path(specs)
 
     def whole(path, x):
         for dim, part in splits_of(path, found, axis):
@@ -330,7 +330,7 @@ def _scatter(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(precision.wide(x.dtype))
+    return x.astype(wide(x.dtype))
 
 
 def share(x: Array, splits: Sequence[Split]) -> Array:

@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tapped_net import Parts
 
-from parallax import bisect, grads, mesh
-from parallax.bisect import taps
+from parallax import bisect, grads, mesh, taps
 from parallax.bisect.looks import looks
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying

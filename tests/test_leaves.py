@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from user_models import KINDS, OPTIMIZER, adapted, batch_of, data_of, mixed, mixed_loss, normal, on, same
 
-from parallax import grads, mesh, rules, step, zero
+from parallax import grads, mesh, rules, step, trees, zero
 from parallax.run import checkpoint
 
 # The state of a model with leaves that are no arrays
@@ -29,7 +29,7 @@ def test_a_state_has_the_static_leaves_of_the_model_and_can_be_donated():
     form = lambda tree: [(path, (leaf.shape, leaf.dtype) if mesh.is_array(leaf) else leaf) for path, leaf in rules.paths(tree)]
     assert form(plan.shapes) == form(state)
     arrays = lambda tree: eqx.filter(tree, mesh.is_array)
-    assert [p for p, _ in rules.paths(arrays(state))] == list(mesh.by_path(plan.specs))
+    assert [p for p, _ in rules.paths(arrays(state))] == list(trees.by_path(plan.specs))
     assert [p for p, _ in rules.paths(state.optimizer[0].mu)] == ["up", "down", "numpy"]
     of_optimizer = rules.optimizer_specs(OPTIMIZER, state.model, plan.specs.model)
     assert jax.tree.structure(of_optimizer) == jax.tree.structure(plan.specs.optimizer)
@@ -84,12 +84,12 @@ def test_a_gradient_of_a_python_number_is_refused():
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "trainable",
-    [eqx.is_inexact_array, eqx.is_array, rules.is_inexact, True],
+    [eqx.is_inexact_array, eqx.is_array, trees.is_inexact, True],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_trainable_may_be_any_question_about_a_leaf(trainable):
     state, specs = step.init(adapted, optax.adam(1e-3), rules.match("**", P()), mesh.make(data=8), trainable=trainable)
-    assert list(mesh.by_path(specs.optimizer[0].mu)) == ["base", "bias", "low.0", "low.1"]
+    assert list(trees.by_path(specs.optimizer[0].mu)) == ["base", "bias", "low.0", "low.1"]
     assert [path for path, _ in rules.paths(state.optimizer[0].mu)] == ["base", "bias", "low.0", "low.1"]
 
 
@@ -136,7 +136,7 @@ def test_two_leaves_of_one_path_are_refused():
             asked()
     assert [refusal.kind for refusal in rules.survey(tree, rules.match("**", P())).refusals] == ["same-path"]
     with pytest.raises(ValueError, match=r"The specs have two leaves of the path a.b: rename one of them"):
-        mesh.by_path({"a.b": P(), "a": {"b": P("data")}})
+        trees.by_path({"a.b": P(), "a": {"b": P("data")}})
 
 
 def test_a_scalar_in_the_batch_is_refused_by_its_path():

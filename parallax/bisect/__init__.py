@@ -6,7 +6,7 @@ print(bisect.compare(one_device, split))                      # the first value 
 
 from parallax.bisect.comparison import Comparison, Finding, compare, rounding
 from parallax.bisect.records import Key, Record, Value, load, of_tree, record
-from parallax.bisect.taps import AFTER, BATCH, at, is_on, job, numbered, tap, tap_tree
+from parallax.taps import AFTER, BATCH, at, is_on, job, numbered, tap, tap_tree
 
 __all__ = [
     "AFTER",

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax.bisect.taps import LINEAR
 from parallax.collectives import types
 from parallax.jaxprs import called, inner, is_literal, scan_parts
+from parallax.taps import LINEAR
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MOVERS = (os.path.join(_PACKAGE, "collectives") + os.sep,)
-_OWN = os.path.join(_PACKAGE, "bisect") + os.sep
+_OWN = (os.path.join(_PACKAGE, "bisect") + os.sep, os.path.join(_PACKAGE, "taps.py"))
 _SAID = frozenset({"all_reduce", "all_mean", "all_gather", "reduce_scatter", "all_to_all", "all_max", "permute", "send_next"})
 _AXES = ("axes", "axis_name")
 MOVES = frozenset(

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from parallax import mesh
-from parallax.bisect import taps
-from parallax.bisect.taps import AFTER, BACKWARD, BATCH, FORWARD, Report
+from parallax import taps, trees
 from parallax.jaxprs import opened
+from parallax.taps import AFTER, BACKWARD, BATCH, FORWARD, Report
 
 ARGUMENT, RESULT = "argument", "result"
 PHASES = (ARGUMENT, FORWARD, BACKWARD, AFTER, RESULT)
@@ -167,7 +166,7 @@ def _put_together(
 
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
     """The arrays that a program is given, or that it returns."""
-    return {Key(f"{way}.{mesh.dotted(path)}", -1, way): _of_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _mean_seed(key: Key, reports: list[Report]) -> bool:

@@ -2,15 +2,30 @@
 
 Movers are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")` for all functions that take an
 axis. `tuning`, which measures, is imported by its own name.
+
+Each file is imported when it is first needed: a layer that takes an axis does not bring all movers along.
 """
 
-from parallax.collectives import buckets, by_hand, cost, int8, matmul, tables, types
-from parallax.collectives.axis import Axis, AxisLike, Mover, joined, xla
-from parallax.collectives.buckets import bucketed
-from parallax.collectives.int8 import ErrorFeedback, quantized, quantized_in
-from parallax.collectives.recursive_doubling import doubling
-from parallax.collectives.route import Route, mover, mover_of_axes, send_next
-from parallax.collectives.tables import direct, halving, halving_by, hierarchical, machines, pairs, ring, torus, two_rings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallax.collectives import buckets, by_hand, cost, int8, matmul, tables, types
+    from parallax.collectives.axis import Axis, AxisLike, Mover, joined, xla
+    from parallax.collectives.buckets import bucketed
+    from parallax.collectives.int8 import ErrorFeedback, quantized, quantized_in
+    from parallax.collectives.recursive_doubling import doubling
+    from parallax.collectives.route import Route, mover, mover_of_axes, send_next
+    from parallax.collectives.tables import direct, halving, halving_by, hierarchical, machines, pairs, ring, torus, two_rings
+
+_FILES = ("buckets", "by_hand", "cost", "int8", "matmul", "tables", "types")
+_FILE_OF = {
+    **dict.fromkeys(("Axis", "AxisLike", "Mover", "joined", "xla"), "axis"),
+    **dict.fromkeys(("ErrorFeedback", "quantized", "quantized_in"), "int8"),
+    **dict.fromkeys(("Route", "mover", "mover_of_axes", "send_next"), "route"),
+    "bucketed": "buckets",
+    "doubling": "recursive_doubling",
+}  # all other names are of `tables`
 
 __all__ = [
     "Axis",
@@ -44,3 +59,15 @@ __all__ = [
     "types",
     "xla",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
+    if name in _FILES:
+        return import_module(f"parallax.collectives.{name}")
+    return getattr(import_module(f"parallax.collectives.{_FILE_OF.get(name, 'tables')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

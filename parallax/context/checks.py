@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from parallax import jaxprs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying_axes
-from parallax.mesh import is_array
+from parallax.trees import is_array
 
 MOVES = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")  # first parts of their names
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from parallax import rules
 from parallax.draw import canvas
-from parallax.mesh import entry_axes, is_array
 from parallax.plan.quantities import quantity
+from parallax.trees import entry_axes, is_array
 from parallax.typed import Device, PyTree
 
 NAMED = 8  # devices that a cell names; of more it tells how many

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-from parallax import mesh, rules
+from parallax import trees
 from parallax.jaxprs import called, every, inner, is_literal
 from parallax.typed import PyTree
 
@@ -14,7 +14,7 @@ from parallax.typed import PyTree
 def check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
     """Refuse with a `ValueError` an optimizer whose update of one leaf depends on another: `weights` and `state` are shapes."""
     paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
-    owners = [rules.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
     program = jax.make_jaxpr(update)(weights, state, weights)
     if any(eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in every(program.jaxpr)):
         raise ValueError(
@@ -27,8 +27,8 @@ def check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> N
         owner = i if i < len(paths) else owners[i - len(paths)]
         others = sorted(read - {owner})
         if others:
-            names = " and ".join(repr(mesh.dotted(paths[j]) or "the parameter") for j in others[:2])
-            what = "its state" if owner is None else repr(mesh.dotted(paths[owner]))
+            names = " and ".join(repr(trees.dotted(paths[j]) or "the parameter") for j in others[:2])
+            what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
                 f"optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes {what} from "
                 f"{names}. Take optimizers.whole, or join leaves elsewhere: step.make and grads.clipped clip by the norm."

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from parallax import mesh, rules
+from parallax import trees
 from parallax.elementwise.kinds import SAME, UNIFORM, Kind, mixed, own
 from parallax.elementwise.marks import COMPARES
 from parallax.elementwise.walk import Differs, Walk, dtype, split_over
@@ -124,8 +124,8 @@ def wholes(weights: PyTree, specs: Mapping[str, PartitionSpec], *, besides: Sequ
 
     def named(path, leaf):
         counts = split_over(leaf) - set(besides)
-        entries = [*specs.get(mesh.dotted(path), ()), *[None] * leaf.ndim][: leaf.ndim]
-        by_dim = [[name for name in mesh.entry_axes(entry) if name in counts] for entry in entries]
+        entries = [*specs.get(trees.dotted(path), ()), *[None] * leaf.ndim][: leaf.ndim]
+        by_dim = [[name for name in trees.entry_axes(entry) if name in counts] for entry in entries]
         return by_dim, counts - {name for names in by_dim for name in names}
 
     def whole(path, leaf, chosen):
@@ -151,7 +151,7 @@ def _leaves(gradients: PyTree, weights: PyTree, besides: frozenset[str]) -> list
 def _owners(state: PyTree, leaves: Sequence[_Leaf]) -> list[int | None]:
     """For each array of the optimizer's state the number of the leaf that it belongs to."""
     paths = [leaf.path for leaf in leaves]
-    return [rules.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    return [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
 def _kind_of_state(x: Any, leaves: Sequence[_Leaf], i: int | None, besides: frozenset[str]) -> Kind:
@@ -198,7 +198,7 @@ def _judge(
             _refuse(kind, leaves, owner, at)
         if kind.name == "own" and owner not in (None, kind.leaf) and not _split_alike(leaves, owner, kind.leaf, wholes):
             what = "its update" if i < len(leaves) else "its state"
-            source = mesh.dotted(leaves[kind.leaf].path)
+            source = trees.dotted(leaves[kind.leaf].path)
             _refuse(mixed(f"{what} is made of {source}, which may be split along another dim"), leaves, owner, at)
         if kind == SAME and i < len(leaves) and leaves[i].split:
             _refuse(mixed("its update has nothing of the leaf's own elements"), leaves, owner, at)
@@ -210,7 +210,8 @@ def _refuse(kind: Kind, leaves: Sequence[_Leaf], i: int | None, at: str) -> NoRe
     axis = repr(axes[0] if len(axes) == 1 else tuple(axes))
     raise Mixes(
         f"{at}: each device updates its shards alone, and this optimizer does not act element by element, so it would train "
-        f"something else. Of {mesh.dotted(leaves[i].path) or 'the parameter'}, which is split along {axis}: {kind.why}. Wrap it: "
-        f"optimizers.whole(optimizer, specs, {axis}) updates whole leaves, and optimizers.by_matrix(optimizer, specs, {axis}) "
-        "whole matrices, each on one device. An optimizer that joins the shards itself is let through by optimizers.on_shards."
+        f"something else. Of {trees.dotted(leaves[i].path) or 'the parameter'}, which is split along {axis}: {kind.why}. "
+        f"Wrap it: optimizers.whole(optimizer, specs, {axis}) updates whole leaves, and "
+        f"optimizers.by_matrix(optimizer, specs, {axis}) whole matrices, each on one device. An optimizer that joins the shards "
+        "itself is let through by optimizers.on_shards."
     )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from parallax import mesh
+from parallax import trees
 from parallax.collectives.types import axes_of_type, varying_axes
 from parallax.elementwise.kinds import DONE, ELEMENTWISE, GATHERED, LAID_OUT, RIGHT, SAME, UNIFORM, Kind, either, joined, mixed
 from parallax.jaxprs import called, closed, inner, is_literal, origin, types
@@ -140,7 +140,7 @@ def _alike(a: Any, b: Any) -> bool:
     """Whether two parameters are the same; functions, which each trace may make anew, if their parts are."""
     if isinstance(a, Tracer) or isinstance(b, Tracer):
         return isinstance(a, Tracer) and isinstance(b, Tracer) and np.shape(a) == np.shape(b)
-    if mesh.is_array(a) and mesh.is_array(b):
+    if trees.is_array(a) and trees.is_array(b):
         return np.array_equal(_numbers(a), _numbers(b))
     parts, others = _parts(a), _parts(b)
     if parts is None or others is None or type(a) is not type(b):

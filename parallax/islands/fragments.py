@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from parallax import mesh, rules
+from parallax import rules, trees
 from parallax.typed import PyTree, Specs
 
 
@@ -58,7 +58,7 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
     def fragments(model):
         def one(globs):
             globs = (globs,) if isinstance(globs, str) else globs
-            covers = lambda path: any(rules.covers(glob, mesh.dotted(path)) for glob in globs)
+            covers = lambda path: any(rules.covers(glob, trees.dotted(path)) for glob in globs)
             get = lambda model: jax.tree.map_with_path(lambda path, leaf: leaf if covers(path) else None, model)
             return Fragment(get, lambda model, part: eqx.combine(part, model))
 
@@ -115,11 +115,11 @@ def of(stream: Stream, model: PyTree, specs: Specs | None = None) -> tuple[Fragm
     """
     found = stream.fragments(model)
     sizes: dict[str, int] = {}
-    wholes = {mesh.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
-    splits = {} if specs is None else mesh.by_path(specs)
+    wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
+    splits = {} if specs is None else trees.by_path(specs)
     for fragment in found:
         for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(fragment.get, model)):
-            name = mesh.dotted(path)
+            name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
             shape = wholes[name].shape
             cut = [dim for dim, entry in enumerate(splits.get(name, ())) if entry is not None and leaf.shape[dim] != shape[dim]]

@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Int
 
-from parallax import elementwise, jaxprs, mesh
+from parallax import elementwise, jaxprs, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import axes_of_type, index, replicated, size, varying, varying_axes, wide
@@ -186,11 +186,11 @@ def _beside(model: PyTree, like: PyTree) -> PyTree:
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
     """`change(both)` where the predicate, which is the same on all devices, is true; else `both`."""
-    arrays, static = eqx.partition(both, mesh.is_array)
+    arrays, static = eqx.partition(both, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 
     def taken(arrays):
-        new = eqx.filter(change(eqx.combine(arrays, static)), mesh.is_array)
+        new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)
 
     return eqx.combine(lax.cond(predicate, taken, lambda arrays: arrays, arrays), static)
@@ -203,11 +203,11 @@ def _own(inner: Any, names: tuple[str, ...]) -> Any:
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
                 f"islands.local needs the state that islands.init makes, of [islands, ...] split over {names}; on a device "
-                f"{mesh.dotted(path)} is of shape {x.shape}, and its first dim must be 1."
+                f"{trees.dotted(path)} is of shape {x.shape}, and its first dim must be 1."
             )
         return x[0]
 
-    arrays, static = eqx.partition(inner, mesh.is_array)
+    arrays, static = eqx.partition(inner, trees.is_array)
     number, rest = arrays.step, eqx.tree_at(lambda state: state.step, arrays, None)
     own_arrays = jax.tree.map_with_path(own, rest)
     return eqx.combine(eqx.tree_at(lambda state: state.step, own_arrays, number, is_leaf=lambda x: x is None), static)
@@ -219,7 +219,7 @@ def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
 
 
 def _each(tree: PyTree, change: Callable[[Array], Array]) -> PyTree:
-    return jax.tree.map(lambda x: change(x) if mesh.is_array(x) else x, tree)
+    return jax.tree.map(lambda x: change(x) if trees.is_array(x) else x, tree)
 
 
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -232,13 +232,13 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
     def run(inner, batch, limit):
         _check_split(batch, names)
         hidden = lambda x: replicated(x, over) if (over := tuple(set(names) & set(varying_axes(x)))) else x
-        arrays, static = eqx.partition((inner, batch, limit), mesh.is_array)
+        arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         rests = []
 
         def traced(arrays):
             inner, batch, limit = eqx.combine(arrays, static)
-            made, rest = eqx.partition(train(inner, batch) if limit is None else train(inner, batch, limit), mesh.is_array)
+            made, rest = eqx.partition(train(inner, batch) if limit is None else train(inner, batch, limit), trees.is_array)
             rests.append(rest)
             return made
 
@@ -254,7 +254,7 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
-    leaves = [leaf for leaf in jax.tree.leaves(batch) if mesh.is_array(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if size(names) > 1 and leaves and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves):
         raise ValueError(
             f"islands.local: the batch is the same on all islands, so they would all train the same. Split it over {names} too, "

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, rules, step
+from parallax import rules, step, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import wide
@@ -79,7 +79,7 @@ def init(
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
-    trainable: PyTree = rules.is_inexact,
+    trainable: PyTree = trees.is_inexact,
 ) -> tuple[State, State]:
     """The state of islands that all begin as `state`, and its specs. No device holds more than its islands' blocks.
 
@@ -107,20 +107,20 @@ def planned(
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
-    trainable: PyTree = rules.is_inexact,
+    trainable: PyTree = trees.is_inexact,
 ) -> Planned:
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
     over, islands = names_of(axis), count(axis, mesh_)
-    arrays, static = eqx.partition(state, mesh.is_array)
-    trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), rules.is_inexact)
-    seen = jax.eval_shape(trained, eqx.filter(state.model, mesh.is_array))
+    arrays, static = eqx.partition(state, trees.is_array)
+    trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), trees.is_inexact)
+    seen = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
     parts = fragments.of(stream, seen, specs.model)
     make = _maker(outer, parts, trained, islands, feedback=isinstance(axis, ErrorFeedback), waits=stream.delay > 0)
     shapes = jax.eval_shape(make, arrays)
 
-    by_path = mesh.by_path(specs.model)
-    spec_of = lambda tree: jax.tree.map_with_path(lambda path, leaf: by_path[mesh.dotted(path)], tree)
-    stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=mesh.is_spec)
+    by_path = trees.by_path(specs.model)
+    spec_of = lambda tree: jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
+    stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=trees.is_spec)
     of_parts = [spec_of(jax.eval_shape(part.get, seen)) for part in parts]
     of_optimizer = (
         rules.optimizer_specs(outer, jax.eval_shape(part.get, seen), found, mesh_)
@@ -133,11 +133,11 @@ def planned(
         tuple(None if error is None else stacked(found) for error, found in zip(shapes.error, of_parts, strict=True)),
         tuple(None if sent is None else Sent(found, P(), P(over)) for sent, found in zip(shapes.sent, of_parts, strict=True)),
     )
-    at = mesh.shardings(placed, mesh_)
+    at = trees.shardings(placed, mesh_)
     begin = jax.jit(make, out_shardings=at)
     whole = lambda state: eqx.tree_at(lambda state: state.inner, state, eqx.combine(state.inner, static))
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at)
-    return Planned(lambda state: whole(begin(eqx.filter(state, mesh.is_array))), whole(shapes), placed)
+    return Planned(lambda state: whole(begin(eqx.filter(state, trees.is_array))), whole(shapes), placed)
 
 
 def _maker(outer, parts, trained, islands: int, *, feedback: bool, waits: bool) -> Callable[[step.State], State]:
@@ -176,7 +176,7 @@ def count(axis: AxisLike | ErrorFeedback, mesh_: Mesh) -> int:
 
 def model_of(state: State) -> PyTree:
     """The model that the islands train together: the outer weights, and what is not trained as the first island has it."""
-    first = jax.tree.map(lambda x: x[0] if mesh.is_array(x) else x, state.inner.model)
+    first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
@@ -187,7 +187,7 @@ def of_others(shapes: State, islands: int) -> State:
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
-    each = lambda tree: jax.tree.map(lambda x: leaf(x) if mesh.is_array(x) else x, tree)
+    each = lambda tree: jax.tree.map(lambda x: leaf(x) if trees.is_array(x) else x, tree)
     sent = lambda one: None if one is None else Sent(one.mean, one.some, each(one.here))
     inner = eqx.tree_at(_step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none)
     return State(inner, shapes.model, shapes.optimizer, each(shapes.error), tuple(map(sent, shapes.sent)))
@@ -202,12 +202,12 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
     All islands go on from the outer weights. Of n islands that there were, island i mod n gives island i its inner optimizer's
     state. What is under way or was rounded away is dropped.
     """
-    first = lambda tree: next(leaf.shape[0] for leaf in jax.tree.leaves(tree) if mesh.is_array(leaf))
+    first = lambda tree: next(leaf.shape[0] for leaf in jax.tree.leaves(tree) if trees.is_array(leaf))
     before, islands = first(state.inner.model), first(shapes.inner.model)
     chosen = jnp.arange(islands) % before
     taken = lambda tree: jax.tree.map(lambda x: x[chosen], tree)
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
-    arrays, static = eqx.partition(state, mesh.is_array)
+    arrays, static = eqx.partition(state, trees.is_array)
 
     def change(state):
         inner = state.inner
@@ -217,7 +217,7 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
         sent = tuple(None if each is None else none(each) for each in state.sent)
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
-    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, mesh.is_array))
+    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, trees.is_array))
     lost = ["the inner steps since the last round, on every island, where there were any"]
     lost += [f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"] * (islands < before)
     lost += [f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"] * (islands > before)

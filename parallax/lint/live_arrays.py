@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax.lint.finding import Finding
-from parallax.mesh import dotted
+from parallax.trees import dotted
 from parallax.typed import PyTree
 
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
-from parallax.mesh import entry_axes, is_spec
 from parallax.rules import match, paths, survey
+from parallax.trees import entry_axes, is_spec
 from parallax.typed import PyTree, Specs
 
 BY_ROWS = P("data")

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Int, Shaped
 
-from parallax.mesh import is_array
 from parallax.models.family import Batch
 from parallax.pipeline.traced import trace
+from parallax.trees import is_array
 
 Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from parallax import bisect
+from parallax import taps
 from parallax.pipeline import Output
 from parallax.remat import none
-from parallax.rules import Rule
-from parallax.typed import PyTree
+from parallax.typed import PyTree, Rule
 
 
 class Batch(NamedTuple):
@@ -128,7 +127,7 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        with bisect.at(layer=layer):
+        with taps.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 
     body = remat(block)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from parallax import bisect
+from parallax import taps
 from parallax.collectives.types import axes
 from parallax.layout.rows import Placed
 from parallax.tensor import Joins
@@ -19,25 +19,25 @@ GATHERED = ("data", "context")  # over these a weight is whole when it is used
 
 def residual(x: Any, path: str, joins: Joins) -> Any:
     """`x` of the residual stream, [B, T, D], with a tap."""
-    if not bisect.is_on():
+    if not taps.is_on():
         return x
-    return bisect.tap(x, path, P(bisect.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)})
+    return taps.tap(x, path, P(taps.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)})
 
 
 def whole(x: Any, path: str, joins: Joins) -> Any:
     """`x` of all the layers' tokens, [B, T, ...], with a tap."""
-    return x if not bisect.is_on() else _whole(x, path, joins, P(bisect.BATCH))
+    return x if not taps.is_on() else _whole(x, path, joins, P(taps.BATCH))
 
 
 def split(x: Any, path: str, joins: Joins, dim: int) -> Any:
     """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
     names = axes(joins.axis.names)
-    return x if not bisect.is_on() else _whole(x, path, joins, P(bisect.BATCH, *[None] * (dim - 1), names or None))
+    return x if not taps.is_on() else _whole(x, path, joins, P(taps.BATCH, *[None] * (dim - 1), names or None))
 
 
 def loss(value: Any) -> Any:
     """The loss of a part of the batch, with a tap."""
-    return bisect.tap(value, "loss", P(unreduced=frozenset({bisect.BATCH})))
+    return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
 def block(apply: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
@@ -45,8 +45,8 @@ def block(apply: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
 
     def tapped(weights, x, layer):
         specs = placed.where(placed.specs)
-        with bisect.at(layer=layer):
-            return apply(bisect.tap_tree(weights, "blocks.*", specs, without=GATHERED, loops=placed.loops), x, layer)
+        with taps.at(layer=layer):
+            return apply(taps.tap_tree(weights, "blocks.*", specs, without=GATHERED, loops=placed.loops), x, layer)
 
     return tapped
 
@@ -55,10 +55,10 @@ def ends(f: Callable[..., Any], name: str, placed: Placed) -> Callable[..., Any]
     """`enter` or `head`, with taps of the weights that are in no block."""
 
     def tapped(model, *others):
-        if not bisect.is_on():
+        if not taps.is_on():
             return f(model, *others)
         rest = eqx.tree_at(placed.where, model, None)
-        rest = bisect.tap_tree(rest, name, placed.specs, without=GATHERED)
+        rest = taps.tap_tree(rest, name, placed.specs, without=GATHERED)
         return f(eqx.tree_at(placed.where, rest, placed.where(model), is_leaf=lambda x: x is None), *others)
 
     return tapped
@@ -69,13 +69,13 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
     def tapped(*arguments):
         value, found = grad(*arguments)
-        return value, bisect.tap_tree(found, "gradients", specs, way=bisect.AFTER)
+        return value, taps.tap_tree(found, "gradients", specs, way=taps.AFTER)
 
     return tapped
 
 
 def _whole(x: Any, path: str, joins: Joins, spec: P) -> Any:
-    return bisect.tap(x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)})
+    return taps.tap(x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)})
 
 
 def _positions(tokens: int) -> Int[Array, " tokens"]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from parallax import bisect
+from parallax import taps
 from parallax.collectives import Axis
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying, varying_axes
@@ -110,7 +110,7 @@ class Model:
         """What the stage is differentiated in, and what else it is given."""
         params = self._of_chunk(params, chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self.read))
-        return trained, Given(params, self.part(microbatch), chunk, bisect.job(microbatch, valid))
+        return trained, Given(params, self.part(microbatch), chunk, taps.job(microbatch, valid))
 
     def position(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
         """The place in the model of one of this stage's chunks."""
@@ -125,20 +125,20 @@ class Model:
 
     def enter(self, params: Parameters, microbatch: Int[Array, ""]) -> PyTree:
         """What enters the first stage."""
-        with bisect.at(microbatch=microbatch):
+        with taps.at(microbatch=microbatch):
             return like(self._enter(params, self.part(microbatch)), self.x)
 
     def stage(self, trained: Trained, x: PyTree, given: Given) -> tuple[PyTree, PyTree]:
         """A chunk of layers, as `kept` takes it: `((moving, loss), (still, aux))`, floating-point leaves of x moving."""
         params = given.params._replace(blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends))
-        with bisect.at(microbatch=given.job):
+        with taps.at(microbatch=given.job):
             made = self._stage(params, x, given.part, given.chunk)
         moving, still = eqx.partition(like(made.x, self.x), eqx.is_inexact_array)
         return (moving, varying(made.loss, self.axis.names)), (still, made.aux)
 
     def head(self, params: Parameters, x: PyTree, microbatch: Int[Array, ""]) -> tuple[Float[Array, ""], PyTree]:
         """A microbatch's loss, and auxiliary values: None if there are none."""
-        with bisect.at(microbatch=bisect.job(microbatch, self.counts)):
+        with taps.at(microbatch=taps.job(microbatch, self.counts)):
             return self._head(params, x, self.part(microbatch))
 
     def shared_out(self, value: Array) -> bool:

@@ -5,10 +5,12 @@ rule gave, `experts` is for what tokens travel to. Any function of your own is a
 and refuses what would not run, or would run and train something else.
 """
 
-from parallax.rules.applied import Survey, explain, is_inexact, paths, specs, survey
-from parallax.rules.makers import Rule, covers, experts, first, fsdp, match
-from parallax.rules.optimizer import Owned, check_axes, optimizer_specs, owner
+from parallax.rules.applied import Survey, explain, paths, specs, survey
+from parallax.rules.makers import covers, experts, first, fsdp, match
+from parallax.rules.optimizer import Owned, check_axes, optimizer_specs
 from parallax.rules.placement import Refusal
+from parallax.trees import is_inexact
+from parallax.typed import Rule
 
 __all__ = [
     "Owned",
@@ -24,7 +26,6 @@ __all__ = [
     "is_inexact",
     "match",
     "optimizer_specs",
-    "owner",
     "paths",
     "specs",
     "survey",

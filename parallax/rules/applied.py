@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import RENAME, entry_axes, is_array, twice
-from parallax.rules.makers import Rule, covers, experts, first, fsdp, match
+from parallax.rules.makers import covers, experts, first, fsdp, match
 from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
-from parallax.typed import PyTree, Specs
+from parallax.trees import RENAME, entry_axes, is_array, twice
+from parallax.typed import PyTree, Rule, Specs
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -196,8 +195,3 @@ def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
 
 def _nearest(text: str, choices: list[str]) -> str:
     return "".join(f" (the nearest is {choice})" for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0))
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their shapes."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

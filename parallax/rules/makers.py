@@ -5,7 +5,7 @@
 A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any function of your own is one too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from parallax.rules.placement import free, padded, spec_of
-
-Rule = Callable[[str, Any], PartitionSpec | None]
-
+from parallax.typed import Rule
 
 # They are classes in lower case, as `functools.partial` is: made and called like functions, yet
 # `specs` can look inside them to say which rule is at fault.

@@ -10,9 +10,8 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import AnyMesh, by_path, dotted, entry_axes
-from parallax.rules.applied import is_inexact
 from parallax.rules.placement import padded, spec_of
+from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, owner
 from parallax.typed import PyTree, Specs
 
 
@@ -40,12 +39,6 @@ def check_axes(names: Sequence[str], there: Sequence[str]) -> None:
             f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has {', '.join(map(repr, there))}. Give "
             "optimizers.whole or optimizers.by_matrix the names of its axes."
         )
-
-
-def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
-    fitting = [i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)]
-    return max(fitting, key=lambda i: len(paths[i]), default=None)
 
 
 def optimizer_specs(

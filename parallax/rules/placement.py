@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from parallax.mesh import entry_axes
+from parallax.trees import entry_axes
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import ast
 import graphlib
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     *(
         "typed",
+        "trees",
         "given",
         "disk",
         "neighbours",
         "mesh",
         "collectives",
         "jaxprs",
-        "bisect",
+        "taps",
         "rules",
         "elementwise",
         "schedule",
@@ -32,7 +35,7 @@ ORDER = (
         "optimizers",
         "cross_entropy",
     ),
-    *("pipeline", "step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "draw", "__main__"),
+    *("pipeline", "step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
 )
 
 
@@ -111,3 +114,35 @@ def check_what_is_light_stays_light() -> Iterator[str]:
     done = subprocess.run([sys.executable, "-c", LIGHT], check=False, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         yield done.stderr
+
+
+# Tokens of code, without comments and docstrings, that importing a module brings along: the most that it may. What somebody
+# lifts out of the package is as small as this. A figure goes up only with the reason in the commit that raises it.
+MOST = {"tensor": 7_000, "grads": 12_500, "zero": 20_500, "step": 25_500}
+LOADED = "import sys, parallax.{0}; print(*(name for name in sys.modules if name.split('.')[0] == 'parallax'))"
+LAYOUT_TOKENS = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+
+
+def tokens_of_code(path: Path) -> int:
+    """The tokens of a file without comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented) and ast.get_docstring(node)]
+    docstrings = {node.body[0].lineno for node in nodes}
+    return sum(
+        token.type not in (*LAYOUT_TOKENS, tokenize.ENDMARKER)
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
+
+
+def check_the_core_brings_little_along() -> Iterator[str]:
+    """Importing a module of the core loads no more code than its figure."""
+    for module, most in MOST.items():
+        command = [sys.executable, "-c", LOADED.format(module)]
+        loaded = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout.split()
+        sizes = {name: tokens_of_code(FILES[name]) for name in loaded}
+        if sum(sizes.values()) > most:
+            largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
+            files = ", ".join(f"{name} {sizes[name]}" for name in largest)
+            yield f"importing {module} brings {sum(sizes.values())} tokens of code along, more than {most}: {files}"

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
-from parallax import mesh
+from parallax import trees
 from parallax.collectives.types import varying_axes
 from parallax.typed import PyTree
 
@@ -142,12 +142,12 @@ def tap_tree(tree: PyTree, path: str, specs: PyTree, *, without: tuple[str, ...]
     """
     if not is_on():
         return tree
-    found = {mesh.dotted(place): spec for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))}
+    found = {trees.dotted(place): spec for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))}
 
     def one(place, leaf):
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
-        name = mesh.dotted(place)
+        name = trees.dotted(place)
         dims = tuple(tuple(axis for axis in _axes(entry) if axis not in without) for entry in found.get(name, P()).partitions)
         return _tap(leaf, f"{path}.{name}" if name else path, P(*dims[loops:]), {}, way)
 

@@ -1,0 +1,71 @@
+"""The leaves of a tree: their paths, their `PartitionSpec`s, and whether they are arrays."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from parallax.typed import PyTree
+
+AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python numbers stay static."""
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their shapes."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_spec(leaf: Any) -> bool:
+    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an `is_leaf`)."""
+    return isinstance(leaf, PartitionSpec)
+
+
+def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
+    """The `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
+    """Each spec of a tree, by its dotted path.
+
+    Raises:
+        ValueError: two specs have one path.
+    """
+    named = [(dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
+    if same := twice([path for path, _ in named]):
+        raise ValueError(f"The specs have two leaves of the path {same[0]}: {RENAME}.")
+    return dict(named)
+
+
+RENAME = "rename one of them, such as a dict's key that has a dot in it, since leaves are told apart by path"
+
+
+def twice(paths: Sequence[str]) -> list[str]:
+    """The paths that several leaves have."""
+    return [path for path, count in Counter(paths).items() if count > 1]
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A pytree path as `blocks.attention.qkv.weight`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+
+
+def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
+    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
+    fitting = [i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)]
+    return max(fitting, key=lambda i: len(paths[i]), default=None)
