@@ -1463,6 +1463,12 @@ TRACED = (
         "test_trace.py::test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less",
     ),
     Mutant(
+        "_Step.over_replicas",
+        "layers = held(whole=1, share=self.size.layers)",
+        "layers = 1",
+        "test_trace.py::test_zero_3_gathers_each_layer_by_itself",
+    ),
+    Mutant(
         "Reading._shard_map",
         "root.buffer.bytes = nbytes(var.aval)",
         "pass",

@@ -6,6 +6,7 @@ import random
 import re
 import statistics
 import time
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -228,9 +229,26 @@ def test_closed_formulas_are_the_trace(line):
         batch, layout, *_, found, _ = of_recipe(line, lambda layout: mesh.abstract(**layout.axes))
         planned = plan.plan(TINY, layout, hardware.VIRTUAL_CPU, batch=batch)
     assert found.sent == {axes: size for axes, size in planned.sent.items() if axes and size}
+    # Each message, by axes; and round rings, which move it all here, each waits for the one before.
+    counts, chains, messages = Counter(), Counter(), Counter()
+    for term in planned.traffic:
+        counts[term.axes] += term.times * term.cost.messages
+        chains[term.axes] += term.times * term.cost.chain
+    for message, times in found.messages.items():
+        messages[message.axes] += times
+    assert dict(messages) == {axes: count for axes, count in counts.items() if axes}
+    assert dict(messages) == {axes: count for axes, count in chains.items() if axes}
     assert found.arguments == planned.memory.arguments
     if layout.remat == "none":
         assert sum(found.operations.values()) == planned.work.device
+
+
+def test_zero_3_gathers_each_layer_by_itself():
+    """GPT-2 xl over 64 devices: 63 hops for each gather and each scatter of a leaf of a layer, as many as its trace has."""
+    layout = Layout(data=64, zero=3, remat="block", precision="bfloat16")
+    planned = plan.plan(gpt2.XL, layout, hardware.A100, batch=512)
+    hops = sum(term.times * term.cost.chain for term in planned.traffic if term.n > 1)
+    assert hops == 97_902
 
 
 @pytest.mark.long

@@ -266,8 +266,12 @@ class _Step:
             gathered = held(whole=self.itemsize, share=self.compute)
             scatters, gathers, part = self.summed(leaf)(whole=1, share=self._scatters(leaf)), 1, whole
             if leaf.block:
-                part = self.summed(leaf)(whole=whole, share=whole // chunks)
-                gathers, share = held(whole=1, share=self._gathers(leaf)), held(whole=share, share=share // chunks)
+                # ZeRO-3 gathers and scatters each layer by itself, in the loop over the layers.
+                layers = held(whole=1, share=self.size.layers)
+                part = self.summed(leaf)(whole=whole, share=whole // chunks // layers)
+                scatters *= layers
+                gathers = held(whole=1, share=self._gathers(leaf) * layers)
+                share = held(whole=share, share=share // chunks // layers)
             yield self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
             yield self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
