@@ -254,8 +254,9 @@ def _traced(grad: Grad, params: PyTree, batch: PyTree, shares: dict[str, set[str
                 raise ValueError(
                     f"The parameter {path or 'itself'}, here of shape {leaf.shape}, differs along {name!r} as a share does, and "
                     "the loss uses it as if it were whole, so each device would train another model. Wrap the loss, or the "
-                    f"block that uses it, in zero.gathered(..., specs, {name!r}), or replicate the parameter with P(). Where "
-                    "a loop runs over the dim that is split, as over layers, spare it: rules.fsdp(..., keep={'blocks.**': (0,)})."
+                    f"block that uses it, in zero.gathered(..., specs, {name!r}) or ZeRO.loss, or replicate the parameter with "
+                    "P(). Where a loop runs over the dim that is split, as over layers, spare it: "
+                    "rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
     results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(arrays)))  # constants come back as NumPy's
     return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -199,7 +199,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
         if gradient.shape == weight.shape and (local := many(ours - theirs)):
             raise ValueError(
                 f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
-                f"the parameter is the same. Wrap the grad arrow in grads.averaged or zero.scattered."
+                f"the parameter is the same. Wrap the grad arrow in grads.averaged, zero.scattered or ZeRO.grad."
             )
         if mixed := many(theirs - ours):
             raise ValueError(
@@ -219,7 +219,7 @@ def _check_own(loss: Array, state: State) -> None:
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
-            "Wrap the grad arrow in grads.averaged or zero.scattered over that axis."
+            "Wrap the grad arrow in grads.averaged, zero.scattered or ZeRO.grad over that axis."
         )
 
 
@@ -232,8 +232,8 @@ def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, w
     path, share, whole = apart[0]
     message = (
         f"step.make: the gradient of {path or 'the parameter'} has shape {share}, a share of {whole} as zero.scattered makes it, "
-        "and the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, specs=...), and give step.init the rule "
-        "of the shares as optimizer_rule."
+        "and the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, specs=...) or ZeRO.optimizer, and give "
+        "step.init the rule of the shares as optimizer_rule."
     )
     try:
         updates, _ = jax.eval_shape(lambda: update(gradients, state.optimizer, weights))

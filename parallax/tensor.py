@@ -229,8 +229,8 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
         raise ValueError(
             f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the {devices} devices of "
             f"{axis.names!r}: a weight [outputs, inputs] of [{', '.join(map(str, needed))}] on each; got "
-            f"{list(linear.weight.shape)}. Give it the specs "
-            "of tensor.rule(model), and sizes that divide."
+            f"{list(linear.weight.shape)}. Give it the specs of tensor.rule(model), and sizes that divide; what ZeRO-3 splits "
+            "too is gathered before, by ZeRO.loss or zero.gathered."
         )
 
 

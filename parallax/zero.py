@@ -15,10 +15,14 @@ the axis. A leaf without one stays whole (`rules.explain` says why) and is all-r
 With a tuple of axes each leaf is scattered over those that its spec names, summed over the others, and left alone along
 those that split the parameter itself (experts); a mean divides by the size of all of them.
 
+`ZeRO` says it once: of a stage, an axis and the model's rule it makes all of these, which must agree.
+
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (arXiv 1910.02054).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,15 +30,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from parallax import elementwise, remat, trees
+from parallax import elementwise, grads, remat, rules, trees
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import linear, replicated, varying_axes, wide
 from parallax.grads import Grad, axes_of, beside, copied, local, loss_of, mean_of_devices, missing, on_parts, reduced
-from parallax.typed import PyTree, Specs
+from parallax.typed import PyTree, Rule, Specs
 
 
 class Split(NamedTuple):
@@ -184,8 +188,8 @@ def _check_state(optimizer: optax.GradientTransformation, state: PyTree, shares:
     if shapes(state) not in (made_of(shares), []) and shapes(state) == made_of(weights):
         raise ValueError(
             "zero.sharded: the optimizer's state is that of whole parameters, and each device needs that of its shares. Give "
-            "step.init the rule of the shares, optimizer_rule=rules.fsdp(axis, size=n), or make the state by this optimizer's "
-            "own init inside the map."
+            "step.init the rule of the shares, optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the state "
+            "by this optimizer's own init inside the map."
         )
 
 
@@ -348,3 +352,114 @@ def inside(axis: Axis) -> bool:
     except NameError:
         return False
     return True
+
+
+@dataclass(frozen=True, eq=False)
+class ZeRO:
+    """ZeRO said once: its stage, the axis of the replicas and the model's own rule, and all that must agree follows from them.
+
+        sharing = zero.ZeRO(1, ring("data"), rule, eqx.filter_eval_shape(make_model), devices)
+        state, specs = step.init(make_model, optimizer, sharing.rule, devices, optimizer_rule=sharing.optimizer_rule)
+        grad = sharing.grad(eqx.filter_value_and_grad(sharing.loss(loss)))
+        train = step.make(grad, sharing.optimizer(optimizer))
+
+    Args:
+        stage: 1, 2 or 3.
+        axis: the axis, or the axes, that split the batch.
+        inside: the rule of the model without ZeRO, such as `tensor.rule(model)` and P() for what that does not know.
+        model: its arrays or their shapes, all of them whole.
+        mesh: the mesh that the step runs on.
+        min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
+        keep: dims that are not split, as in `rules.fsdp`.
+
+    Attributes:
+        optimizer_rule: where the optimizer's state lives, for `step.init`: the rule of the shares.
+        specs: of the shares, a tree like the model, for the functions of this module.
+
+    Raises:
+        ValueError: there is no such stage, or no such axis in the mesh; or as `rules.specs` does.
+    """
+
+    stage: int
+    axis: AxisLike
+    inside: Rule
+    model: PyTree
+    mesh: trees.AnyMesh
+    min_size: int = field(default=2**10, kw_only=True)
+    keep: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True)
+    optimizer_rule: Rule = field(init=False)
+    specs: Specs = field(init=False)
+
+    def __post_init__(self):
+        names = axes_of(Axis.of(self.axis))
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"ZeRO has the stages 1, 2 and 3; got stage={self.stage!r}. Data parallelism is grads.averaged.")
+        if strange := [name for name in names if name not in self.mesh.shape]:
+            raise ValueError(
+                f"ZeRO over {strange[0]!r} needs that axis, and the mesh has {dict(self.mesh.shape)}. Use one of those."
+            )
+        size = math.prod(self.mesh.shape[name] for name in names)
+        over = names[0] if len(names) == 1 else names
+        shares = rules.fsdp(over, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside)
+        object.__setattr__(self, "optimizer_rule", shares)
+        object.__setattr__(self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names))
+
+    @property
+    def rule(self) -> Rule:
+        """Where the parameters live, for `step.init`: in stage 3 as shares, otherwise as `inside` says."""
+        return self.optimizer_rule if self.stage == 3 else self.inside
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they are."""
+        return self._checked(gathered(loss, self.specs, self.axis), "loss") if self.stage == 3 else loss
+
+    def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
+        """The mean of `grad` over microbatches and over the devices of the axis, of which each keeps its share.
+
+        In stage 2 each microbatch's gradients are scattered before they are added up, in stage 1 their sum is.
+        """
+
+        def scattered_grad(params, batch):
+            value, gradients = grad(params, batch)
+            return value, scatter(gradients, self.axis, specs=self.specs)
+
+        grads.refuse_clipped(grad, "ZeRO.grad", "the gradients of one device")
+        accumulated = grads.accumulated(scattered_grad if self.stage == 2 else grad, microbatches=microbatches)
+        if self.stage == 3:
+            return self._checked(grads.averaged(accumulated, self.axis), "grad")
+        return self._checked(scattered(accumulated, self.axis, specs=self.specs), "grad")
+
+    def optimizer(
+        self, optimizer: optax.GradientTransformation | optax.MultiSteps
+    ) -> optax.GradientTransformation | optax.MultiSteps:
+        """`optimizer` on the shares; in stage 3 they are all that it sees, so it stays as it is."""
+        return optimizer if self.stage == 3 else sharded(optimizer, self.axis, specs=self.specs)
+
+    def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`function(params, ...)`, which refuses parameters that do not live as `rule` says."""
+        specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
+        shapes = {
+            trees.dotted(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(eqx.filter(self.model, trees.is_array))
+        }
+
+        def check(path, leaf):
+            at = trees.dotted(path)
+            if at not in shapes:
+                raise ValueError(
+                    f"ZeRO.{name}: the parameters have a leaf {at!r}, and the model that ZeRO was given has none. Give it the "
+                    "shapes of the model that is trained."
+                )
+            needed = NamedSharding(self.mesh, specs[at]).shard_shape(shapes[at])
+            if leaf.shape != needed:
+                raise ValueError(
+                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of {at or 'the parameter'}, {shapes[at]} as a "
+                    f"whole, by {specs[at]}; got {leaf.shape}. Give step.init this object's rule, ZeRO.rule, and run the step on "
+                    f"its mesh, {dict(self.mesh.shape)}."
+                )
+
+        def wrapped(params, *arguments):
+            for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):
+                check(path, leaf)
+            return function(params, *arguments)
+
+        return wrapped

@@ -185,6 +185,10 @@ LAYERS = (
     Mutant("_check_own", "if local:", "if False:", f"{WRAPPED} -k forgotten"),
     Mutant("_check_shapes", "if not apart:", "if True:", f"{WRAPPED} -k forgotten"),
     Mutant("_check_state", "== made_of(weights)", "== []", f"{WRAPPED} -k forgotten"),
+    Mutant("ZeRO", "if leaf.shape != needed:", "if False:", "test_zero_said_once.py -k forgotten"),
+    Mutant("ZeRO", "if at not in shapes:", "if False:", "test_zero_said_once.py -k forgotten"),
+    Mutant("ZeRO", "if self.stage == 2 else grad", "if self.stage == 4 else grad", "test_zero_said_once.py -k scatters"),
+    Mutant("ZeRO", "if self.stage == 3 else self.inside", "if self.stage == 2 else self.inside", "test_zero_said_once.py"),
     Mutant("as_made", "ct.astype(wide(ct.dtype))", "ct", "test_as_made.py::test_sums_are_wide"),
     Mutant(
         "summed_in_blocks",
