@@ -29,6 +29,8 @@ from parallax.plan import hardware, movers, networks, temporaries, traffic
 from parallax.plan.planned import PASSES
 from parallax.plan.planned import messages as messages_of
 
+BY_LEAF = ("gradients scattered", "parameters gathered")
+
 
 class Planned(NamedTuple):
     """What `plan` says of a row: its layout, and seconds by part.
@@ -66,6 +68,8 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     heads = head * (planned.layout.stage if unlike.at_ends else 1)
     products = seconds.products * (unlike.weights + unlike.scores * scores + heads) / (1 + scores + head)
     of_stages = lambda term: "stage" in term.axes and term.collective is not send_next
+    sent = words.read(planned.layout).replicas.parameters(whole=tuple, share=joined)
+    planned = dataclasses.replace(planned, traffic=sent(planned.traffic))
     terms = [term for term in planned.traffic if not (unlike.at_ends and of_stages(term))]
     along = dict(messages_of(terms, planned.layout, row.chip))
     if unlike.torus or unlike.adapters:
@@ -76,6 +80,17 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     beside = shares.pop(("data",), 0.0) if unlike.prefetched else 0.0
     of_chip = (0.0, products) if row.chip.name == hardware.H100.name else (products, 0.0)
     return np.array([*of_chip, passes_of(row, planned), math.fsum(shares.values()), beside, seconds.update + seconds.fresh])
+
+
+def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
+    """The terms, those of ZeRO-3 with a layer's weights in one message, as in DeepSpeed and FSDP; ours sends each leaf alone."""
+    bytes_of: dict[traffic.Term, int] = {}
+    for term in terms:
+        if term.what in BY_LEAF:
+            kind = term._replace(nbytes=0)
+            bytes_of[kind] = bytes_of.get(kind, 0) + term.nbytes
+    buckets = (kind._replace(nbytes=nbytes) for kind, nbytes in bytes_of.items())
+    return (*(term for term in terms if term.what not in BY_LEAF), *buckets)
 
 
 def passes_of(row: Row, planned: plan.Plan) -> float:

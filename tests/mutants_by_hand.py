@@ -1478,6 +1478,7 @@ TRACED = (
         "pass",
         "test_trace.py::test_a_step_by_hand",
     ),
+    Mutant("_Step.all_gather", "[::-1]", "", "test_plan.py::test_messages_are_as_many_as_the_traced_step_sends"),
     Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
     Mutant(

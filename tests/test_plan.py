@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
 from parallax import mesh, plan, rules
-from parallax.collectives import halving, ring
+from parallax.collectives import halving, ring, two_rings, xla
 from parallax.layout import Layout, words
 from parallax.layout.nearest import KNOWN
 from parallax.layout.rows import Placed
@@ -89,6 +89,56 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "context in stages": (16, Layout(data=2, context=2, stage=2, microbatches=4, zero=3)),
     "sends split in chunks": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True)),
 }
+
+
+MOVERS = st.sampled_from([ring, halving, two_rings, xla])
+
+
+@st.composite
+def counted_layouts(draw):
+    """Words of a layout, and who moves data along each axis. The test makes them: beartype's dice are not for a strategy."""
+    one_or_two, stage = st.sampled_from([1, 2]), draw(st.sampled_from([1, 1, 2]))
+    microbatches = draw(one_or_two) * stage
+    given_words = {
+        "replica": draw(one_or_two) if stage == 1 else 1,
+        "data": draw(st.sampled_from([2, 4])),
+        "context": draw(one_or_two),
+        "tensor": draw(one_or_two),
+        "stage": stage,
+        "microbatches": microbatches,
+        "zero": draw(st.sampled_from([0, 1, 2, 3, 3] if microbatches > 1 else [0, 1, 3, 3])),
+        "remat": draw(st.sampled_from(["none", "products", "block"])),
+    }
+    return given_words, {name: draw(MOVERS) for name in ("replica", "data", "tensor")}
+
+
+@pytest.mark.sweep
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
+@given(counted_layouts())
+@example(({"data": 4, "zero": 3, "remat": "block"}, {}))
+@example(({"data": 4, "zero": 3, "remat": "gathers"}, {"data": halving}))
+@example(({"data": 2, "context": 2, "tensor": 2, "zero": 3}, {"data": two_rings}))
+def test_messages_are_as_many_as_the_traced_step_sends(case):
+    """Of each set of axes: as many, and as many bytes. By rings each message waits for the one before: as long a chain."""
+    layout = Layout(**case[0])
+    batch = layout.replica * layout.data * layout.microbatches
+    movers = {name: mover(name) for name, mover in case[1].items() if layout.axes.get(name, 1) > 1}
+    world = mesh.abstract(**layout.axes)
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
+        prepared = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0), axes=movers)
+        windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
+        traced = plan.trace(prepared.train, (prepared.shapes, windows), world, platform="cpu").messages
+    terms = [term for term in traffic.terms(TINY, layout, batch, axes=movers) if term.axes]
+    # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts all.
+    unclear = set(layout.batch_axes) if layout.stage > 1 and layout.zero >= 2 else set()
+    for axes in {term.axes for term in terms} | {message.axes for message in traced}:
+        if axes and not unclear & set(axes):
+            here = [term for term in terms if term.axes == axes]
+            found = [(times, message.bytes) for message, times in traced.items() if message.axes == axes]
+            assert sum(term.times * term.cost.messages for term in here) == sum(times for times, _ in found), axes
+            assert sum(term.sent for term in here) == sum(times * nbytes for times, nbytes in found), axes
+            if all(movers.get(name, ring(name)).mover in (ring, halving) for name in axes):
+                assert sum(term.times * term.cost.chain for term in here) == sum(times for times, _ in found), axes
 
 
 @pytest.mark.sweep(4)

@@ -171,20 +171,33 @@ class _Step:
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
         return Term(what, axes, collective, nbytes, times, math.prod(sizes[name] for name in axes), itemsize or self.compute)
 
-    def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """One sum over all the axes where one mover moves them; otherwise a sum along each, one after the other."""
+    def groups(self, axes) -> list[list[str]]:
+        """The axes that one call works along: all of them where one mover moves them, otherwise each, one after the other."""
         sizes = self.layout.axes
         used = [name for name in sizes if name in axes and sizes[name] > 1]
-        movers = {self.axes[name].mover for name in used}
-        for together in [used] if len(movers) < 2 else [[name] for name in used]:
-            mover = self.axes[together[0]].mover if together else ring
-            yield self.term(what, together, mover.all_reduce, nbytes, times, itemsize)
+        return [used] if len({self.axes[name].mover for name in used}) < 2 else [[name] for name in used]
 
-    def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Term:
-        return self.term(what, over, self.axes[over[0]].mover.reduce_scatter, nbytes, times, itemsize)
+    def mover(self, group):
+        return self.axes[group[0]].mover if group else ring
 
-    def all_gather(self, what, over, nbytes, times, itemsize=None) -> Term:
-        return self.term(what, over, self.axes[over[0]].mover.all_gather, nbytes, times, itemsize)
+    def size_of(self, group) -> int:
+        return math.prod(self.layout.axes[name] for name in group)
+
+    def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
+        for group in self.groups(axes):
+            yield self.term(what, group, self.mover(group).all_reduce, nbytes, times, itemsize)
+
+    def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
+        """From the first axis to the last, where they have several movers."""
+        for group in self.groups(over):
+            yield self.term(what, group, self.mover(group).reduce_scatter, nbytes, times, itemsize)
+            nbytes //= self.size_of(group)
+
+    def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
+        """From the last axis to the first, where they have several movers."""
+        for group in self.groups(over)[::-1]:
+            yield self.term(what, group, self.mover(group).all_gather, nbytes, times, itemsize)
+            nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:
         """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
@@ -200,20 +213,20 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """All-gathers and reduce-scatters of the residual stream over the tensor axis."""
-        yield self.all_gather(gathered, ("tensor",), self.stream, gathers)
-        yield self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
+        yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
+        yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
         """Keys and values, which go round the ring in each pass, and their gradients, which follow them in float32 or wider."""
         size, kept, n = self.size, self.does.kept, self.layout.context
-        both = 2 * size.tokens * self.config.width // self.layout.tensor  # numbers of keys and values on a device
+        keys = size.tokens * self.config.width // self.layout.tensor  # numbers on a device; of values as many, sent beside them
         again = size.backward * size.layers * (kept.sums > 0 or self.does.again.in_stages)
         passes = size.layers * (size.forward + size.backward)
         # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
-        yield self.term("keys and values", ("context",), send_next, both * self.compute, hops)
-        gradients = (n - 1) * size.layers * size.backward
-        yield self.term("their gradients", ("context",), send_next, both * self.wide, gradients, self.wide)
+        yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
+        gradients = 2 * (n - 1) * size.layers * size.backward
+        yield self.term("their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide)
 
     def at_the_ends(self) -> Iterator[Term]:
         """The embedding and the head, whose vocabulary is split over stage and tensor."""
@@ -236,7 +249,7 @@ class _Step:
         sent = self.does.sends.of(whole=self.stream, share=part)
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
         yield from self.does.sends.of(
-            whole=(), share=(self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward),)
+            whole=(), share=self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward)
         )
         yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads)
         split_too = self.does.tokens.of(whole=(), share=("tensor",))
@@ -272,8 +285,8 @@ class _Step:
                 scatters *= layers
                 gathers = held(whole=1, share=self._gathers(leaf) * layers)
                 share = held(whole=share, share=share // chunks // layers)
-            yield self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
-            yield self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
+            yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
+            yield from self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
