@@ -24,8 +24,7 @@ from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import temporaries
 from parallax.schedule import (
-    AnySchedule,
-    Branching,
+    Schedule,
     gpipe,
     one_f_one_b,
     one_f_one_b_in_turns,
@@ -105,7 +104,7 @@ def main():
         report(M, rivals, seconds, before)
 
 
-def ours(task: Task, mesh_: Mesh, M: int, schedule: AnySchedule, *, remat: bool = False) -> Rival:
+def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = False) -> Rival:
     """`pipeline.value_and_grad` of the blocks as [v, L / v, ...]."""
     v = schedule.chunks
     chunked = lambda w: w.reshape(v, -1, *w.shape[1:])
@@ -121,7 +120,7 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: AnySchedule, *, remat: bool 
     time = schedule.makespan(1, 3 if remat else 2) if schedule.weight is None else schedule.makespan(1, 1, 1)
     held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))
     held += schedule.handed_count * handed_bytes(task, v * task.stages)
-    if isinstance(schedule, Branching):  # a stage that rests computes nothing, and what came may wait
+    if schedule.per_stage:  # a stage that rests computes nothing, and what came may wait
         time, held = 3 * M, held + (schedule.arrival_count + 1) * input_bytes(task)
     return spread(task, mesh_, M, grad, P(None, "stage"), chunked, Ideal(schedule.ticks, time, held))
 

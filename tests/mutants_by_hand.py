@@ -272,6 +272,7 @@ LAYERS = (
 )
 
 IN_TWO = "test_weight_lane.py::"
+TOKENS = "test_schedule.py::test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else"
 IN_TURNS, PLANNED, PLAYED = "test_branching.py::", "test_plan.py::", "test_slots_hold_each_array_from_its_job_to_its_use"
 LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
@@ -308,8 +309,8 @@ PIPELINE = (
     ),
     Mutant(
         "coloured",
-        "free[0] if lane == first else -1",
-        "0 if lane == first else -1",
+        "written if lane == first else",
+        "np.maximum(jobs, 0) if lane == first else",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
@@ -330,6 +331,15 @@ PIPELINE = (
         "for other in operands(each) if id(other) not in seen",
         "for other in () if id(other) not in seen",
         "test_pipeline_refusals.py::test_a_gradient_that_would_be_missing",
+    ),
+    *(
+        Mutant("_check", rule, broken, TOKENS)
+        for rule, broken in (
+            ("else waits != 1", "else waits < 1"),
+            ("waits < 1 if per_stage", "waits < 0 if per_stage"),
+            ("if idle and not per_stage", "if False"),
+            ("if not per_stage and not np.array_equal", "if per_stage and not np.array_equal"),
+        )
     ),
     Mutant("Schedule.in_flight", " - (last >= 0)  #", "  #", "test_schedule.py::test_in_flight_is_the_formula"),
     Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
@@ -368,7 +378,7 @@ PIPELINE = (
     Mutant("_scope", "table.kind[:, 0] == number", "table.kind[:, 0] > 0", IN_TURNS + "test_the_program_is_the_table"),
     Mutant("followers", "if place > 0:", "if place > 1:", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant(
-        "Branching.dearest", ".argmax(axis=1)", ".argmin(axis=1)", PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table"
+        "Schedule.timed_ticks", ".argmax(axis=1)", ".argmin(axis=1)", PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table"
     ),
     Mutant(
         "waited",

@@ -29,8 +29,8 @@ from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.turns import turns
 from parallax.schedule import (
     LANES,
-    Branching,
     Job,
+    Schedule,
     as_soon_as_can_be,
     in_order,
     looped,
@@ -321,7 +321,7 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
 @pytest.mark.parametrize(("ticks", "stages"), [(1, 1), (5, 2)])
 def test_a_schedule_without_a_job_is_refused(ticks, stages):
     with pytest.raises(ValueError, match=rf"no job in {ticks} ticks on {stages} stages\. Add a microbatch"):
-        Branching(*np.full((3, ticks, stages), -1))
+        Schedule(*np.full((3, ticks, stages), -1))
 
 
 def refused(stage, table, match, beside=(1, 2)):

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax import draw, schedule
@@ -280,6 +280,106 @@ def test_two_jobs_that_change_places_with_all_their_walk_make_another_valid_tabl
     order = np.array(data.draw(st.permutations(range(table.microbatches))))
     renamed = [np.where(lane < 0, -1, order[lane // table.chunks] * table.chunks + lane % table.chunks) for lane in tables(table)]
     assert Schedule(*renamed, chunks=table.chunks).in_flight.tolist() == table.in_flight.tolist()
+
+
+def can_run(lanes, placement):
+    """An oracle that moves tokens tick by tick: whether these tables run every job once, each after what it needs.
+
+    What is sent in a tick is there from the next one on; where all stages keep step it is there in the next one alone.
+    """
+    (v, P), last = placement.shape, placement.size - 1
+    per_stage = "weight" in lanes and all(
+        sum(table[t, s] >= 0 for table in lanes.values()) < 2 for t, s in np.ndindex(lanes["forward"].shape)
+    )
+    if not per_stage and placement.tolist() != schedule.looped(P, v).tolist():
+        return False
+    done, arrived, sent = set(), set(), set()
+    for tick in range(len(lanes["forward"])):
+        arrived, sent = (arrived | sent if per_stage else sent), set()
+        for s in range(P):
+            for lane, table in lanes.items():
+                if table[tick, s] < 0:
+                    continue
+                m, c = divmod(int(table[tick, s]), v)
+                place = int(placement[c, s])
+                if lane == "weight":
+                    ready = ("backward", m, place) in done
+                elif (lane, place) == ("backward", last):
+                    ready = ("forward", m, place) in done
+                else:
+                    ready = (lane, place) == ("forward", 0) or (lane, m, place) in arrived
+                if not ready or (lane, m, place) in done:
+                    return False
+                done.add((lane, m, place))
+                sent.add((lane, m, place + {"forward": 1, "backward": -1, "weight": 0}[lane]))
+        if not sent and not per_stage:
+            return False
+    count = 1 + max((m for _, m, _ in done), default=-1)
+    return 0 < len(done) == count * placement.size * len(lanes)
+
+
+PER_STAGE = {
+    "one_f_one_b_in_turns": lambda P, M, v: schedule.one_f_one_b_in_turns(P, M),
+    "zero_bubble_in_turns": schedule.zero_bubble_in_turns,
+    "V": lambda P, M, v: schedule.as_soon_as_can_be(schedule.there_and_back(P), M, [2 * P] * P),
+}
+LOCKSTEP = {"gpipe": lambda P, M, v: gpipe(P, M), "one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
+
+
+def mutated(lanes, placement, random):
+    """The tables and the placement with one to three changes."""
+    P = lanes["forward"].shape[1]
+    some = lambda table: tuple(random.choice(np.argwhere(table >= 0).tolist() or [[0, 0]]))
+    for _ in range(random.randint(1, 3)):
+        lane, change = random.choice(list(lanes)), random.randrange(8)
+        table = lanes[lane]
+        tick, s = some(table)
+        to = random.choice([random.randrange(len(table)), max(tick - 1, 0)])
+        if change == 0:  # two cells of a stage change places
+            table[tick, s], table[to, s] = table[to, s], table[tick, s]
+        elif change == 1:  # so do two ticks
+            for each in lanes.values():
+                each[[tick, to]] = each[[to, tick]]
+        elif change == 2:  # a job is lost
+            table[tick, s] = -1
+        elif change == 3:  # or is there twice
+            table[to, s] = table[tick, s]
+        elif change == 4:  # a tick more, in which nothing runs
+            for name, each in lanes.items():
+                lanes[name] = np.insert(each, to, -1, axis=0)
+        elif change == 5:  # two stages change places
+            other = random.randrange(P)
+            table[:, [s, other]] = table[:, [other, s]]
+        elif change == 6:  # two microbatches change their names
+            v = len(placement)
+            a, b = (random.randrange(1 + max(table.max(), 0) // v) for _ in range(2))
+            for name, each in lanes.items():
+                m, c = np.divmod(each, v)
+                lanes[name] = np.where(each < 0, -1, np.where(m == a, b, np.where(m == b, a, m)) * v + c)
+        else:  # chunks change places
+            placement = np.array(placement)
+            one, other = (random.randrange(placement.size) for _ in range(2))
+            flat = placement.reshape(-1)
+            flat[[one, other]] = flat[[other, one]]
+    return lanes, placement
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*LOCKSTEP, *PER_STAGE])
+@settings(max_examples=200)
+@given(P=st.integers(1, 4), M=st.integers(1, 5), v=st.integers(1, 2), random=st.randoms(use_true_random=True))
+def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name, P, M, v, random):
+    """No broken table gets by, and none that runs is refused."""
+    table = make((LOCKSTEP | PER_STAGE)[name], P, M, v)
+    assert table.per_stage == (name in PER_STAGE)
+    assert can_run(table.lanes, table.placed)
+    lanes, placement = mutated({lane: np.array(jobs) for lane, jobs in table.lanes.items()}, table.placed, random)
+    runs = placement[:, 0].min() == 0 and can_run(lanes, placement)
+    if runs:
+        assert Schedule(*lanes.values(), placement=placement).placed.tolist() == placement.tolist()
+    else:
+        with pytest.raises(ValueError, match=r"tick|microbatch|placement|stage 0"):
+            Schedule(*lanes.values(), placement=placement)
 
 
 def broken(change, maker=one_f_one_b, **sizes):

@@ -29,7 +29,7 @@ from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.plan import hardware
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 Params = dict[str, Array]
@@ -125,7 +125,7 @@ def pipelined() -> grads.Grad:
     )
 
 
-def schedules(path: Path) -> list[AnySchedule]:
+def schedules(path: Path) -> list[Schedule]:
     """Tables, their makers, and files of them."""
     tables = [schedule.gpipe(4, 8), schedule.one_f_one_b(4, 8, chunks=2), schedule.zero_bubble(4, 8)]
     turns = schedule.zero_bubble_in_turns(4, 8, in_flight=6)

@@ -9,7 +9,7 @@ from parallax import schedule
 from parallax.layout import Layout, nearest, words
 from parallax.models import gpt2
 from parallax.models.numbers import divisor
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 
 INTERLEAVED = "interleaved"  # 1F1B in two chunks
 SCHEDULES = (*nearest.KNOWN["schedule"], INTERLEAVED)
@@ -44,7 +44,7 @@ class Fitted(NamedTuple):
     config: gpt2.Config
     length: int
     layout: Layout
-    schedule: AnySchedule
+    schedule: Schedule
 
 
 def fitted(settings: Settings, world: World) -> Fitted:

@@ -25,7 +25,7 @@ from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import kept, lock, metrics, processes
 from parallax.run import record as records
-from parallax.schedule import AnySchedule, Branching
+from parallax.schedule import Schedule
 
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
@@ -42,7 +42,7 @@ class Plan:
     config: gpt2.Config
     begins_with: gpt2.GPT2 | None
     layout: Layout
-    schedule: AnySchedule
+    schedule: Schedule
     mesh: Mesh
     tokenizer: data.Tokenizer
     length: int
@@ -247,7 +247,7 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 def said(plan: Plan) -> str:
     """Who moves data, in words: stages with a job of their own each use `jax.lax` over tensor, whatever was asked for."""
     asked = plan.settings.all_reduce
-    alone = isinstance(plan.schedule, Branching) and plan.layout.tensor > 1 and asked != "psum"
+    alone = plan.schedule.per_stage and plan.layout.tensor > 1 and asked != "psum"
     return f"{asked} (psum over tensor)" if alone else asked
 
 
@@ -261,5 +261,5 @@ def chosen(plan: Plan) -> dict[str, Axis]:
             print(why, flush=True)
     else:
         mover = MOVERS[plan.settings.all_reduce]
-    inside = xla if isinstance(plan.schedule, Branching) else mover  # rings need all stages at once
+    inside = xla if plan.schedule.per_stage else mover  # rings need all stages at once
     return {name: (inside if name == "tensor" else mover)(name) for name in plan.layout.axes}

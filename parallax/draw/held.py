@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from parallax.draw import canvas
 from parallax.draw.schedules import lockstep, width
-from parallax.schedule import AnySchedule, Cost, Span
+from parallax.schedule import Cost, Schedule, Span
 from parallax.schedule.table import backward_cost
 
 Curve = list[tuple[float, float]]  # (time, microbatches held from then on)
 
 
 def in_flight(
-    schedule: AnySchedule,
+    schedule: Schedule,
     path: canvas.Path | None = None,
     *,
     forward: Cost = 1,
@@ -47,7 +47,7 @@ def in_flight(
     return canvas.columns(rows, left=0)
 
 
-def _curve(schedule: AnySchedule, spans: Sequence[Span]) -> Curve:
+def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     """What one stage holds, from 0 on: the residuals of a job that ends are free for one that begins then."""
     last = list(schedule.lanes)[-1]
     begun = [(span.start, 1) for span in spans if span.lane == "forward"]

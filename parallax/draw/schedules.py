@@ -8,19 +8,19 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-from parallax.schedule import AnySchedule, Cost, Schedule, Span, job_name
+from parallax.schedule import Cost, Schedule, Span, job_name
 from parallax.schedule.table import backward_cost
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 COLOURS = {"forward": (0.00, 0.45, 0.70), "backward": (0.84, 0.37, 0.00), "weight": (0.00, 0.62, 0.45)}  # Okabe and Ito's
 
 
-def lockstep(schedule: AnySchedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
-    """When every job runs in one program on all devices: `schedule.lockstep`, of either kind of schedule."""
+def lockstep(schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
+    """When every job runs in one program on all devices: `schedule.lockstep`."""
     return schedule.lockstep(forward, backward_cost(schedule, backward), weight)
 
 
-def summary(schedule: AnySchedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> str:
+def summary(schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> str:
     """One line of sizes, makespan, bubble and the in-flight peak."""
     backward = backward_cost(schedule, backward)
     makespan, bubble = (f(forward, backward, weight) for f in (schedule.makespan, schedule.bubble))
@@ -32,7 +32,7 @@ def summary(schedule: AnySchedule, forward: Cost = 1, backward: Cost | None = No
     )
 
 
-def text(schedule: AnySchedule) -> str:
+def text(schedule: Schedule) -> str:
     """The tables as lines of text: a column a tick, for each stage a line a lane, the microbatch (or microbatch.chunk) or a dot.
 
     The second line names the lanes that run anywhere in a tick: where it changes, a new phase begins.
@@ -52,7 +52,7 @@ def text(schedule: AnySchedule) -> str:
 
 
 def timeline(
-    schedule: AnySchedule,
+    schedule: Schedule,
     path: str | os.PathLike[str],
     *,
     forward: Cost = 1,
@@ -126,17 +126,11 @@ def width(spans: Sequence[Span]) -> float:
 
 
 def trace(
-    schedule: AnySchedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
+    schedule: Schedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> None:
-    """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms.
-
-    Of a `Branching` for lockstep alone.
-    """
+    """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms."""
     events: list[dict] = []
-    runs: list[Callable[..., tuple[Span, ...]]] = [lockstep]
-    if isinstance(schedule, Schedule):
-        runs.append(Schedule.asynchronous)
-    for process, run in enumerate(runs):
+    for process, run in enumerate((lockstep, Schedule.asynchronous)):
         name = f"{schedule.stages}-stage pipeline, {run.__name__}"
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         for s in range(schedule.stages):
@@ -159,12 +153,12 @@ def trace(
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def _letters(schedule: AnySchedule) -> dict[str, str]:
+def _letters(schedule: Schedule) -> dict[str, str]:
     """F, B and W; the backward lane beside a weight lane is I."""
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
-def _legend(schedule: AnySchedule, lane: str, chunk: int) -> str:
+def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
     word = "input gradient" if _letters(schedule)[lane] == "I" else {"weight": "weight gradient"}.get(lane, lane)
     return f"{word} ({_letters(schedule)[lane]})" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from parallax import pipeline, precision, remat, rules, tensor, zero
 from parallax.collectives import Axis, Mover, joined, ring, xla
 from parallax.grads import Grad
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree, Specs
 
 Choice = Callable[..., Any]
@@ -305,14 +305,14 @@ class Order(NamedTuple):
         needs: what it needs to act on.
     """
 
-    table: Callable[[int, int, int], AnySchedule]
+    table: Callable[[int, int, int], Schedule]
     ticks: Callable[[int, int, int], tuple[int, int, int, int]]
     slots: Callable[[int, int, int], int]
     weights: Callable[[int, int, int], int]
     handed: Callable[[int, int, int], int] = lambda P, M, v: 0
     arrivals: Callable[[int, int, int], int] = lambda P, M, v: 0
     ends: Callable[[tuple[int, int, int, int], int, int, int], Ends] = in_step
-    waited: Callable[[int, int, int, tuple[Any, Any, Any]], tuple[int, int, int]] | None = None
+    waited: Callable[[int, int, int, tuple[Any, Any, Any]], tuple[int, ...]] | None = None
     interleaves: bool = True
     together: bool = True
     needs: tuple[Need, ...] = ()
@@ -405,7 +405,7 @@ class Functions(NamedTuple):
     again: Again
     kept: Kept
     order: Order
-    table: Callable[[], AnySchedule]
+    table: Callable[[], Schedule]
     microbatches: int
     chunks: int
 

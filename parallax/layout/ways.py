@@ -17,7 +17,7 @@ from parallax import context, grads, mesh, pipeline, precision, rules, schedule,
 from parallax.collectives import Axis
 from parallax.grads import Grad
 from parallax.layout.rows import Ends, Functions, Order, Placed, Replicas
-from parallax.schedule import Branching, Schedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 # The blocks on one stage, or on several
@@ -171,12 +171,12 @@ def slots_of_one_f_one_b(P: int, M: int, v: int) -> int:
     return min(M * v + 1, v * P + P - 1)
 
 
-def one_f_one_b_in_turns(P: int, M: int, v: int) -> Branching:
+def one_f_one_b_in_turns(P: int, M: int, v: int) -> Schedule:
     """The table; `Layout` refuses chunks."""
     return schedule.one_f_one_b_in_turns(P, M)
 
 
-def in_turns(make: Callable[[int, int, int], Branching]) -> Order:
+def in_turns(make: Callable[[int, int, int], Schedule]) -> Order:
     """The order in which each stage has its own job in a tick: what a device runs, and what its table says of the rest."""
     table = functools.lru_cache(maxsize=64)(make)
 
@@ -192,7 +192,7 @@ def in_turns(make: Callable[[int, int, int], Branching]) -> Order:
         handed=lambda P, M, v: table(P, M, v).handed_count,
         arrivals=lambda P, M, v: table(P, M, v).arrival_count + 1,
         ends=ends,
-        waited=lambda P, M, v, costs: table(P, M, v).dearest(*costs),
+        waited=lambda P, M, v, costs: table(P, M, v).timed_ticks(*costs),
         together=False,
     )
 

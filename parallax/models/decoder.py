@@ -31,7 +31,7 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.models.prepared import PLAIN, Compute, Partly, Prepared, Train
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.step import Planned, State, Step, make_scaled, planned
 
 __all__ = [
@@ -240,7 +240,7 @@ def loss_step(
     return partly if jax.tree.leaves(static) else compiled
 
 
-def joined(family: Family, layout: Layout, model: Any, *, schedule: AnySchedule | None = None) -> Any:
+def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
     """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees stay as they are.
 
     `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
@@ -248,7 +248,7 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: AnySchedule 
     return _on_blocks(family, _out_of_stages(words.read(layout), schedule))(model)
 
 
-def stored(family: Family, layout: Layout, *, schedule: AnySchedule | None = None) -> dict[str, Callable[..., Any]]:
+def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> dict[str, Callable[..., Any]]:
     """How a state goes into a checkpoint that any layout can read, and back: arguments for `run.checkpoint.Checkpoints`.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its blocks are stored as [L, ...],
@@ -300,7 +300,7 @@ def _maker(
     family: Family,
     config: Configuration,
     does: Functions,
-    schedule: AnySchedule | None,
+    schedule: Schedule | None,
     key: Key[Array, ""],
     dtype: DTypeLike,
 ) -> Callable[[], Any]:
@@ -309,7 +309,7 @@ def _maker(
     return lambda: cut(family.model(config, key=key, dtype=dtype))
 
 
-def _into_stages(does: Functions, schedule: AnySchedule | None) -> Callable[[Any], Any]:
+def _into_stages(does: Functions, schedule: Schedule | None) -> Callable[[Any], Any]:
     """From blocks [L, ...] to those that the state of a layout holds, by the schedule that was put in the layout's place.
 
     The schedules of a layout itself are all looped: nothing changes its place.
@@ -322,7 +322,7 @@ def _into_stages(does: Functions, schedule: AnySchedule | None) -> Callable[[Any
     return cut
 
 
-def _out_of_stages(does: Functions, schedule: AnySchedule | None) -> Callable[[Any], Any]:
+def _out_of_stages(does: Functions, schedule: Schedule | None) -> Callable[[Any], Any]:
     """The inverse of `_into_stages`."""
 
     def joined(blocks):

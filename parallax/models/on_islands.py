@@ -24,7 +24,7 @@ from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Configuration, Family
 from parallax.models.prepared import PLAIN, Compute
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 
 
 class Prepared(NamedTuple):
@@ -96,7 +96,7 @@ def prepare(
     return Prepared(lambda model=None: state.init(made.state.init(model)), state.shapes, train)
 
 
-def stored(family: Family, layout: Layout, *, schedule: AnySchedule | None = None) -> dict[str, Callable[..., Any]]:
+def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> dict[str, Callable[..., Any]]:
     """How a state of islands goes into a checkpoint that any layout can read, and back, as `decoder.stored`."""
 
     def on_islands(change):

@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, Float, Int
 
 from parallax import experts, mesh, rules, tensor
 from parallax.models.documents import Documents
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.step import Info, InfoWithAux, State
 from parallax.typed import PyTree
 
@@ -41,7 +41,7 @@ class Compute:
     attend: Callable[..., Any] | None = None
     remat: Callable[..., Any] | None = None
     dtype: DTypeLike = jnp.float32
-    schedule: AnySchedule | None = None
+    schedule: Schedule | None = None
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
     around: Callable[..., Any] | None = None

@@ -33,7 +33,7 @@ from parallax.pipeline.executor import run
 from parallax.pipeline.model import Functions, Model
 from parallax.pipeline.rows import rows, stretches
 from parallax.pipeline.uneven import in_model_order
-from parallax.schedule import AnySchedule, Branching, Schedule
+from parallax.schedule import Schedule
 from parallax.schedule.places import Placement, checked_placement
 from parallax.typed import PyTree
 
@@ -54,7 +54,7 @@ def value_and_grad(
     enter: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
-    schedule: AnySchedule,
+    schedule: Schedule,
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = checks.blocks_of,
@@ -126,7 +126,7 @@ def value(
     enter: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
-    schedule: AnySchedule,
+    schedule: Schedule,
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = checks.blocks_of,
@@ -144,10 +144,8 @@ def value(
     def loss(params, batch):
         model = Model(functions, schedule, axis, params, batch)
         choices = _choices(model, kept.nothing, exchange, lambda gradients: gradients)
-        if isinstance(schedule, Branching):
-            end = branches.forward_only(model, schedule, choices)
-        else:
-            end = _run(model, lanes.forward_only, choices)
+        per_stage = schedule.per_stage
+        end = branches.forward_only(model, schedule, choices) if per_stage else _run(model, lanes.forward_only, choices)
         losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(end))
         losses = reduced(losses, _over(losses, axis), axis)
         return _with_aux(_total(losses), _stacked_aux(model, end, losses), aux)
@@ -254,14 +252,13 @@ def _both_ways(model: Model, choices: carry.Choices) -> carry.Carry | branches.H
         return _run(model, lanes.both_ways, choices)
     in_two, handed = lanes.two_of(model, choices.halves)
     choices = choices._replace(in_two=in_two, handed=handed)
-    if isinstance(model.schedule, Branching):
+    if model.schedule.per_stage:
         return branches.both_ways(model, model.schedule, choices)
     return _run(model, lanes.in_three, choices)
 
 
 def _run(model: Model, make_lanes: Callable[..., lanes.Lanes], choices: carry.Choices) -> carry.Carry:
     """The carry after all ticks."""
-    assert isinstance(model.schedule, Schedule)
     table = rows(model.schedule)
     own = lambda after=None: make_lanes(model, model.params if after is None else model.params_after(after), choices)
     return run(own, table, stretches(model.schedule), carry.start(model, choices, table))

@@ -25,7 +25,7 @@ from parallax.pipeline.grouped import refuse_crossing
 from parallax.pipeline.lanes import differentiated_head, moved, of_enter, scattered, seed, with_loss
 from parallax.pipeline.model import Model
 from parallax.pipeline.turns import Turn, forward_alone, turns
-from parallax.schedule import Branching
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 
@@ -66,7 +66,7 @@ Part: TypeAlias = Callable[[Held, PyTree, PyTree, Turn], tuple[Held, PyTree]]
 """`(held, sent, entered, row) -> (held, sent)`: what a stage does in a tick, or all of them together."""
 
 
-def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
+def both_ways(model: Model, schedule: Schedule, choices: Choices) -> Held:
     """What is held after all ticks: the sums of loss and gradients among it."""
     jobs = {
         "forward": forward(model, choices),
@@ -77,7 +77,7 @@ def both_ways(model: Model, schedule: Branching, choices: Choices) -> Held:
     return _run(model, _start(model, schedule, choices), choices, turns(schedule), jobs, together)
 
 
-def forward_only(model: Model, schedule: Branching, choices: Choices) -> Held:
+def forward_only(model: Model, schedule: Schedule, choices: Choices) -> Held:
     """What is held after all ticks of the loss alone."""
     jobs, together = {"forward": forward(model, choices)}, [("finished", head_value(model, schedule, choices))]
     return _run(model, _start(model, schedule, choices), choices, forward_alone(turns(schedule)), jobs, together)
@@ -142,7 +142,7 @@ def backward_weight(model: Model, choices: Choices) -> Part:
     return part
 
 
-def head(model: Model, schedule: Branching, choices: Choices) -> Part:
+def head(model: Model, schedule: Schedule, choices: Choices) -> Part:
     """The loss of what the last place has finished, its gradient, and the cotangent that I begins with."""
 
     def part(held, sent, entered, row):
@@ -159,7 +159,7 @@ def head(model: Model, schedule: Branching, choices: Choices) -> Part:
     return part
 
 
-def head_value(model: Model, schedule: Branching, choices: Choices) -> Part:
+def head_value(model: Model, schedule: Schedule, choices: Choices) -> Part:
     """The loss of what the last place has finished."""
 
     def part(held, sent, entered, row):
@@ -267,7 +267,7 @@ def _settled(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
             return x
 
 
-def _start(model: Model, schedule: Branching, choices: Choices) -> Held:
+def _start(model: Model, schedule: Schedule, choices: Choices) -> Held:
     """What is held before the first tick: zeros."""
     return Held(
         arrived=jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), choices.exchange.part(model.x)),
@@ -287,10 +287,10 @@ def _put(arrived: PyTree, came: PyTree, slot: Array) -> PyTree:
     return jax.tree.map(put, arrived, came)
 
 
-def _to_the_head(y: PyTree, model: Model, schedule: Branching) -> PyTree:
+def _to_the_head(y: PyTree, model: Model, schedule: Schedule) -> PyTree:
     """What the last place has finished, on the last stage, where the head looks for it."""
     return moved(y, model, distance=schedule.stages - 1 - schedule.last)
 
 
-def _from_the_head(ct: PyTree, model: Model, schedule: Branching) -> PyTree:
+def _from_the_head(ct: PyTree, model: Model, schedule: Schedule) -> PyTree:
     return moved(ct, model, distance=schedule.last - (schedule.stages - 1))

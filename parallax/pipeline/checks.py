@@ -17,7 +17,7 @@ from parallax import jaxprs, mesh
 from parallax.collectives import Axis
 from parallax.grads import axes_of, missing, several
 from parallax.pipeline.traced import Misused
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 
@@ -47,7 +47,7 @@ def blocks_of(params: PyTree) -> PyTree:
         ) from None
 
 
-def check(schedule: AnySchedule, axis: Axis, blocks: PyTree) -> None:
+def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not cut into its chunks."""
     devices = axis.size()
     if schedule.stages != devices:

@@ -20,7 +20,7 @@ from parallax.collectives.types import like, varying, varying_axes
 from parallax.grads import axes_of, in_parts, varies
 from parallax.pipeline import checks, traced
 from parallax.pipeline.checks import Output
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 
@@ -83,7 +83,7 @@ class Model:
         early: whether a collective in one of the functions needs nothing but parameters.
     """
 
-    def __init__(self, functions: Functions, schedule: AnySchedule, axis: Axis, params: PyTree, batch: PyTree):
+    def __init__(self, functions: Functions, schedule: Schedule, axis: Axis, params: PyTree, batch: PyTree):
         checks.check(schedule, axis, functions.where(params))
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis

@@ -20,7 +20,7 @@ from parallax.jaxprs import inner, types
 from parallax.pipeline import kept
 from parallax.pipeline.lanes import differentiated_head, two_of
 from parallax.pipeline.model import Functions, Model
-from parallax.schedule import AnySchedule
+from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 
@@ -48,7 +48,7 @@ def counted(
     enter: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
-    schedule: AnySchedule,
+    schedule: Schedule,
     axis: AxisLike,
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,

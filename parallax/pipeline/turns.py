@@ -3,11 +3,12 @@
 Legend: P stages, M microbatches, v chunks a stage, F forward, I input gradient, W weight gradient. NumPy only.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.schedule import Branching
+from parallax.schedule import Schedule
 
 Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's inside the loop
 
@@ -40,7 +41,7 @@ class Turn(NamedTuple):
     leaving: Numbers
 
 
-def turns(schedule: Branching) -> Turn:
+def turns(schedule: Schedule) -> Turn:
     """The schedule's tables, and what follows from them."""
     P, v = schedule.stages, schedule.chunks
     nowhere = np.full(schedule.jobs.shape, schedule.arrival_count, np.int32)
@@ -60,8 +61,8 @@ def turns(schedule: Branching) -> Turn:
     return Turn(
         kind=schedule.kinds,
         job=np.maximum(schedule.jobs, 0),
-        slot=schedule.slots,
-        handed=schedule.handed,
+        slot=_by_job(schedule, schedule.slots),
+        handed=_by_job(schedule, schedule.handed_on),
         taken=taken,
         arriving=arriving,
         of_head=of_head,
@@ -69,6 +70,12 @@ def turns(schedule: Branching) -> Turn:
         finished=of(schedule.forward, *last),
         leaving=of(schedule.backward, *first),
     )
+
+
+def _by_job(schedule: Schedule, slots: Mapping[str, Numbers]) -> Numbers:
+    """The slot of each stage's job, whatever it is of; 0 where it has none."""
+    none = np.zeros_like(schedule.jobs)
+    return sum((np.where(schedule.lanes[lane] >= 0, table, 0) for lane, table in slots.items()), start=none)
 
 
 def forward_alone(turn: Turn) -> Turn:
@@ -79,6 +86,6 @@ def forward_alone(turn: Turn) -> Turn:
     return kept._replace(kind=(kept.kind == 1).astype(np.int32))
 
 
-def distances(schedule: Branching) -> list[int]:
+def distances(schedule: Schedule) -> list[int]:
     """How many stages on the messages go, of P around: 0 for those that stay."""
     return sorted({(message.target - message.source) % schedule.stages for message in schedule.messages})

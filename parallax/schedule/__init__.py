@@ -1,6 +1,5 @@
 """Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself, and CSV files of it."""
 
-from parallax.schedule.branching import Branching
 from parallax.schedule.choice import Time, compared
 from parallax.schedule.files import from_csv, to_csv
 from parallax.schedule.makers import gpipe, one_f_one_b, zero_bubble
@@ -8,19 +7,14 @@ from parallax.schedule.orders import (
     Job,
     as_soon_as_can_be,
     in_order,
-    looped,
     one_f_one_b_in_turns,
-    there_and_back,
     zero_bubble_in_turns,
 )
+from parallax.schedule.places import looped, there_and_back
 from parallax.schedule.table import LANES, CannotRun, Cost, Phase, Schedule, Span, job_name
-
-AnySchedule = Schedule | Branching
 
 __all__ = [
     "LANES",
-    "AnySchedule",
-    "Branching",
     "CannotRun",
     "Cost",
     "Job",

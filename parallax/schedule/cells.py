@@ -1,7 +1,7 @@
 """Schedules whose files name each job by its place in the model: `5F3` is F of microbatch 3 at place 5, `5I3`, `5W3` its I, W.
 
-Two forms: a row a tick under the columns `tick,stage 0,stage 1,...`, which `to_csv` writes of a `Branching`; and the form of
-`torch.distributed.pipelining`, a row a rank and a cell a job, without a header.
+Two forms: a row a tick under the columns `tick,stage 0,stage 1,...`, which `to_csv` writes where each stage has a job of its own
+in a tick; and the form of `torch.distributed.pipelining`, a row a rank and a cell a job, without a header.
 """
 
 import re
@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from parallax.schedule.branching import Branching
 from parallax.schedule.orders import Job, in_order
-from parallax.schedule.table import LANES
+from parallax.schedule.table import LANES, Schedule
 
 LETTERS = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}
 JOB = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
 OTHER = re.compile(r"[0-9]*(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")  # moves data, which is ours to do
 
 
-def written(schedule: Branching) -> list[list[object]]:
+def written(schedule: Schedule) -> list[list[object]]:
     """The rows of the first form, its columns first."""
     rows: list[list[object]] = [["tick", *(f"stage {s}" for s in range(schedule.stages))]]
     for tick in range(schedule.ticks):
@@ -31,7 +30,7 @@ def written(schedule: Branching) -> list[list[object]]:
     return rows
 
 
-def by_tick(rows: Sequence[Sequence[str]]) -> Branching:
+def by_tick(rows: Sequence[Sequence[str]]) -> Schedule:
     """The schedule of the first form, `rows` without its columns and without the ticks' numbers."""
     found = [[_jobs(cell, f"line {t + 2}, stage {s}") for s, cell in enumerate(row)] for t, row in enumerate(rows)]
     for t, row in enumerate(found):
@@ -45,7 +44,7 @@ def by_tick(rows: Sequence[Sequence[str]]) -> Branching:
         for s, jobs in enumerate(row):
             for job in jobs:
                 tables[job.lane][t, s] = job.microbatch * len(places) + chunk[job.place]
-    return Branching(*tables.values(), places=places)
+    return Schedule(tables["forward"], tables["backward"], tables["weight"], placement=places)
 
 
 def is_by_rank(rows: Sequence[Sequence[str]]) -> bool:
@@ -54,7 +53,7 @@ def is_by_rank(rows: Sequence[Sequence[str]]) -> bool:
     return bool(some) and bool(JOB.fullmatch(some[0].split(";")[0].lstrip("(")) or OTHER.fullmatch(some[0]))
 
 
-def by_rank(rows: Sequence[Sequence[str]]) -> Branching:
+def by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """The schedule of the second form: each rank's jobs in their order, each in the first tick in which it can run.
 
     A whole backward job, B, is I and then W; two jobs that overlap, `(0F3;3B1)OVERLAP_F_B`, run one after the other. Messages,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallax.schedule.branching import Branching
 from parallax.schedule.table import Cost, Schedule
 
 
@@ -22,7 +21,7 @@ class Time(NamedTuple):
 
 
 def compared(
-    schedules: Mapping[str, Schedule | Branching],
+    schedules: Mapping[str, Schedule],
     forward: Cost,
     backward: Cost,
     weight: Cost,
@@ -38,10 +37,8 @@ def compared(
     """
     found = []
     for name, table in schedules.items():
-        if table.weight is None:
-            time = table.makespan(forward, backward + weight) + hop * table.ticks
-        else:
-            time = table.makespan(forward, backward, weight) + hop * table.ticks
+        of_backward = backward + weight if table.weight is None else backward
+        time = table.makespan(forward, of_backward, weight, hop=hop)
         in_flight = float(table.in_flight.max())
         if in_flight <= held:
             found.append(Time(name, time, in_flight))

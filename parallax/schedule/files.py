@@ -9,17 +9,17 @@ import numpy as np
 
 from parallax import disk
 from parallax.schedule import cells as jobs_by_place
-from parallax.schedule.branching import Branching
 from parallax.schedule.table import LANES, CannotRun, Schedule, job_name
 
 
-def to_csv(schedule: Schedule | Branching, path: str | os.PathLike[str]) -> None:
+def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write the tables to `path`: a row a tick, a column for each lane and stage, with cells like `3`, or `3.1` for chunk 1.
 
-    Of a `Branching`, a column for each stage, with cells like `5F3`: F (or I, or W) of microbatch 3 at place 5 of the model.
+    Where each stage has a job of its own, a column for each stage, with cells like `5F3`: F (or I, or W) of microbatch 3 at
+    place 5 of the model.
     """
     v = schedule.chunks
-    if isinstance(schedule, Branching):
+    if schedule.per_stage:
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(jobs_by_place.written(schedule))
         return
@@ -30,7 +30,7 @@ def to_csv(schedule: Schedule | Branching, path: str | os.PathLike[str]) -> None
             rows.writerow([tick, *("" if job < 0 else job_name(job // v, job % v, v) for job in jobs)])
 
 
-def from_csv(path: str | os.PathLike[str]) -> Schedule | Branching:
+def from_csv(path: str | os.PathLike[str]) -> Schedule:
     """The schedule that `to_csv`, or a person, or torch, wrote to `path`; chunks and places are read off its cells.
 
     Files of `torch.distributed.pipelining`, which have a row a rank, are read as the orders of their ranks' jobs: each job gets
@@ -74,7 +74,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule | Branching:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _one_job_a_tick(path: str | os.PathLike[str], header: list[str], rows: list[list[str]]) -> Branching:
+def _one_job_a_tick(path: str | os.PathLike[str], header: list[str], rows: list[list[str]]) -> Schedule:
     try:
         if jobs_by_place.is_by_rank([header]):
             return jobs_by_place.by_rank([header, *rows])

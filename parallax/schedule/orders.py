@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from parallax.schedule.branching import Branching
 from parallax.schedule.makers import checked_sizes
-from parallax.schedule.table import LANES
+from parallax.schedule.places import looped
+from parallax.schedule.table import LANES, Schedule
 
 URGENCY = ("backward", "forward", "weight")  # which of the jobs that are ready comes first
 
@@ -26,17 +26,7 @@ class Job(NamedTuple):
     place: int
 
 
-def looped(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Chunk c of stage s at place c P + s: after the last stage the model goes on at the first."""
-    return np.arange(chunks * stages).reshape(chunks, stages)
-
-
-def there_and_back(stages: int) -> Int[np.ndarray, "chunks stages"]:
-    """Two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 - s."""
-    return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
-
-
-def one_f_one_b_in_turns(stages: int, microbatches: int) -> Branching:
+def one_f_one_b_in_turns(stages: int, microbatches: int) -> Schedule:
     """1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W), W follows I at once.
 
     Stage s runs P - 1 - s microbatches forward, then one forward and one backward in turns (arXiv 2104.04473, section 2.2).
@@ -55,7 +45,7 @@ def one_f_one_b_in_turns(stages: int, microbatches: int) -> Branching:
     return in_order(orders, looped(P))
 
 
-def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Branching:
+def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Schedule:
     """Each stage runs I as soon as it can, F while it holds fewer than `in_flight` microbatches, by default P, and else W.
 
     With chunks a microbatch in flight is v of them.
@@ -70,7 +60,7 @@ def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_
     return as_soon_as_can_be(looped(P, v), M, [held * v] * P)
 
 
-def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Branching:
+def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Schedule:
     """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than `held` chunks, else a W.
 
     Of F the furthest place comes first, of I the microbatch that began first.
@@ -99,7 +89,7 @@ def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: in
     return in_order(orders, places)
 
 
-def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Branching:
+def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Schedule:
     """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
 
     Raises:
@@ -130,7 +120,7 @@ def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks
             done[orders[s][begun[s]]] = tick
             begun[s] += 1
         rows.append(row)
-    return Branching(*np.array(rows).transpose(1, 0, 2), places=places)
+    return Schedule(*np.array(rows).transpose(1, 0, 2), placement=places)
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Shaped
+from jaxtyping import Int, Int32, Shaped
 
 Placement = Shaped[np.ndarray, "chunks stages"]  # the place in the model of chunk c of stage s, 0 to chunks x stages - 1
 
@@ -23,31 +23,14 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
     return placed
 
 
-def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """The slot of each job, by lane: the first lane writes it, and it is free again after the last lane's tick.
+def looped(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
+    """Chunk c of stage s at place c P + s: after the last stage the model goes on at the first."""
+    return np.arange(chunks * stages).reshape(chunks, stages)
 
-    Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order of
-    their start, each with the lowest free slot. Where the first lane has no job, it is the lowest slot that is free then; where
-    another has none, -1.
-    """
-    first, *_, last = lanes
-    places = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
-    for s in range(lanes[first].shape[1]):
-        held: dict[int, int] = {}
-        free = list(range(int((lanes[first][:, s] >= 0).sum()) + 1))
-        columns = {lane: (table[:, s].tolist(), []) for lane, table in lanes.items()}
-        for jobs in zip(*(jobs for jobs, _ in columns.values()), strict=True):
-            for (lane, (_, found)), job in zip(columns.items(), jobs, strict=True):
-                if lane == first and job >= 0:
-                    held[job] = heapq.heappop(free)
-                found.append(held[job] if job >= 0 else free[0] if lane == first else -1)
-                if lane == last and job >= 0:
-                    heapq.heappush(free, held.pop(job))
-        for lane, (_, found) in columns.items():
-            places[lane][:, s] = found
-    for table in places.values():
-        table.setflags(write=False)
-    return places
+
+def there_and_back(stages: int) -> Int[np.ndarray, "chunks stages"]:
+    """Two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 - s."""
+    return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
 class Interval(NamedTuple):
@@ -69,4 +52,23 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
             count += 1
         slots[i] = heapq.heappop(free)
         heapq.heappush(busy, (intervals[i].stop, slots[i]))
+    return slots
+
+
+def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+    """The slot of each job, by lane: the first lane writes it, and it is free again after the last lane's tick.
+
+    Where the first lane has no job, it is the lowest slot that is free then; where another has none, -1.
+    """
+    first, *_, last = lanes
+    slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
+    for s in range(lanes[first].shape[1]):
+        columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
+        stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
+        written = fewest([Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])])
+        slot_of = dict(zip(columns[first], written, strict=True)) | {-1: -1}
+        for lane, jobs in columns.items():
+            slots[lane][:, s] = written if lane == first else [slot_of[job] for job in jobs]
+    for table in slots.values():
+        table.setflags(write=False)
     return slots

@@ -1,23 +1,30 @@
 """What a pipeline schedule is: integer tables, checked when they are made, that say which job each stage runs in each tick.
 
-The legend: P stages, M microbatches, v chunks a stage (stage s holds the layers of chunks 0..v-1, chunk c + 1 following
-chunk c around the ring), F forward, B backward, I input gradient, W weight gradient; a job is one chunk of one microbatch,
-numbered microbatch * v + chunk. A table is ticks x stages, -1 where the stage rests.
+The legend: P stages, M microbatches, v chunks a stage, F forward, B backward, I input gradient, W weight gradient; a job is one
+chunk of one microbatch, numbered microbatch * v + chunk. A table is ticks x stages, -1 where the stage rests. The placement,
+[v, P], is the place in the model of each stage's chunks.
 
-Ticks are *paired*: in one tick a stage runs at most one forward, then at most one backward, then at most one weight job, so a
-pipeline that is full runs F and B in every tick. What leaves a stage in tick t is used by the next stage in tick t + 1, or never:
-there are no receive queues. Everything else (`phases`, `makespan`, `in_flight`, the slots) is derived from the tables.
+There are two ways to run a table, and the table says which (`per_stage`):
+
+* In *lockstep*, ticks are paired: in one tick a stage runs at most one forward, then at most one backward, then at most one
+  weight job, so a pipeline that is full runs F and B in every tick. What leaves a stage in tick t is used by the next stage in
+  tick t + 1, or never: there are no receive queues. The placement is looped.
+* *Per stage*: each has a job of its own in each tick, or none. What leaves a stage in tick t is there from tick t + 1 on, and
+  waits in a slot until it is used. Any chunk may be at any place of the model.
+
+Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the tables.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from parallax.schedule.places import coloured
+from parallax.schedule.places import Interval, Placement, checked_placement, coloured, fewest, looped
 
 Cost = float | int  # of one microbatch through a whole stage, in any unit of time
 LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
@@ -57,6 +64,22 @@ class Span(NamedTuple):
     stop: float
 
 
+class Message(NamedTuple):
+    """What one job sends and another uses.
+
+    Attributes:
+        sent: the tick at whose end it leaves.
+        used: the tick of the job that needs it.
+        source: the stage that sends it.
+        target: the stage that needs it: it may be the same.
+    """
+
+    sent: int
+    used: int
+    source: int
+    target: int
+
+
 class CannotRun(ValueError):
     """A table that cannot run. The message names the job, the tick and the stage; `tick` is that tick."""
 
@@ -67,7 +90,7 @@ class CannotRun(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """A pipeline schedule that can run: each job once, each after what it needs, each input exactly one hop and one tick earlier.
+    """A pipeline schedule: each job once, in a tick after what it needs.
 
     The tables are whole numbers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 where the stage rests. They are copied
     and cannot be written to.
@@ -76,7 +99,8 @@ class Schedule:
         forward: the forward jobs.
         backward: the jobs of both gradients, or, with a weight lane, of the input gradient alone.
         weight: the jobs of the weight gradient, where the two are taken apart.
-        chunks: v, of each stage.
+        chunks: v, of each stage, with a looped placement: chunk c of stage s at place c P + s.
+        placement: where in the model chunk c of stage s stands, `[chunks, stages]`: each of 0 to vP - 1 once, 0 on stage 0.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
@@ -87,6 +111,7 @@ class Schedule:
     backward: Shaped[np.ndarray, "_ticks _stages"]
     weight: Shaped[np.ndarray, "_ticks _stages"] | None = None
     chunks: int = 1
+    placement: Placement | None = None
 
     def __post_init__(self):
         """Freeze the tables, then check them."""
@@ -112,9 +137,19 @@ class Schedule:
                     f"{lane} of job {table[tick, stage]}: jobs are numbered from 0 and {len(table)} ticks hold at most "
                     f"{len(table)}. Use -1 where the stage rests, else microbatch * chunks + chunk.",
                 )
-            table = table.astype(np.int32)
-            table.setflags(write=False)
-            object.__setattr__(self, lane, table)
+            object.__setattr__(self, lane, _frozen(table))
+        P = self.forward.shape[1]
+        placement = looped(P, self.chunks) if self.placement is None else self.placement
+        placement = checked_placement(f"A schedule of {P} stages", placement)
+        if placement.shape[1] != P:
+            raise ValueError(f"The placement must be [chunks, {P}], as the tables have stages; got {placement.tolist()}.")
+        if placement[:, 0].min() != 0:
+            raise ValueError(
+                f"Place 0 of the model must be on stage 0, where what enters is at hand; got {placement.tolist()}. Number the "
+                "stages from it on."
+            )
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "chunks", len(placement))
         _check(self)
 
     def __repr__(self) -> str:
@@ -138,8 +173,17 @@ class Schedule:
 
     @property
     def placed(self) -> Int32[np.ndarray, "chunks stages"]:
-        """Where in the model chunk c of stage s stands: at c P + s."""
-        return np.arange(self.chunks * self.stages, dtype=np.int32).reshape(self.chunks, self.stages)
+        """`placement`, of which there always is one once the schedule is made."""
+        assert self.placement is not None
+        return self.placement
+
+    @cached_property
+    def per_stage(self) -> bool:
+        """Whether each stage has a job of its own in each tick: W is apart, and no stage has two jobs in one tick.
+
+        Else all stages run in lockstep.
+        """
+        return self.weight is not None and not (np.sum([table >= 0 for table in self.lanes.values()], axis=0) > 1).any()
 
     @cached_property
     def microbatches(self) -> int:
@@ -157,29 +201,61 @@ class Schedule:
         named = lambda row: tuple(itertools.compress(self.lanes, row))
         return tuple(Phase(t, stop, named(runs[t])) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
 
-    def makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """The time of all ticks in lockstep, where a lane takes its time if any stage runs a job in it.
+    @cached_property
+    def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
+        """What each stage does where it has one job at most: 0 nothing, 1 F, 2 I, 3 W."""
+        return _frozen(sum((table >= 0) * number for number, table in enumerate(self.lanes.values(), 1)))
 
-        Costs are of one microbatch through a whole stage (a chunk costs 1/v), in any unit. With a weight lane `backward` is the
-        input gradient alone: `makespan(1, 1, 1)` there compares with `makespan(1, 2)` elsewhere, and these are the defaults.
+    @cached_property
+    def jobs(self) -> Int32[np.ndarray, "ticks stages"]:
+        """The job of each stage where it has one at most, whatever it is of; -1 where it has none."""
+        return _frozen(np.maximum.reduce(list(self.lanes.values())))
+
+    @property
+    def last(self) -> int:
+        """The stage that has the last place of the model; the first place is on stage 0."""
+        return int(self._homes[0][-1])
+
+    def makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> float:
+        """The time of all ticks, each with an exchange, `hop`, at its end.
+
+        In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick takes that of the dearest
+        job in it. Costs are of one microbatch through a whole stage (a chunk costs 1/v), in any unit. By default `backward` is
+        1 where it is the input gradient alone, and 2 where it is both, so that schedules of the same work compare.
         """
-        return float(self._busy_ticks() @ self._costs(forward, backward, weight))
+        costs = self._costs(forward, backward, weight)
+        return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + B) or M(F + I + W)."""
-        rests = self._busy_ticks() - self.microbatches * self.chunks
+        rests = np.subtract(self.timed_ticks(forward, backward, weight), self.microbatches * self.chunks)
         return float(rests @ self._costs(forward, backward, weight))
 
-    def lockstep(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
-        """When every job runs if all stages keep step, as one program on all devices does: the last stops at `makespan`."""
+    def timed_ticks(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[int, ...]:
+        """In how many ticks each lane takes time, by which `makespan` adds up.
+
+        In lockstep those in which any stage runs it; per stage those in which it is the dearest job that any stage has.
+        """
+        if not self.per_stage:
+            return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
+        costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
+        tick = np.arange(self.ticks)
+        dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
+        return tuple(np.bincount(dearest, minlength=4)[1:].tolist())
+
+    def lockstep(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> tuple[Span, ...]:
+        """When every job runs in one program on all devices, which exchange at the end of each tick: the last by `makespan`."""
+        costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
         for tick in range(self.ticks):
-            for (lane, table), cost in zip(self.lanes.items(), self._costs(forward, backward, weight), strict=True):
+            stop = now
+            for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
-                stop = now + float(cost) if jobs else now
-                spans += [Span(s, lane, job // self.chunks, job % self.chunks, now, stop) for s, job in jobs]
-                now = stop
-        return tuple(spans)
+                start = now if self.per_stage else stop  # in lockstep all stages run a lane, and then the next one
+                spans += [Span(s, lane, job // self.chunks, job % self.chunks, start, start + cost) for s, job in jobs]
+                stop = max(stop, start + cost) if jobs else stop
+            now = stop + hop
+        return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
 
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
@@ -257,12 +333,60 @@ class Schedule:
     @property
     def handed_count(self) -> int:
         """The slots of `handed_on`, each for one chunk of one microbatch: P for the zero-bubble schedule, whatever M is."""
-        return int(self.handed_on["backward"].max()) + 1 if self.handed_on else 0
+        if self.weight is None:
+            return 0
+        written = self.handed_on["backward"]
+        # In lockstep a stage that has no job writes too, into a free slot.
+        return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
-    def _busy_ticks(self) -> Int[np.ndarray, " lanes"]:
-        return np.array([(table >= 0).any(axis=1).sum() for table in self.lanes.values()])
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """All activations and cotangents, those that stay on their stage among them."""
+        stages, _ = self._homes
+        forward, backward = self._when["forward"], self._when["backward"]
+        found = []
+        for when, walk in ((forward, range(len(stages))), (backward, range(len(stages))[::-1])):
+            for here, there in itertools.pairwise(walk):
+                pairs = zip(when[:, here].tolist(), when[:, there].tolist(), strict=True)
+                found += [Message(sent, used, int(stages[here]), int(stages[there])) for sent, used in pairs]
+        return tuple(found)
+
+    @cached_property
+    def from_head(self) -> tuple[Message, ...]:
+        """The cotangents that the head makes, in the tick in which the last place's F ends, on that stage."""
+        last = self.last
+        forward, backward = self._when["forward"], self._when["backward"]
+        pairs = zip(forward[:, -1].tolist(), backward[:, -1].tolist(), strict=True)
+        return tuple(Message(sent, used, last, last) for sent, used in pairs)
+
+    @cached_property
+    def arrivals(self) -> Mapping[Message, int]:
+        """The slot in which each message waits on its stage: free again at the end of the tick that uses it."""
+        found: dict[Message, int] = {}
+        everything = (*self.messages, *self.from_head)
+        for s in range(self.stages):
+            here = [message for message in everything if message.target == s]
+            found |= zip(here, fewest([Interval(message.sent, message.used) for message in here]), strict=True)
+        return found
+
+    @property
+    def arrival_count(self) -> int:
+        """The slots for messages that the neediest stage needs."""
+        return max(self.arrivals.values()) + 1
+
+    @cached_property
+    def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
+        """The stage and the chunk of each place."""
+        chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
+        return stages, chunks
+
+    @cached_property
+    def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
+        """The ticks of all jobs by lane."""
+        return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(self, forward: Cost, backward: Cost | None, weight: Cost) -> Float[np.ndarray, " lanes"]:
+        """Of one chunk of one microbatch, by lane."""
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
@@ -271,10 +395,11 @@ class Schedule:
         if lane == "weight":
             return None
         microbatch, chunk = divmod(job, self.chunks)
-        position = chunk * self.stages + stage + (-1 if lane == "forward" else 1)
-        if not 0 <= position < self.chunks * self.stages:
+        place = int(self.placed[chunk, stage]) + (-1 if lane == "forward" else 1)
+        if not 0 <= place < self.placed.size:
             return None
-        return position % self.stages, microbatch * self.chunks + position // self.stages
+        stages, chunks = self._homes
+        return int(stages[place]), microbatch * self.chunks + int(chunks[place])
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
@@ -282,54 +407,70 @@ def job_name(microbatch: int, chunk: int, chunks: int) -> str:
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
-def backward_cost(schedule: Any, backward: Cost | None) -> Cost:
+def backward_cost(schedule: Schedule, backward: Cost | None) -> Cost:
     """`backward`; by default 1 where the gradient of weights is a job of its own, and 2 where a backward job is both."""
     if backward is not None:
         return backward
     return 2 if schedule.weight is None else 1
 
 
+def _frozen(table) -> Int32[np.ndarray, "..."]:
+    table = np.array(table, np.int32)
+    table.setflags(write=False)
+    return table
+
+
 def _check(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run."""
-    P, v = schedule.stages, schedule.chunks
-    when = {lane: _once(schedule, lane) for lane in schedule.lanes}
-    for lane, chain in (("forward", when["forward"]), ("backward", when["backward"])):
-        step = 1 if lane == "forward" else -1
-        walk = chain[:, ::step]
-        late = np.argwhere(np.diff(walk, axis=1) != 1).tolist()
-        if late:
-            m, k = late[0]
-            source, here = (range(v * P)[::step][i] for i in (k, k + 1))
-            raise CannotRun(
-                int(walk[m, k + 1]),
-                here % P,
-                f"{_job(schedule, lane, m, here // P)} needs what stage {source % P} hands on in tick {walk[m, k]}, which is "
-                f"there in tick {walk[m, k] + 1} only. Move it to tick {walk[m, k] + 1}.",
-            )
-    # Forwards and backwards are unbroken walks, so the rest follows from the place where one sets off the other.
-    for lane, cause, positions in (("backward", "forward", [v * P - 1]), ("weight", "backward", list(range(v * P)))):
-        early = np.argwhere(when[lane][:, positions] < when[cause][:, positions]).tolist() if lane in when else []
+    if not schedule.microbatches:
+        raise ValueError(f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a microbatch.")
+    per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
+    stages, _ = schedule._homes
+    if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
+        raise ValueError(
+            f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of its own in a tick: a table of "
+            "W, and no stage with two jobs in one tick. Take the backward jobs apart into I and W, each in a tick of its own."
+        )
+    for lane, step, source in (("forward", 1, "forward at the place before"), ("backward", -1, "backward at the place after")):
+        walk, places = when[lane][:, ::step], range(last + 1)[::step]
+        waits = np.diff(walk, axis=1)
+        wrong = np.argwhere(waits < 1 if per_stage else waits != 1).tolist()
+        if wrong:
+            m, k = wrong[0]
+            needed = int(walk[m, k])
+            needs = f"needs what stage {stages[places[k]]} hands on in tick {needed}, which is there in tick {needed + 1} only. "
+            needs += f"Move it to tick {needed + 1}."
+            if per_stage:
+                needs = f"needs its {source}, which runs in tick {needed}. Move it to tick {needed + 1} or later."
+            raise _cannot_run(schedule, lane, m, places[k + 1], needs)
+    # The walks from stage to stage are right, so the rest follows from the places where one lane sets off another.
+    for lane, cause, places in (("backward", "forward", [last]), ("weight", "backward", list(range(last + 1)))):
+        early = np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist() if lane in when else []
         if early:
-            m, position = early[0][0], positions[early[0][1]]
-            raise CannotRun(
-                int(when[lane][m, position]),
-                position % P,
-                f"{_job(schedule, lane, m, position // P)} comes before its {cause}, which runs in tick "
-                f"{when[cause][m, position]}. Move it to that tick or a later one.",
-            )
-    idle = np.argwhere((np.stack(list(schedule.lanes.values())) < 0).all(axis=(0, 2))).tolist()
-    if idle:
-        raise CannotRun(idle[0][0], 0, "no job runs here, nor on any other stage. Leave this tick out.")
+            m, k = early[0]
+            needed = when[cause][m, places[k]]
+            needs = f"comes before its {cause}, which runs in tick {needed}. Move it to that tick or a later one."
+            raise _cannot_run(schedule, lane, m, places[k], needs)
+    idle = np.flatnonzero(np.all([(table < 0).all(axis=1) for table in schedule.lanes.values()], axis=0)).tolist()
+    if idle and not per_stage:
+        raise CannotRun(idle[0], 0, "no job runs here, nor on any other stage. Leave this tick out.")
 
 
-def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches positions"]:
-    """The tick of every job of `lane`, by microbatch and place along the ring (chunk * P + stage): each runs exactly once."""
+def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
+    """The refusal of the job at a place of the model, in the tick and on the stage where the tables have it."""
+    stage, chunk = (int(home[place]) for home in schedule._homes)
+    tick = int(schedule._when[lane][microbatch, place])
+    return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
+
+
+def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
+    """The tick of every job of `lane`, by microbatch and place of the model: each runs exactly once."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
     runs = np.flatnonzero(jobs >= 0).astype(np.int32)
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
-    place = c * P + stages
+    place = schedule.placed[c, stages]
     when[m, place] = ticks
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
@@ -338,14 +479,17 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches positi
         what = _job(schedule, lane, microbatch, chunk)
         raise CannotRun(tick, s, f"{what} has already run in tick {ticks[first[job[again]]]}. Keep one.")
     if (when < 0).any():
-        m, position = np.argwhere(when < 0)[0].tolist()
+        m, place = np.argwhere(when < 0)[0].tolist()
+        stage, chunk = (int(home[place]) for home in schedule._homes)
         there = np.flatnonzero(when[m] >= 0)
-        job = _job(schedule, lane, m, position // P)
+        job = _job(schedule, lane, m, chunk)
+        if schedule.per_stage:
+            raise ValueError(f"{job} runs in no tick on stage {stage}. Add it, or leave that microbatch out.")
         if not len(there):
             raise ValueError(f"{job} runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.")
         step = {"forward": 1, "backward": -1, "weight": 0}[lane]
-        tick = int(when[m, there[0]]) + step * (position - int(there[0]))
-        raise CannotRun(tick, position % P, f"{job} is missing on stage {position % P}. Put it here.")
+        tick = int(when[m, there[0]]) + step * (place - int(there[0]))
+        raise CannotRun(tick, stage, f"{job} is missing on stage {stage}. Put it here.")
     return when
 
 
