@@ -74,17 +74,23 @@ def by_matrix(
         optimizer: one that updates each leaf by itself. To use another for some leaves, put `optax.partition` round both.
         specs: of the shares, a tree like the parameters.
         axis: the axes over which leaves are split that the optimizer looks at.
-        layers: for globs of paths, how many leading dims are layers; the first that matches counts. By default all dims of a
-            leaf but the last two are: stacked vectors, [L, I], need `layers={"blocks.**": 1}`.
+        layers: for globs of paths, how many leading dims are layers; the first that matches counts. By default a leaf of three
+            dims is [L, I, J]; stacked vectors, [L, I], need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
 
     Raises:
-        ValueError: the layers on a device do not divide by the devices; a dim of layers but the last is split over `axis`; the
-            optimizer joins several leaves, as clipping by the global norm does; or those of `whole`.
+        ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims of a convolution or of heads
+            might be taken for layers; the layers on a device do not divide by the devices; a dim of layers but the last is split
+            over `axis`; the optimizer joins several leaves, as clipping by the global norm does; or those of `whole`.
     """
 
     def leading(path, ndim):
-        found = (count for pattern, count in (layers or {}).items() if rules.covers(pattern, path))
-        return next(found, max(ndim - 2, 0))
+        counts = [count for pattern, count in (layers or {}).items() if rules.covers(pattern, path)]
+        if not counts and ndim > 3:
+            raise ValueError(
+                f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how many of the first are layers: a "
+                f"convolution has none, attention weights [L, D, H, K] have one. Pass layers={{{path!r}: 1}}, or its number."
+            )
+        return counts[0] if counts else max(ndim - 2, 0)
 
     return _owned(optimizer, specs, Axis.of(axis), leading, apart=True)
 

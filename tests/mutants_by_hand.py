@@ -1489,6 +1489,13 @@ TRACED = (
         "test_trace.py::test_a_step_by_hand",
     ),
     Mutant("_Step.all_gather", "[::-1]", "", "test_plan.py::test_messages_are_as_many_as_the_traced_step_sends"),
+    Mutant("by_matrix", "ndim > 3", "ndim > 4", "test_by_matrix.py::test_more_than_three_dims_need_a_number_of_layers"),
+    Mutant(
+        "_keeps_the_rest",
+        "not wrappers and",
+        "True and",
+        "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
+    ),
     Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
     Mutant(

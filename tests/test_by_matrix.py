@@ -206,3 +206,12 @@ def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     ops = hlo.collectives(update, weight, wrapped.init(weight), weight)
     assert {op.kind for op in ops} <= {"collective-permute"}
     assert sum(op.bytes for op in ops) == SENT[live, wrapper, split] * weight.nbytes
+
+
+@pytest.mark.parametrize(("shape", "spec", "lead"), [((4, 8, 3, 3), P(None, "tensor"), 0), ((4, 8, 4, 2), P(None, "tensor"), 1)])
+def test_more_than_three_dims_need_a_number_of_layers(shape, spec, lead):
+    """A convolution has no dim of layers, attention weights [L, D, H, K] have one: the shape does not tell."""
+    params, specs = {"w": jnp.ones(shape)}, {"w": spec}
+    with pytest.raises(ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."):
+        optimizers.by_matrix(WRAPPED["lars"], specs, "tensor").init(params)
+    optimizers.by_matrix(WRAPPED["lars"], specs, "tensor", layers={"w": lead}).init(params)

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 from test_route import MOVERS
 
 from parallax import mesh
-from parallax.collectives import doubling, halving, hierarchical, ring, route, torus, two_rings
+from parallax.collectives import direct, doubling, halving, hierarchical, ring, route, torus, two_rings
 from parallax.collectives.cost import spelt
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import replicated, varying
@@ -473,3 +474,32 @@ def on_twelve_devices(seed):
 
 if __name__ == "__main__":
     on_twelve_devices(int(sys.argv[1]))
+
+
+MOVERS_OF_KEYS = [ring, halving, two_rings, direct]
+
+
+@pytest.mark.parametrize(("axis", "tiled"), [(0, True), (1, True), (0, False), (1, False), (-1, False)])
+@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
+def test_random_keys_are_gathered_as_their_numbers(mover, axis, tiled):
+    """As `lax.all_gather` gathers whole numbers of their shape; of keys that are not tiled JAX 0.10 cannot lower it."""
+    numbers = jnp.arange(16, dtype=jnp.uint32).reshape(8, 2)
+    keys, world = jax.vmap(jax.vmap(jax.random.key))(numbers), mesh.make(x=4, devices=jax.devices()[:4])
+
+    def gathered(gather, x):
+        run = mesh.spmd(lambda x: gather(x, "x", axis=axis, tiled=tiled), mesh=world, in_specs=P("x"), out_specs=P("x"))
+        return jax.jit(run)(x)
+
+    expected = jax.vmap(jax.random.key)(gathered(lax.all_gather, numbers).reshape(-1))
+    found = gathered(mover.all_gather, keys)
+    np.testing.assert_array_equal(jax.random.key_data(found).reshape(-1, 2), jax.random.key_data(expected))
+    assert found.dtype == keys.dtype
+
+
+@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_random_keys_are_not_added(mover, name):
+    world = mesh.make(x=4, devices=jax.devices()[:4])
+    run = mesh.spmd(lambda keys: getattr(mover, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."):
+        run(jax.random.split(jax.random.key(0), 4))

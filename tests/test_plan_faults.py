@@ -60,3 +60,28 @@ def test_refusals_and_a_device_that_never_fails():
         faults.mean_time(-1.0, 8)
     with pytest.raises(ValueError, match="seconds above 0"):
         faults.plan(1.0, save=0.0, restart=1.0)
+
+
+@pytest.mark.parametrize(("rate", "devices"), [(1e300, 8), (1e9, 1), (1e305, 1000)])
+def test_a_rate_at_which_no_run_gets_on_is_refused(rate, devices):
+    with pytest.raises(ValueError, match=r"plan\.faults: a failure comes in every .* so no run gets on\. Check the rate"):
+        faults.plan(faults.mean_time(rate, devices), save=20.0, restart=600.0)
+    with pytest.raises(ValueError, match=r"so no run gets on"):
+        faults.plan(faults.mean_time(rate, devices), save=20.0, restart=0.0)
+
+
+@given(between=st.floats(1e-3, 1e7), save=st.floats(1e-3, 1e6), restart=st.floats(0, 1e6))
+def test_any_times_give_shares_or_a_sentence(between, save, restart):
+    if max(save, restart) > faults.MOST * between:
+        with pytest.raises(ValueError, match="so no run gets on"):
+            faults.plan(between, save=save, restart=restart)
+        return
+    found = faults.plan(between, save=save, restart=restart)
+    assert -1e-9 <= found.lost <= 1
+    assert str(found)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ValueError, match="needs a rate of 0 or more failures"):
+        faults.mean_time(rate, 8)

@@ -232,6 +232,16 @@ def a_plain_rule(path, leaf):
 
 W = {"a": {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32)}, "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
 B = rules.match("b", P())
+
+
+def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
+    every_leaf = rules.first(rules.match("a.**", P()), B)
+    assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(W, every_leaf)
+    for idle in (rules.match("**", P("tensor")), rules.fsdp("data", size=4)):
+        with pytest.raises(ValueError, match="places no leaf"):
+            rules.specs(W, rules.first(every_leaf, idle))
+
+
 REFUSALS = {
     "uncovered": (
         rules.match("a.**", P()),

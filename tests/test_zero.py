@@ -347,3 +347,21 @@ def test_gradients_that_nobody_reduced_are_refused():
 def test_an_update_without_parameters_is_refused():
     sharded = zero.sharded(optax.sgd(0.1), "data", specs=SHARES)
     refused("zero.sharded: update needs the parameters, whose shapes tell shares from wholes.", sharded.update, PARAMS, ())
+
+
+@pytest.mark.parametrize("axis", ["data", ring("data")], ids=str)
+def test_zero_3_takes_a_model_that_holds_random_keys(axis):
+    """Keys that live as shares are gathered with the weights, by any mover."""
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    model = {"w": jnp.ones((8, 4)), "keys": jax.random.split(jax.random.key(1), 8)}
+    specs, batch = {"w": P("data"), "keys": P("data")}, jnp.ones((8, 8))
+
+    def loss(model, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(model["keys"])
+        return jnp.mean((batch @ model["w"] + jnp.sum(noise, 0)[None]) ** 2)
+
+    gathered = zero.gathered(loss, specs, axis)
+    run = mesh.spmd(
+        lambda model, batch: jax.lax.pmean(gathered(model, batch), "data"), mesh=world, in_specs=(specs, P("data")), out_specs=P()
+    )
+    assert_close(jax.jit(run)(model, batch), loss(model, batch), EXACT)

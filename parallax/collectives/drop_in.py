@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Shaped
@@ -51,6 +52,9 @@ def all_gather(
     if not axes(axis_name):  # there `lax` adds no dim
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))
+    if is_key(x):  # hops carry numbers: zeros, sums and types of a key are not defined
+        numbers = all_gather(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
     length = x.shape[dim] if tiled else 1
     own = lambda ct: lax.dynamic_slice_in_dim(ct, index(axis_name) * length, length, dim)
     part = own if to == "invarying" else lambda ct: slices.scattered(ct, dim, axis_name)
@@ -88,7 +92,17 @@ def merge(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, 
 def summable(x: ArrayLike) -> Shaped[Array, "..."]:
     """`x` as an array that can be added: truth values are counted, as `lax.psum` counts them."""
     array = jnp.asarray(x)
+    if is_key(array):
+        raise ValueError(
+            f"Random keys cannot be added, and this array holds some, {array.dtype}{list(array.shape)}. Make the key the same on "
+            "all devices, or gather it."
+        )
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+
+
+def is_key(x: Shaped[Array, "..."]) -> bool:
+    """Whether an array holds random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:

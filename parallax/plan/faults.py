@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 YEAR = 365.25 * 86_400  # seconds
+MOST = 100  # times between failures that a save or a restart may take: a run takes e^100 times its work by then
 
 
 class Faults(NamedTuple):
@@ -55,7 +56,7 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
     Raises:
         ValueError: a rate below 0, or no device.
     """
-    if failures_per_device_year < 0 or devices < 1:
+    if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
             "plan.faults needs a rate of 0 or more failures in a device's year, and 1 device or more; got "
             f"{failures_per_device_year} and {devices}."
@@ -72,12 +73,17 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
         restart: seconds from a failure to the next step: notice, start, restore, compile.
 
     Raises:
-        ValueError: a time that is not above 0, or a restart below 0.
+        ValueError: a time that is not above 0, or a restart below 0; or failures come so fast that no run gets on.
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
             "plan.faults needs seconds above 0 between failures and for a save, and 0 or more for a restart; got "
             f"between={between}, save={save}, restart={restart}."
+        )
+    if max(save, restart) > MOST * between:
+        raise ValueError(
+            f"plan.faults: a failure comes in every {between:.3g} s on the mean, a save takes {save:g} s and a restart "
+            f"{restart:g} s, so no run gets on. Check the rate of failures."
         )
     if math.isinf(between):
         return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)

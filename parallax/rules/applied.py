@@ -101,7 +101,7 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # in its stead
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        if not fresh:
+        if not fresh and not _keeps_the_rest(part, wrappers):
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
     for wrapper in {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values() if arrays else ():
@@ -154,6 +154,11 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield from _parts(rule.inside, (rule, *wrappers))
     else:
         yield rule, wrappers
+
+
+def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...]) -> bool:
+    """Whether this is `match("**", P())`, which may end any list of rules: there need not be a rest."""
+    return not wrappers and isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
 
 
 def _idle(rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]) -> Refusal:
