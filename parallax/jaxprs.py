@@ -166,7 +166,9 @@ class _Ways:
             joined = self.met(operands)
         if name in ("select_n", "mul") and any(operand.at_all == self.index for operand in operands):
             joined = joined._replace(unchosen=0)
-        return [joined] * len(eqn.outvars)
+        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
+        differs = [self.axis in collective_types.axes_of_type(aval) for aval in types(eqn.outvars)]
+        return [joined if along else Reach(joined.at_all) for along in differs]
 
     def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:
         while True:
