@@ -153,13 +153,21 @@ class _Ways:
             return self.loop(opened(eqn.params["body_jaxpr"]), rest[:constants], rest[constants:], [])
         if (body := called(eqn)) is not None:
             return self.run(body, operands)
+        side_by_side = name in COLLECTIVES or name == "optimization_barrier"
+        if side_by_side and len(operands) == len(eqn.outvars):
+            return [self.plain(eqn, [operand], var.aval) for operand, var in zip(operands, eqn.outvars, strict=True)]
+        return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
+
+    def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
+        """Of a result of the type `aval`, of an equation that calls no function which takes its operands."""
+        name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())
         if name == "axis_index" and eqn.params["axis_name"] == self.axis:
-            return [Reach(self.index)]
+            return Reach(self.index)
         if self.axis in (sent_over(eqn) if joined.alone else ()):
             if name == "ppermute":
                 self.passed_on |= joined.alone
-            if "all_gather" not in name and self.axis not in collective_types.axes_of_type(eqn.outvars[0].aval):
+            if "all_gather" not in name and not differs:
                 self.summed |= joined.unchosen
             joined = Reach(joined.at_all)
         elif any(aval.shape for aval in types(eqn.invars)):
@@ -167,8 +175,7 @@ class _Ways:
         if name in ("select_n", "mul") and any(operand.at_all == self.index for operand in operands):
             joined = joined._replace(unchosen=0)
         # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
-        differs = [self.axis in collective_types.axes_of_type(aval) for aval in types(eqn.outvars)]
-        return [joined if along else Reach(joined.at_all) for along in differs]
+        return joined if differs else Reach(joined.at_all)
 
     def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:
         while True:

@@ -16,6 +16,7 @@ from reference import EXACT, assert_close
 
 from parallax import grads, mesh, pipeline, precision, rules, schedule, step, zero
 from parallax.collectives import Axis, ErrorFeedback, halving, ring, xla
+from parallax.collectives.cpu import ordered
 from parallax.collectives.types import varying
 
 ROWS, WIDTH, HIDDEN = 32, 8, 16
@@ -296,6 +297,33 @@ def test_rows_may_travel_to_a_share(by, penalty):
     split = grads.averaged(grads.accumulated(split, microbatches=2), "dp")
     got = over(split, (P("dp"), P("dp")), (P(), P("dp")), dp=4)(weights, x)
     assert_close(got, jax.value_and_grad(functools.partial(all_experts, penalty=penalty))(weights, x), EXACT)
+
+
+SIDE_BY_SIDE = {
+    "a barrier": lax.optimization_barrier,
+    "a sum of both": lambda pair: lax.psum(jax.tree.map(lambda leaf: leaf / 2, pair), "tensor"),
+    "an order": lambda pair: (ordered(pair[0], pair[1]), pair[1]),
+}
+
+
+@pytest.mark.parametrize("how", SIDE_BY_SIDE)
+def test_a_loss_beside_gradients_is_no_use_of_the_shares(how):
+    """Gradients of experts come of the weights without a collective after them; the loss does not come of the gradients."""
+    exchange = lambda rows: lax.all_to_all(rows, "dp", 0, 0)
+    grad = jax.value_and_grad(functools.partial(own_expert, penalty=0.0, exchange=exchange))
+    beside = lambda w, x: SIDE_BY_SIDE[how](grad(varying(w, "tensor"), x))
+    sums = how == "a sum of both"
+    arrow = grads.averaged(beside, "dp") if sums else grads.averaged(grads.summed(beside, "tensor"), "dp")
+    weights, x = normal(0, 4, WIDTH, WIDTH), normal(1, 64, WIDTH)
+    f = over(
+        lambda *given: jax.tree.map(lambda leaf: leaf[None], arrow(*given)[1]),
+        (P("dp"), P("dp")),
+        P("tensor", "dp"),
+        dp=4,
+        tensor=2,
+    )
+    want = jax.grad(functools.partial(all_experts, penalty=0.0))(weights, x)
+    assert_close(f(weights, x)[0], want * (1 if sums else 2), EXACT)
 
 
 def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
