@@ -1498,6 +1498,7 @@ TRACED = (
         "True and",
         "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
     ),
+    Mutant("_room", "and block.size", "and False", "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh"),
     Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
     Mutant(

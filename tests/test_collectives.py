@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 from test_route import MOVERS
@@ -503,3 +504,34 @@ def test_random_keys_are_not_added(mover, name):
     run = mesh.spmd(lambda keys: getattr(mover, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."):
         run(jax.random.split(jax.random.key(0), 4))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
+    """The mapped dim is split over one axis, and the collective goes along another, whose map is inside: row by row."""
+    arguments, out = {
+        "all_reduce": ({}, P()),
+        "reduce_scatter": ({"tiled": True}, P("y")),
+        "all_gather": ({"tiled": True}, P("y")),
+        "all_to_all": ({"split_axis": 0, "concat_axis": 0, "tiled": True}, P("y")),
+    }[name]
+    world = jax.make_mesh((2, n), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: 2 * n])
+    rows = jnp.arange(2.0 * n * n).reshape(2, n * n)
+
+    def sent(x):
+        return jax.shard_map(lambda x: getattr(mover, name)(x, "y", **arguments), in_specs=P("y"), out_specs=out)(x)
+
+    def energy(x):
+        return jnp.sum(jax.vmap(sent)(x) ** 2)
+
+    alone = mesh.make(y=n, devices=jax.devices()[:n])
+    plain = mesh.spmd(lambda x: getattr(mover, name)(x, "y", **arguments), mesh=alone, in_specs=P("y"), out_specs=out)
+    expected = jnp.stack([plain(row) for row in rows])
+    slopes = jnp.stack([jax.grad(lambda row: jnp.sum(plain(row) ** 2))(row) for row in rows])
+    with jax.set_mesh(world):
+        split = jax.device_put(rows, P("x", "y"))
+        found, gradient = jax.jit(jax.vmap(sent))(split), jax.jit(jax.grad(energy))(split)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(gradient, slopes)

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Shaped
 
 from parallax.collectives import cpu, drop_in
@@ -355,7 +356,7 @@ def _gather_in_a_loop(routes, run: range, held, keep, kept, axis_name, dim: int)
     starts = {p: [routes[p].moved(o, step, length) for o in offsets] for p, (step, offsets) in walks.items()}
     first = {p: _joined([held[p][o] for o in offsets], dim) for p, offsets in starts.items()}
     later = run.start > 0
-    empty = lambda block: varying(jnp.zeros((length, *block.shape), block.dtype), varying_axes(block))
+    empty = lambda block: _room(jnp.zeros, (length, *block.shape), block)
     stores = {p: jax.tree.map(empty, blocks) for p, blocks in first.items() if later}
     last, stores, kept = _loop(length, hop, (first, stores, kept))
     for p, (_, offsets) in walks.items():
@@ -599,8 +600,15 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shares = _shares(length, len(routes))
     keep = lambda x, p, j, block: lax.dynamic_update_slice_in_dim(x, block, j * length + shares[p][0], dim)
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
-    empty = varying(lax.empty(shape, blocks[0].dtype), varying_axes(blocks[0]))
-    return written(gather(routes, blocks, keep, empty, axis_name, dim=dim))
+    return written(gather(routes, blocks, keep, _room(lax.empty, shape, blocks[0]), axis_name, dim=dim))
+
+
+def _room(make: Callable[..., Any], shape: Point, block):
+    """An array that is to be filled with blocks like `block`."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
+        # vmap in JAX 0.10 wants all that meets the block split as its mapped dim is: what is made of nothing is not.
+        return lax.broadcast(block[(0,) * block.ndim], shape)
+    return varying(make(shape, block.dtype), varying_axes(block))
 
 
 def _shares(length: int, parts: int) -> list[tuple[int, int]]:
