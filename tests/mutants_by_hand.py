@@ -171,7 +171,7 @@ LAYERS = (
     Mutant("copied", " or name in declared)", ")", f"{WRAPPED} -k inner_mean_under_jit"),
     Mutant("local", "sorted(split - outside.declared)", "sorted(split)", f"{WRAPPED} -k inner_mean_under_jit"),
     Mutant("local", "along & differ -", "along -", f"{WRAPPED} -k reduced_together"),
-    Mutant("_refuse_reduced", "reaches, differs", "reaches, reaches", f"{WRAPPED} -k constant"),
+    Mutant("_refuse_reduced", "any(map(operator.and_, reaches, differs))", "True", f"{WRAPPED} -k constant"),
     Mutant("check_typed", "name not in axes_of_type(index_type)", "False", f"{WRAPPED} -k does_not_tell"),
     Mutant("norm", "OUTSIDE.value.declared & set(split)", "set()", f"{WRAPPED} -k that_clips_inside"),
     Mutant("refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"),
