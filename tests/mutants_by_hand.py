@@ -696,7 +696,12 @@ RUN = (
         "itertools.islice(good, 1)",
         "test_checkpoint.py::test_keeps_the_last_and_every_nth",
     ),
-    Mutant("thin", " and ours(path, step):", ":", "test_checkpoint.py::test_what_this_run_did_not_make_stays"),
+    Mutant(
+        "thin",
+        " and records.is_of(path, step, settings):",
+        ":",
+        "test_checkpoint.py::test_what_this_run_did_not_make_stays",
+    ),
     Mutant("is_of", "folder.is_symlink()", "False", "test_checkpoint.py::test_what_this_run_did_not_make_stays"),
     Mutant(
         "_evaluated",

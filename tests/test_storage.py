@@ -82,8 +82,8 @@ def assert_restored(folder, step):
 def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, faults, every):
     """Each save meets one, some of them two in a row; its state is donated as soon as it returns.
 
-    An error is told, but for two readings: of Orbax's own metadata, which it does without, and of whose an older checkpoint is,
-    which stays then until the next save.
+    An error is told, but for two readings: of Orbax's own metadata, which it does without, and of whose a checkpoint is. Where
+    both records of that cannot be read, an older one stays until the next save, and the newest one stays in any case.
     """
     said, untold, step = [], set(), 0
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
@@ -99,9 +99,11 @@ def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, f
             store.wait()
             if not faults.raised:
                 break
-            untold |= set() if any("of 8 tries is in" in line for line in said[told:]) else set(faults.raised)
+            unread = {"contents.json", "manifest.json"} <= set(faults.raised)
+            if not any("of 8 tries is in" in line for line in said[told:]):
+                untold |= set(faults.raised) - ({"manifest.json"} if unread else set())
             faults.at(tmp_path)
-            assert store.steps() == [step]
+            assert store.steps() in ([step], [step - 1, step] if unread else [step])
             assert_restored(tmp_path, step)
     assert step > 2
     lines = [line for line in said if "of 8 tries is in" in line]

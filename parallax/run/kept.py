@@ -89,20 +89,23 @@ def thin(
     The newest `keep` stay, those of every so many steps, and the newest one whose loss was measured. A refused checkpoint stays
     until a newer one is good; where no damage was found in it, it stays for ever. At least one is finished.
     """
-    ours = lambda path, step: records.is_of(path, step, settings)
-    good = (step for step in reversed(finished(folder)) if step not in refused and ours(path_of(folder, step), step))
+    # Asked once for each: one that cannot be read now is nobody's and stays, and must not go when it can be a moment later.
+    ours = {}
+    for path in folder.iterdir():
+        step = step_of(path.with_name(path.name.removesuffix(OLD)))
+        if step is not None and path.is_dir() and records.is_of(path, step, settings):
+            ours[path] = step
+    good = (step for step in reversed(finished(folder)) if step not in refused and path_of(folder, step) in ours)
     newest = list(itertools.islice(good, keep))
+    if not newest:
+        return
 
     def stays(step):
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         return step in newest or (keep_every is not None and step % keep_every == 0)
 
-    going = {}
-    for path in folder.iterdir():
-        step, replaced = step_of(path.with_name(path.name.removesuffix(OLD))), path.name.endswith(OLD)
-        if step is not None and path.is_dir() and (replaced or not stays(step)) and ours(path, step):
-            going[path] = step
+    going = {path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)}
     for path in going.keys() - {_evaluated(folder, newest, {step for step in going.values() if step not in refused})}:
         remove(path)
     for path in folder.glob(f".{NEWEST}.*.partial"):  # of a run that was killed: this one alone writes here
