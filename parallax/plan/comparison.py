@@ -45,12 +45,12 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
         if not entry.axes:  # of groups of one device, which `jax.lax` leaves in the program; nothing is sent
             continue
         along[entry.axes] = along.get(entry.axes, 0) + entry.bytes
-    sent = plan.sent
+    sent = {axes: size for axes, size in plan.sent.items() if axes}
     pairs = {axes: (sent.get(axes, 0), along.get(axes, 0)) for axes in {**sent, **along}}
     return [
         Comparison("arguments", plan.memory.arguments, memory.argument_size_in_bytes),
         Comparison("temporaries", plan.memory.temporary.peak, memory.temp_size_in_bytes),
-        *(Comparison(f"sent along {' x '.join(axes) or 'no axis'}", *pair) for axes, pair in pairs.items()),
+        *(Comparison(f"sent along {' x '.join(axes)}", *pair) for axes, pair in pairs.items()),
     ]
 
 

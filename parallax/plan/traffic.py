@@ -142,7 +142,7 @@ def terms(
         *(step.inside_layers(), step.around_context(), step.at_the_ends()),
         *(step.between_stages(), step.over_replicas(), step.over_all()),
     )
-    return [term for part in parts for term in part if term.times and term.n > 1]
+    return [term for part in parts for term in part if term.times and (term.n > 1 or term.collective is lax.pmax)]
 
 
 def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
