@@ -37,8 +37,9 @@ MODELS = {
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
 # The name of a row, sequences, layout, who moves data ("jit": `jax.jit` with shardings, a rival), and attention: "kernel" is the
-# target's own, "scores" the plain one. After a comma "made": gradients are summed where they are made (`grads.as_made`);
-# "matmul": products while tokens travel (`sequence.overlapping`). Last, the model, where it is not "four".
+# target's own, "scores" the plain one. After a comma "made": gradients are summed in the backward pass
+# (`grads.reduced_in_backward`); "matmul": products while tokens travel (`sequence.overlapping`). Last, the model, where it is
+# not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores
@@ -91,7 +92,7 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
         return targets.compile(*rival(config, world), windows, target=there)
     axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else None
     given = {"attend": grouped} if "scores" in how else {}
-    given |= {"sums": grads.as_made} if "made" in how else {}
+    given |= {"sums": grads.reduced_in_backward} if "made" in how else {}
     compute = Compute(**given | ({"joins": sequence.overlapping} if "matmul" in how else {}))
     prepared = decoder.prepare(
         *(gpt2.FAMILY, config, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), axes=axes, compute=compute

@@ -129,7 +129,7 @@ def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
     """The tutorials' pipeline: a scan over forward ticks with a `ppermute` in each, and `jax.grad` through all of it."""
 
     def loss(blocks, batch):
-        x, targets = grads.in_parts(batch, M)
+        x, targets = grads.split_into_microbatches(batch, M)
         stage, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
 
         def tick(received, t):

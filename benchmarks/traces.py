@@ -210,14 +210,14 @@ def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
         table = schedule.one_f_one_b(settings.stage, settings.microbatches)
         grad = pipeline.value_and_grad(enter, stage(axis), head, table, ring("stage"))
     else:
-        grad = jax.value_and_grad(zero.gathered(whole, specs, data) if settings.zero == 3 else whole)
+        grad = jax.value_and_grad(zero.gathered(whole, data, specs) if settings.zero == 3 else whole)
     parts = functools.partial(grads.accumulated, microbatches=settings.microbatches if settings.stage == 1 else 1)
     if settings.zero in (0, 3):
         return grads.averaged(parts(grad), data), ADAMW
     outside = (
-        zero.scattered(parts(grad), data, specs=specs) if settings.zero == 1 else parts(zero.scattered(grad, data, specs=specs))
+        zero.reduce_scattered(parts(grad), data, specs) if settings.zero == 1 else parts(zero.reduce_scattered(grad, data, specs))
     )
-    return outside, zero.sharded(ADAMW, data, specs=specs)
+    return outside, zero.sharded(ADAMW, data, specs)
 
 
 # Beside the program

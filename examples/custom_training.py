@@ -88,9 +88,9 @@ if __name__ == "__main__":
     shared = rules.fsdp("data", size=2, keep={"blocks.**": (0, 1)}, inside=rule)  # what ZeRO-1 splits over the replicas
     shares = rules.specs(eqx.filter_eval_shape(make_model), shared, devices)
     grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(2, M), STAGE)
-    grad = zero.scattered(precision.mixed(grad, jnp.bfloat16), DATA, specs=shares)
+    grad = zero.reduce_scattered(precision.mixed(grad, jnp.bfloat16), DATA, shares)
     fresh, specs = step.init(make_model, optimizer, rule, devices, optimizer_rule=shared)
-    train = step.make(grad, zero.sharded(optimizer, DATA, specs=shares), max_norm=1.0)
+    train = step.make(grad, zero.sharded(optimizer, DATA, shares), max_norm=1.0)
     train = jax.jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     print(f"{STEPS} steps on data 2 x stage 2 x tensor 2; then once more, as if the run had died on its last step:")
     with tempfile.TemporaryDirectory() as folder:  # a run of yours has a folder that stays

@@ -64,7 +64,7 @@ def train(count, hidden, *, k, axis, tokens, held_out):
         trained, bias = eqx.partition(model, moved)
         return jax.value_and_grad(lambda trained: own(eqx.combine(trained, bias), windows), has_aux=True)(trained)
 
-    run = step.make(grads.averaged(grad, DATA), optimizer, after=balanced)
+    run = step.make(grads.averaged(grad, DATA), optimizer, after_update=balanced)
     run = jax.jit(mesh.spmd(run, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     mean = lambda model, windows: DATA.all_mean(own(model, windows)[0])
     mean = jax.jit(mesh.spmd(mean, mesh=devices, in_specs=(specs.model, P("data")), out_specs=P()))

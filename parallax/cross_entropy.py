@@ -111,8 +111,8 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     """`weights` over their mean in the global batch: a mean over tokens, times these, is Σ weight · loss / Σ weight.
 
     A weighted mean is no mean of means: devices and microbatches have different sums of weights. Divided by the global mean
-    once, before the grad arrow, the weights can go through `mean`, `grads.accumulated`, `grads.averaged`, `zero.scattered` and
-    a pipeline, which all take means of equal parts. One scalar moves.
+    once, before the gradient function, the weights can go through `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and a pipeline, which all take means of equal parts. One scalar moves.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

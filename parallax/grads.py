@@ -79,7 +79,7 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
     def wrapped(params, batch):
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
-        parts = in_parts(batch, microbatches)
+        parts = split_into_microbatches(batch, microbatches)
 
         def add(sums, each):
             part, microbatch = each
@@ -90,7 +90,7 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
         shapes = jax.eval_shape(lambda: grad(params, jax.tree.map(lambda leaf: leaf[0], parts))[1])
         zeros = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=wide(g.dtype)), shapes)
         sums, values = lax.scan(add, zeros, (parts, taps.numbered(microbatches)))
-        value = on_parts(values, jnp.mean, aux)
+        value = map_loss_and_aux(values, jnp.mean, aux)
         return value, jax.tree.map(lambda total: total / microbatches, sums)
 
     return wrapped
@@ -101,7 +101,7 @@ def averaged(
     axis: AxisLike,
     *,
     aux: Callable[[Any, Axis], Any] = mean_of_devices,
-    made: Callable[[Any], Any] | None = None,
+    reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, among which the batch is split: data parallelism.
 
@@ -116,14 +116,17 @@ def averaged(
         grad: a grad arrow.
         axis: the axis, or the axes, that split the batch.
         aux: what becomes of auxiliary values: a function of them and of `axis`.
-        made: picks the part of the parameters whose gradients `grad` sums itself, where it makes them: see `as_made`.
+        reduced: picks the part of the parameters whose gradients `grad` sums itself, where it makes them: see
+            `reduced_in_backward`.
 
     Raises:
         ValueError: the loss is reduced over `axis` already; a parameter is a share along `axis`, and the loss uses it as if it
             were whole; or the map does not tell what differs between devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
-    return _over_devices(grad, axis, lambda total, term: (total / axis.size()).astype(term.dtype), loss=True, aux=aux, made=made)
+    return _over_devices(
+        grad, axis, lambda total, term: (total / axis.size()).astype(term.dtype), loss=True, aux=aux, reduced=reduced
+    )
 
 
 def summed(
@@ -132,16 +135,16 @@ def summed(
     *,
     loss: bool = False,
     aux: Callable[[Any, Axis], Any] = mean_of_devices,
-    made: Callable[[Any], Any] | None = None,
+    reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """`grad`, its gradients summed over `axis` where all devices have the parameter: `A {U_X} -> A`.
 
     For devices that each compute a part of one loss, as in sequence parallelism, where a norm sees some of the tokens. The
     parameters are declared varying first, so that their gradients stay local until this one all-reduce. With `loss`, the
-    losses are parts as well, and are summed too; without it, the loss may be a sum or mean over `axis` already. `aux`, `made`
+    losses are parts as well, and are summed too; without it, the loss may be a sum or mean over `axis` already. `aux`, `reduced`
     and errors as in `averaged`.
     """
-    return _over_devices(grad, Axis.of(axis), lambda total, term: total.astype(term.dtype), loss=loss, aux=aux, made=made)
+    return _over_devices(grad, Axis.of(axis), lambda total, term: total.astype(term.dtype), loss=loss, aux=aux, reduced=reduced)
 
 
 def _over_devices(
@@ -151,22 +154,24 @@ def _over_devices(
     *,
     loss: bool,
     aux: Callable[[Any, Axis], Any],
-    made: Callable[[Any], Any] | None,
+    reduced: Callable[[Any], Any] | None,
 ) -> Grad:
     """`grad` with its gradients, and with `loss` its loss, summed over `axis`: `finish(sum, term)` of each."""
 
     def wrapped(params, batch):
-        given, value, gradients = local(grad, params, batch, axis, loss=loss, made=made)
+        given, value, gradients = local(grad, params, batch, axis, loss=loss, reduced=reduced)
 
         def axes_to_reduce(gradient, declared, parameter):
-            differs = {*varying_axes(gradient), *varying_axes(declared)}  # what `made` picks may be summed already
+            differs = {*varying_axes(gradient), *varying_axes(declared)}  # what `reduced` picks may be summed already
             return tuple(name for name in copied(parameter, axis) if name in differs)
 
-        over = jax.tree.map(axes_to_reduce, gradients, beside(gradients, given), beside(gradients, params))
+        over = jax.tree.map(
+            axes_to_reduce, gradients, matching_parameters(gradients, given), matching_parameters(gradients, params)
+        )
         terms = (loss_of(value), gradients)
-        sums = reduced(terms, (axes_of(axis) if loss else (), over), axis)
+        sums = summed_over(terms, (axes_of(axis) if loss else (), over), axis)
         total, finished = jax.tree.map(finish, sums, terms)
-        return on_parts(value, lambda _: total, lambda values: aux(ordered(values, (total, finished)), axis)), finished
+        return map_loss_and_aux(value, lambda _: total, lambda values: aux(ordered(values, (total, finished)), axis)), finished
 
     return wrapped
 
@@ -188,7 +193,7 @@ OUTSIDE = jax.make_user_context(Outside())
 
 
 def local(
-    grad: Grad, params: PyTree, batch: PyTree, axis: Axis, *, loss: bool, made: Callable[[Any], Any] | None = None
+    grad: Grad, params: PyTree, batch: PyTree, axis: Axis, *, loss: bool, reduced: Callable[[Any], Any] | None = None
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The parameters declared varying along `axis`, and what `grad` makes of them: each device's own loss and gradients.
 
@@ -198,7 +203,7 @@ def local(
         batch: this device's.
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
-        made: as in `averaged`: what it picks is not declared varying.
+        reduced: as in `averaged`: what it picks is not declared varying.
 
     Raises:
         ValueError: as `averaged` does.
@@ -214,7 +219,7 @@ def local(
             f"lax.pmean(gradients, {unclear[0]!r})."
         )
     given = varying(params, axis.names)
-    given = given if made is None else eqx.tree_at(made, given, made(params))
+    given = given if reduced is None else eqx.tree_at(reduced, given, reduced(params))
     with OUTSIDE(Outside(outside.declared | along, outside.shares | (split - outside.declared))):
         shares = {name: shares[name] for name in sorted(split - outside.declared)}
         value, gradients = _traced(grad, given, batch, shares) if shares else grad(given, batch)
@@ -254,7 +259,7 @@ def _traced(grad: Grad, params: PyTree, batch: PyTree, shares: dict[str, set[str
                 raise ValueError(
                     f"The parameter {path or 'itself'}, here of shape {leaf.shape}, differs along {name!r} as a share does, and "
                     "the loss uses it as if it were whole, so each device would train another model. Wrap the loss, or the "
-                    f"block that uses it, in zero.gathered(..., specs, {name!r}) or ZeRO.loss, or replicate the parameter with "
+                    f"block that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or replicate the parameter with "
                     "P(). Where a loop runs over the dim that is split, as over layers, spare it: "
                     "rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
@@ -291,7 +296,7 @@ def several(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if types.size(name) > 1)
 
 
-def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """`function(params, ...)`, the gradients of whose parameters are summed over `axis` where they are made: `A {U_X} -> A`.
 
     Round a block that a loop runs, each layer's gradients are all-reduced in the loop of the backward pass, where the work of
@@ -299,8 +304,8 @@ def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     end, leaf by leaf, and in every microbatch: wrap no grad arrow in `accumulated` that has it inside. `averaged` must leave
     these parameters to it:
 
-        block = grads.as_made(block, ring("data"))
-        grad = grads.averaged(jax.value_and_grad(loss), ring("data"), made=lambda model: model.blocks)
+        block = grads.reduced_in_backward(block, ring("data"))
+        grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=lambda model: model.blocks)
 
     Without one of the two the gradients are the same, summed at the end or by `jax.lax`. Sums are taken in float32 or wider, and
     rounded to the type that the block computes in.
@@ -312,7 +317,7 @@ def as_made(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     axis = Axis.of(axis)
 
     def handed(w):
-        names = missing(w, axis) if eqx.is_inexact_array(w) else ()
+        names = replicated_axes(w, axis) if eqx.is_inexact_array(w) else ()
         over = axis.over(names)
         total = lambda ct: over.all_reduce(ct.astype(wide(ct.dtype))).astype(ct.dtype)
         return linear(w, forward=lambda w: varying(w, names), backward=total) if names else w
@@ -325,7 +330,7 @@ def axes_of(axis: Axis) -> tuple[str, ...]:
     return types.axes(axis.names)
 
 
-def missing(x: Array, axis: Axis) -> tuple[str, ...]:
+def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
     """The axes of `axis` along which `x` is the same."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
@@ -337,7 +342,7 @@ def copied(x: Array, axis: Axis) -> tuple[str, ...]:
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 
 
-def reduced(tree: Tree, over: PyTree, axis: Axis, after: PyTree = ()) -> Tree:
+def summed_over(tree: Tree, over: PyTree, axis: Axis, after: PyTree = ()) -> Tree:
     """Each leaf of `tree` summed over its own axes, in float32 or wider.
 
     `over` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
@@ -355,7 +360,7 @@ def reduced(tree: Tree, over: PyTree, axis: Axis, after: PyTree = ()) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def beside(gradients: PyTree, params: PyTree) -> PyTree:
+def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     """The parameters of these gradients, in their structure: those without a gradient are left out.
 
     Raises:
@@ -379,23 +384,23 @@ def beside(gradients: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map_with_path(own, gradients)
 
 
-def on_parts(value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]) -> PyTree:
+def map_loss_and_aux(value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]) -> PyTree:
     """What a grad arrow returns beside the gradients, a loss or `(loss, aux)`, with a function on each."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 
-def varies(x: Array, axis: AxisLike) -> bool:
+def varies_along(x: Array, axis: AxisLike) -> bool:
     """Whether `x` may differ between devices along every one of the axes."""
     return set(types.axes(Axis.of(axis).names)) <= set(varying_axes(x))
 
 
-def clipped(grad: Grad, max_norm: float, *, axes: Sequence[AxisLike] = ()) -> Grad:
+def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
     """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all their shards.
 
     It clips the gradients of one step, so it stands outside `averaged`, `accumulated` and `precision.unscaled`. It takes
-    gradients that vary along an axis to be shards of larger ones. `axes` as in `norm`.
+    gradients that vary along an axis to be shards of larger ones. `reduce_norm_over` is the `axes` of `norm`.
     """
-    return Clipped(grad, max_norm, tuple(axes))
+    return Clipped(grad, max_norm, tuple(reduce_norm_over))
 
 
 @dataclass(frozen=True)
@@ -459,7 +464,7 @@ def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
 
 
-def in_parts(batch: Tree, microbatches: int) -> Tree:
+def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
     """`batch` with each leaf's first dim, the sequences, as `[microbatches, sequences in one]`, in order.
 
     Raises:

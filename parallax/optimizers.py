@@ -28,7 +28,7 @@ from parallax import elementwise, rules, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import replicated, varying_axes
 from parallax.elementwise.apart import check_apart
-from parallax.grads import axes_of, beside
+from parallax.grads import axes_of, matching_parameters
 from parallax.rules import Owned
 from parallax.typed import PyTree, Specs
 from parallax.zero import Split, inside, share, splits_of
@@ -37,17 +37,18 @@ Leads = Callable[[str, int], int]
 
 
 def whole(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, specs: Specs, axis: AxisLike
+    optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
     """`optimizer` on whole leaves: gathered over `axis`, updated by every device, of which each keeps its own share.
 
     Right for any optimizer, with any state, which is whole on each device. Gradients and parameters may both be shares (tensor
-    parallelism, ZeRO-3), or gradients alone (from `zero.scattered`, in the place of `zero.sharded`: ZeRO-1 without its saving).
+    parallelism, ZeRO-3), or gradients alone (from `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its
+    saving).
 
     Args:
         optimizer: any.
-        specs: of the shares, a tree like the parameters.
         axis: all axes over which a leaf is split that the optimizer looks at.
+        specs: of the shares, a tree like the parameters.
 
     Raises:
         ValueError: the leaves are split over other axes too, and the optimizer does not act element by element; or, when its
@@ -58,8 +59,8 @@ def whole(
 
 def by_matrix(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    specs: Specs,
     axis: AxisLike,
+    specs: Specs,
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -72,8 +73,8 @@ def by_matrix(
 
     Args:
         optimizer: one that updates each leaf by itself. To use another for some leaves, put `optax.partition` round both.
-        specs: of the shares, a tree like the parameters.
         axis: the axes over which leaves are split that the optimizer looks at.
+        specs: of the shares, a tree like the parameters.
         layers: for globs of paths, how many leading dims are layers; the first that matches counts. By default a leaf of three
             dims is [L, I, J]; stacked vectors, [L, I], need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
 
@@ -155,7 +156,7 @@ def _owned(optimizer, specs: Specs, axis: Axis, leads: Leads, *, apart: bool) ->
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("optimizers: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
-        weights = beside(updates, params)
+        weights = matching_parameters(updates, params)
         if elementwise.COMPARES.get():
             return elementwise.right((weights, state))
         ways = {tuple(path): way(path, w.ndim) for path, w in jax.tree.leaves_with_path(weights)}

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from parallax import trees
 from parallax.collectives.types import wide
-from parallax.grads import beside, on_parts, refuse_clipped
+from parallax.grads import map_loss_and_aux, matching_parameters, refuse_clipped
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -46,8 +46,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
     def wrapped(params, batch):
         value, gradients = grad(cast(params, dtype), batch)
-        value = on_parts(value, lambda loss: loss.astype(wide(loss.dtype)), lambda aux: aux)
-        return value, jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, beside(gradients, params))
+        value = map_loss_and_aux(value, lambda loss: loss.astype(wide(loss.dtype)), lambda aux: aux)
+        return value, jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params))
 
     return wrapped
 
@@ -57,7 +57,7 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
     def wrapped(*arguments):
         times = lambda value: value.astype(wide(value.dtype)) * scale.astype(wide(value.dtype))
-        return on_parts(loss(*arguments), times, lambda aux: aux)
+        return map_loss_and_aux(loss(*arguments), times, lambda aux: aux)
 
     return wrapped
 
@@ -75,7 +75,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         over = lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype))
         value, gradients = grad(params, batch)
-        return on_parts(value, over, lambda aux: aux), jax.tree.map(over, gradients)
+        return map_loss_and_aux(value, over, lambda aux: aux), jax.tree.map(over, gradients)
 
     return wrapped
 

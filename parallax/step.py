@@ -74,7 +74,7 @@ class InfoWithAux(NamedTuple):
 
 
 Step = Callable[..., tuple[State, Info | InfoWithAux]]  # of a state, a batch and perhaps a limit
-After = Callable[[Any, Any], Any]
+AfterUpdate = Callable[[Any, Any], Any]
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
@@ -92,9 +92,9 @@ def make(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
-    axes: Sequence[AxisLike] = (),
-    after: After = unchanged,
-    extra: Callable[[Any], dict[str, Any]] = value_of,
+    reduce_norm_over: Sequence[AxisLike] = (),
+    after_update: AfterUpdate = unchanged,
+    extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
     """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
@@ -108,19 +108,27 @@ def make(
         optimizer: one that acts element by element, since each device updates its own shards, or one of
             `parallax.optimizers`.
         max_norm: scale the gradients down to this global norm, over all shards, where they exceed it.
-        axes: who joins the shards' sums of squares, one scalar for each set of axes in use; by default `jax.lax`.
-        after: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch statistics.
-        extra: the extra arguments of `optimizer.update`, from the step's `Info`.
+        reduce_norm_over: who joins the shards' sums of squares, one scalar for each set of axes in use; by default `jax.lax`.
+        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch statistics.
+        extra_args: the extra arguments of `optimizer.update`, from the step's `Info`.
         specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may depend on.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same, since it was not reduced; a
             gradient is the same where its parameter differs, or is one of a Python number, or a share that the optimizer does
             not take; other leaves have gradients than have optimizer state;
-            auxiliary values differ between devices; the optimizer mixes the elements of a leaf that is split; or `after` changes
-            the form of the model, or a leaf of it that is no array.
+            auxiliary values differ between devices; the optimizer mixes the elements of a leaf that is split; or `after_update`
+            changes the form of the model, or a leaf of it that is no array.
     """
-    return make_scaled(lambda _: grad, optimizer, max_norm=max_norm, axes=axes, after=after, extra=extra, specs=specs)
+    return make_scaled(
+        lambda _: grad,
+        optimizer,
+        max_norm=max_norm,
+        reduce_norm_over=reduce_norm_over,
+        after_update=after_update,
+        extra_args=extra_args,
+        specs=specs,
+    )
 
 
 def make_scaled(
@@ -128,9 +136,9 @@ def make_scaled(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
-    axes: Sequence[AxisLike] = (),
-    after: After = unchanged,
-    extra: Callable[[Any], dict[str, Any]] = value_of,
+    reduce_norm_over: Sequence[AxisLike] = (),
+    after_update: AfterUpdate = unchanged,
+    extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
     """`make` of a grad arrow that depends on the loss scale, as float16 needs: `grad_of(scale)`, its gradients unscaled.
@@ -143,17 +151,17 @@ def make_scaled(
     def step(state, batch, limit=None):
         value, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
-        weights = grads.beside(gradients, state.model)
+        weights = grads.matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
         _check_own(loss, state)
         _check_joined(aux)
-        norm = grads.norm(gradients, axes=axes)
+        norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         with_aux = isinstance(value, tuple)
         info = lambda finite: InfoWithAux(loss, norm, ~finite, aux) if with_aux else Info(loss, norm, ~finite)
         gradients = gradients if max_norm is None else grads.scaled(gradients, norm, max_norm)
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        also = extra(info(finite))
+        also = extra_args(info(finite))
         update = lambda g, s, w: optimizer.update(g, s, w, **also)
         _check_trained(update, gradients, state, weights)
         _check_shapes(update, gradients, state, weights)
@@ -161,9 +169,9 @@ def make_scaled(
         elementwise.check(update, gradients, state.optimizer, weights, wholes=wholes, at="step.make")
         updates, optimizer_state = update(gradients, state.optimizer, weights)
         model = eqx.apply_updates(state.model, updates)
-        if after is not unchanged:
-            model = _same_form(after(model, aux), state.model)
-        finite &= ~_lost((model, optimizer_state), (state.model, state.optimizer), norm, axes)
+        if after_update is not unchanged:
+            model = _same_form(after_update(model, aux), state.model)
+        finite &= ~_lost((model, optimizer_state), (state.model, state.optimizer), norm, reduce_norm_over)
         taken = finite if limit is None else finite & (loss <= jnp.asarray(limit).astype(loss.dtype))
         new = State(
             precision.select(taken, model, state.model),
@@ -199,7 +207,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
         if gradient.shape == weight.shape and (local := many(ours - theirs)):
             raise ValueError(
                 f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
-                f"the parameter is the same. Wrap the grad arrow in grads.averaged, zero.scattered or ZeRO.grad."
+                f"the parameter is the same. Wrap the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad."
             )
         if mixed := many(theirs - ours):
             raise ValueError(
@@ -219,7 +227,7 @@ def _check_own(loss: Array, state: State) -> None:
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
-            "Wrap the grad arrow in grads.averaged, zero.scattered or ZeRO.grad over that axis."
+            "Wrap the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad over that axis."
         )
 
 
@@ -231,8 +239,9 @@ def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, w
         return
     path, share, whole = apart[0]
     message = (
-        f"step.make: the gradient of {path or 'the parameter'} has shape {share}, a share of {whole} as zero.scattered makes it, "
-        "and the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, specs=...) or ZeRO.optimizer, and give "
+        f"step.make: the gradient of {path or 'the parameter'} has shape {share}, a share of {whole} as "
+        "zero.reduce_scattered makes it, and the optimizer takes whole gradients. Wrap it: "
+        "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and give "
         "step.init the rule of the shares as optimizer_rule."
     )
     try:
@@ -274,7 +283,7 @@ def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, 
         axis = repr(split[0] if len(split) == 1 else split)
         by_size = (
             f" Or, if the optimizer chooses leaves by their size, which is another on a shard along {axis}, wrap it in "
-            f"optimizers.whole(optimizer, specs, {axis})."
+            f"optimizers.whole(optimizer, {axis}, specs)."
         )
         raise ValueError(
             f"step.make: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the grad arrow "
@@ -286,14 +295,14 @@ def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, 
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """`model`, which `after` returned: refused where a leaf is of another form than before."""
+    """`model`, which `after_update` returned: refused where a leaf is of another form than before."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
         apart = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
         raise ValueError(
-            "step.make: after must return a model of the structure that it takes, as eqx.tree_at does; of what it returned "
-            f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
+            "step.make: after_update must return a model of the structure that it takes, as eqx.tree_at does; of what it "
+            f"returned {', '.join(apart[:3]) or 'the static fields or the containers differ'}."
         )
     for path, leaf in old.items():
         _check_form(trees.dotted(path) or "the model", new[path], leaf)
@@ -304,13 +313,13 @@ def _check_form(path: str, new: Any, old: Any) -> None:
     if trees.is_array(new) != trees.is_array(old) or (not trees.is_array(old) and not (new is old or new == old)):
         shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
         raise ValueError(
-            f"step.make: after must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array is "
-            "static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
+            f"step.make: after_update must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array "
+            "is static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
         )
     form = lambda x: (jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x))
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
-            f"step.make: after must keep the form of {path}, (shape, type, axes along which it differs) = {form(old)}; it "
+            f"step.make: after_update must keep the form of {path}, (shape, type, axes along which it differs) = {form(old)}; it "
             f"returned {form(new)}. Take means over the axes first: aux=... of grads.averaged does."
         )
 

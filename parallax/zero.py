@@ -2,9 +2,9 @@
 
 n devices of the axis split the batch. Where plain data parallelism all-reduces every gradient and keeps n equal copies, here
 
-    ZeRO-1   `scattered` round `accumulated`, and `sharded` optimizer      state 1/n
-    ZeRO-2   `accumulated` round `scattered`, and `sharded` optimizer      state and sums of gradients 1/n
-    ZeRO-3   `gathered` blocks, `unsharded` rest, round it `averaged`      state, gradients and parameters 1/n
+    ZeRO-1   `reduce_scattered` round `accumulated`, and `sharded` optimizer      state 1/n
+    ZeRO-2   `accumulated` round `reduce_scattered`, and `sharded` optimizer      state and sums of gradients 1/n
+    ZeRO-3   `gathered` blocks, `gathered_once` rest, round it `averaged`      state, gradients and parameters 1/n
 
 The first moves what data parallelism moves, 2 (n - 1)/n of the parameters' bytes a step, as one reduce-scatter and one
 all-gather; the second scatters once a microbatch; the third gathers twice (again in the backward pass) and scatters once a
@@ -37,7 +37,18 @@ from parallax import elementwise, grads, remat, rules, trees
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import linear, replicated, varying_axes, wide
-from parallax.grads import Grad, axes_of, beside, copied, local, loss_of, mean_of_devices, missing, on_parts, reduced
+from parallax.grads import (
+    Grad,
+    axes_of,
+    copied,
+    local,
+    loss_of,
+    map_loss_and_aux,
+    matching_parameters,
+    mean_of_devices,
+    replicated_axes,
+    summed_over,
+)
 from parallax.typed import PyTree, Rule, Specs
 
 
@@ -48,17 +59,17 @@ class Split(NamedTuple):
     axis: Axis
 
 
-def scattered(
+def reduce_scattered(
     grad: Grad,
     axis: AxisLike,
-    *,
     specs: Specs,
+    *,
     aux: Callable[[Any, Axis], Any] = mean_of_devices,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, of which each keeps its share: `A[I] {U_X} -> A[I_X]`.
 
     (n - 1)/n of the parameters' bytes move, half of what `grads.averaged` moves. Leaves that stay whole are all-reduced, as is
-    the loss. Gradients that `scatter` has split inside `grad` already are divided only.
+    the loss. Gradients that `reduce_scatter` has split inside `grad` already are divided only.
 
     Args:
         grad: a grad arrow.
@@ -75,7 +86,7 @@ def scattered(
         n, found = axis.size(), trees.by_path(specs)
         _, *own_values = local(grad, params, batch, axis, loss=True)
         value, gradients = ordered(own_values, own_values)
-        weights = beside(gradients, params)
+        weights = matching_parameters(gradients, params)
         splits = lambda path, weight: splits_of(path, found, axis.over(copied(weight, axis)))
 
         def own(path, gradient, weight):
@@ -86,20 +97,21 @@ def scattered(
             return tuple(name for name in copied(weight, axis) if name not in done)
 
         shares = jax.tree.map_with_path(own, gradients, weights)
-        total, sums = reduced(
+        total, sums = summed_over(
             (loss_of(value), shares), (axes_of(axis), jax.tree.map_with_path(rest, weights)), axis, after=shares
         )
-        value = on_parts(value, lambda _: total / n, lambda values: aux(ordered(values, (total, sums)), axis))
+        value = map_loss_and_aux(value, lambda _: total / n, lambda values: aux(ordered(values, (total, sums)), axis))
         return value, jax.tree.map(lambda g: g / n, sums)
 
     return wrapped
 
 
-def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
+def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay whole are left local.
 
-    It is the half of `scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with `scattered` round it. `axis` is that
-    of the shares alone: an axis along which a parameter is split itself, such as that of experts, is not one of them.
+    It is the half of `reduce_scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with `reduce_scattered` round
+    it. `axis` is that of the shares alone: an axis along which a parameter is split itself, such as
+    that of experts, is not one of them.
     """
     axis = Axis.of(axis)
     found = trees.by_path(specs)
@@ -109,19 +121,18 @@ def scatter(gradients: PyTree, axis: AxisLike, *, specs: Specs) -> PyTree:
 def sharded(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     axis: AxisLike,
-    *,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
     """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that acts element by element.
 
-    Its `update` takes each device's share of the gradients (from `scattered`), updates that share of the parameters, and gathers
-    the updates: (n - 1)/n of the parameters' bytes. Local gradients of full shape it first averages and scatters itself,
+    Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that share of the parameters, and
+    gathers the updates: (n - 1)/n of the parameters' bytes. Local gradients of full shape it first averages and scatters itself,
     and of gradients averaged already it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
     arrays are global, the whole, to be placed by `rules.optimizer_specs(optimizer, params, specs)`.
 
-    Arguments are those of `scattered`. An optimizer that looks at more than one element at a time would see the shares alone,
-    and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
-    which know shares from wholes.
+    Arguments are those of `reduce_scattered`. An optimizer that looks at more than one element at a time would see the
+    shares alone, and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or
+    `grads.clipped`, which know shares from wholes.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements of a leaf that is split.
@@ -131,7 +142,7 @@ def sharded(
 
     def own_splits(params):
         found = trees.by_path(specs)
-        return lambda path, weight: splits_of(path, found, axis.over(missing(weight, axis)))
+        return lambda path, weight: splits_of(path, found, axis.over(replicated_axes(weight, axis)))
 
     def shares(weights, splits):
         return jax.tree.map_with_path(lambda path, w: share(w, splits(path, w)), weights)
@@ -143,14 +154,14 @@ def sharded(
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
-        splits, weights = own_splits(params), beside(updates, params)
+        splits, weights = own_splits(params), matching_parameters(updates, params)
         if elementwise.COMPARES.get():
             return elementwise.right((weights, state))
 
         def own(path, gradient, weight):
             if gradient.shape != weight.shape:
                 return gradient
-            local = [name for name in missing(weight, axis) if name in varying_axes(gradient)]
+            local = [name for name in replicated_axes(weight, axis) if name in varying_axes(gradient)]
             if not local:
                 return share(gradient, splits(path, weight))
             gradient, left = _wide(gradient), set(local)
@@ -195,8 +206,8 @@ def _check_state(optimizer: optax.GradientTransformation, state: PyTree, shares:
 
 def gathered(
     function: Callable[..., Any],
-    specs: Specs,
     axis: AxisLike,
+    specs: Specs,
 ) -> Callable[..., Any]:
     """`function(params, ...)` of parameters that live as shares: gathered before it, their gradients scattered after it. ZeRO-3.
 
@@ -204,7 +215,7 @@ def gathered(
     that a loop runs, it gathers layer by layer; with `remat.gathers` or another of `remat` round it, again in the backward
     pass, so that no gathered layer is kept:
 
-        again = lambda block: remat.gathers(zero.gathered(block, block_specs, "data"))
+        again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
     Args:
         function: a loss arrow, or a block; its first argument is the tree of parameters.
@@ -221,10 +232,9 @@ def gathered(
     return wrapped
 
 
-def unsharded(
+def gathered_once(
     grad: Grad,
     axis: AxisLike,
-    *,
     specs: Specs,
 ) -> Grad:
     """`grad` of parameters that live as shares: gathered once before it, their gradients summed and scattered after it.
@@ -240,16 +250,16 @@ def unsharded(
         gathered = jax.tree.map_with_path(lambda path, x: x if splits_of(path, found, axis) else None, wholes)
         local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
         value, gradients = ordered(local, local)
-        return value, scatter(gradients, axis, specs=specs)
+        return value, reduce_scatter(gradients, axis, specs)
 
     return wrapped
 
 
-class Parts(NamedTuple):
+class PartSpecs(NamedTuple):
     """The specs that the parts of a model need whose parameters live as shares.
 
     Attributes:
-        ends: of what is needed in all microbatches, with None for the blocks: for `unsharded`, or `gathered` round the loss.
+        ends: of what is needed in all microbatches, with None for the blocks: for `gathered_once`, or `gathered` round the loss.
         stage: of the blocks as a stage of a pipeline sees them, [layers, ...]; without a pipeline, as the model has them.
         layer: of one layer: for `gathered` round the block that a loop runs.
     """
@@ -259,13 +269,15 @@ class Parts(NamedTuple):
     layer: Specs
 
 
-def parts(specs: Specs, axis: AxisLike, *, where: Callable[[Any], Any] = lambda specs: specs.blocks, loops: int = 1) -> Parts:
-    """The specs for `unsharded` and `gathered` from those of the whole model, whose blocks are stacked.
+def part_specs(
+    specs: Specs, axis: AxisLike, *, blocks: Callable[[Any], Any] = lambda specs: specs.blocks, loops: int = 1
+) -> PartSpecs:
+    """The specs for `gathered_once` and `gathered` from those of the whole model, whose blocks are stacked.
 
     Args:
         specs: of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
-        where: picks the blocks.
+        blocks: picks the blocks.
         loops: how many first dims of the blocks' arrays are looped over: 1, the layers, or 2, the chunks and layers of a
             pipeline.
 
@@ -279,16 +291,16 @@ def parts(specs: Specs, axis: AxisLike, *, where: Callable[[Any], Any] = lambda 
             split = [dim for dim, entry in enumerate(spec[:count]) if names & set(trees.entry_axes(entry))]
             if split:
                 raise ValueError(
-                    f"zero.parts: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, which is looped over, is split over "
-                    f"{axis!r} by {spec}, so each device would run some of the layers. Spare it: "
+                    f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, which is looped over, is split "
+                    f"over {axis!r} by {spec}, so each device would run some of the layers. Spare it: "
                     f"rules.fsdp(..., keep={{'blocks.**': {tuple(range(loops))}}})."
                 )
             return PartitionSpec(*spec[count:])
 
-        return jax.tree.map_with_path(inner, where(specs), is_leaf=trees.is_spec)
+        return jax.tree.map_with_path(inner, blocks(specs), is_leaf=trees.is_spec)
 
-    ends = eqx.tree_at(where, specs, None, is_leaf=trees.is_spec)
-    return Parts(ends, stage=without(loops - 1), layer=without(loops))
+    ends = eqx.tree_at(blocks, specs, None, is_leaf=trees.is_spec)
+    return PartSpecs(ends, stage=without(loops - 1), layer=without(loops))
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
@@ -411,7 +423,7 @@ class ZeRO:
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they are."""
-        return self._checked(gathered(loss, self.specs, self.axis), "loss") if self.stage == 3 else loss
+        return self._checked(gathered(loss, self.axis, self.specs), "loss") if self.stage == 3 else loss
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
         """The mean of `grad` over microbatches and over the devices of the axis, of which each keeps its share.
@@ -421,19 +433,19 @@ class ZeRO:
 
         def scattered_grad(params, batch):
             value, gradients = grad(params, batch)
-            return value, scatter(gradients, self.axis, specs=self.specs)
+            return value, reduce_scatter(gradients, self.axis, self.specs)
 
         grads.refuse_clipped(grad, "ZeRO.grad", "the gradients of one device")
         accumulated = grads.accumulated(scattered_grad if self.stage == 2 else grad, microbatches=microbatches)
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
-        return self._checked(scattered(accumulated, self.axis, specs=self.specs), "grad")
+        return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(
         self, optimizer: optax.GradientTransformation | optax.MultiSteps
     ) -> optax.GradientTransformation | optax.MultiSteps:
         """`optimizer` on the shares; in stage 3 they are all that it sees, so it stays as it is."""
-        return optimizer if self.stage == 3 else sharded(optimizer, self.axis, specs=self.specs)
+        return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`function(params, ...)`, which refuses parameters that do not live as `rule` says."""

@@ -87,24 +87,24 @@ class Way(NamedTuple):
 def microbatched(params, batch):
     def part(params, batch):
         value, gradients = local(params, batch)
-        return value, zero.scatter(gradients, "data", specs=SPECS["data"])
+        return value, zero.reduce_scatter(gradients, "data", SPECS["data"])
 
     return grads.accumulated(part, microbatches=2)(params, batch)
 
 
 local, as_it_is = jax.value_and_grad(loss), lambda optimizer: optimizer
-split_up = lambda optimizer: zero.sharded(optimizer, "data", specs=SPECS["data"])
-gathering = jax.value_and_grad(zero.gathered(loss, SPECS["data"], "data"))
+split_up = lambda optimizer: zero.sharded(optimizer, "data", SPECS["data"])
+gathering = jax.value_and_grad(zero.gathered(loss, "data", SPECS["data"]))
 WAYS = {
     "tensor": Way("tensor", local, True, as_it_is),
-    "zero-1": Way("data", zero.scattered(local, "data", specs=SPECS["data"]), False, split_up),
-    "zero-2": Way("data", zero.scattered(microbatched, "data", specs=SPECS["data"]), False, split_up),
+    "zero-1": Way("data", zero.reduce_scattered(local, "data", SPECS["data"]), False, split_up),
+    "zero-2": Way("data", zero.reduce_scattered(microbatched, "data", SPECS["data"]), False, split_up),
     "zero-3": Way("data", grads.averaged(gathering, "data"), True, as_it_is),
 }
 
 
 def whole(way, optimizer):
-    return optimizers.whole(optimizer, SPECS[way.axis], way.axis)
+    return optimizers.whole(optimizer, way.axis, SPECS[way.axis])
 
 
 def steps_on_shards(way, table, specs=None, *, live=None, told=True, extra=step.value_of, **sizes):
@@ -126,7 +126,7 @@ def steps_on_shards(way, table, specs=None, *, live=None, told=True, extra=step.
     data = "data" if "data" in sizes else None
     batch_specs = by_leaf(lambda spec: P(None, data, *(spec if way.axis == "tensor" else ())), live)
     steps = {
-        name: step.make(way.grad, each, specs=live if told else None, extra=EXTRA.get(name, extra))
+        name: step.make(way.grad, each, specs=live if told else None, extra_args=EXTRA.get(name, extra))
         for name, each in table.items()
     }
     specs_of = {name: step.State(live, rules.optimizer_specs(each, PARAMS, specs), P()) for name, each in table.items()}

@@ -15,7 +15,7 @@ from jax import lax
 
 from parallax import pipeline
 from parallax.collectives import ring
-from parallax.grads import in_parts
+from parallax.grads import split_into_microbatches
 from parallax.models import decoder, gpt2
 
 FLOAT64 = jnp.dtype("float64")
@@ -52,7 +52,7 @@ def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatche
     def loss(params, batch):
         P, s = lax.axis_size(axis_name), lax.axis_index(axis_name)
         own = jax.tree.map(lambda w: w[0] if eqx.is_array(w) else w, params.blocks)
-        parts = in_parts(batch, microbatches)
+        parts = split_into_microbatches(batch, microbatches)
 
         def tick(carry, t):
             x, total = carry

@@ -112,9 +112,9 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
             grad = parts.accumulated(grad, microbatches=layout.microbatches)
         optimizer = parts.update(OPTIMIZER)
         if layout.zero == 1:
-            grad, optimizer = zero.scattered(grad, replicas, specs=specs), zero.sharded(optimizer, replicas, specs=specs)
+            grad, optimizer = zero.reduce_scattered(grad, replicas, specs), zero.sharded(optimizer, replicas, specs)
         elif layout.zero == 3:
-            grad = grads.averaged(zero.unsharded(grad, replicas, specs=specs), replicas)
+            grad = grads.averaged(zero.gathered_once(grad, replicas, specs), replicas)
         else:
             grad = parts.averaged(grad, replicas)
 

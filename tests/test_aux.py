@@ -59,14 +59,14 @@ AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 mi
         4,
     ),
     "mixed": (lambda s: grads.averaged(precision.mixed(WITH_AUX, FLOAT64), "data"), 4),
-    "scattered": (lambda s: zero.scattered(WITH_AUX, "data", specs=s), 4),
-    "gathered": (lambda s: grads.averaged(of_few(zero.gathered(aux_loss, s, "data")), "data"), 4),
-    "unsharded": (lambda s: grads.averaged(zero.unsharded(WITH_AUX, "data", specs=s), "data"), 4),
+    "scattered": (lambda s: zero.reduce_scattered(WITH_AUX, "data", s), 4),
+    "gathered": (lambda s: grads.averaged(of_few(zero.gathered(aux_loss, "data", s)), "data"), 4),
+    "unsharded": (lambda s: grads.averaged(zero.gathered_once(WITH_AUX, "data", s), "data"), 4),
     "of one's own": (
         *(lambda s: grads.averaged(grads.accumulated(WITH_AUX, microbatches=2, aux=total), "data", aux=summed),),
         32,
     ),
-    "of one's own, scattered": (lambda s: zero.scattered(WITH_AUX, "data", specs=s, aux=largest), 4),
+    "of one's own, scattered": (lambda s: zero.reduce_scattered(WITH_AUX, "data", s, aux=largest), 4),
     "of one's own, summed": (lambda s: grads.summed(WITH_AUX, "data", loss=True, aux=largest), 4),
 }
 
@@ -139,7 +139,7 @@ def counting(after, world):
     only_w = {name: name == "w" for name in counted()}
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(counted, OPTIMIZER, rules.match("**", P()), world, trainable=only_w)
-    train = step.make(grads.averaged(counted_grad, "data"), OPTIMIZER, after=after)
+    train = step.make(grads.averaged(counted_grad, "data"), OPTIMIZER, after_update=after)
     return state, on(world, train, (specs, P("data")), (specs, P()))
 
 
@@ -169,26 +169,29 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     [
         (
             lambda model, aux: {**model, "mean": aux["mean"].astype(jnp.float32)},
-            "after must keep the form of mean, .* dtype.'float64'.*; it returned .* dtype.'float32'",
+            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* dtype.'float32'",
         ),
         (
             lambda model, aux: {**model, "mean": aux["mean"][:4]},
-            r"after must keep the form of mean, .*\(8,\).*; it returned .*\(4,\)",
+            r"after_update must keep the form of mean, .*\(8,\).*; it returned .*\(4,\)",
         ),
         (
             lambda model, aux: {**model, "rate": 0.25},
-            "after must keep rate, which is 0.5; it returned 0.25. A leaf that is no array",
+            "after_update must keep rate, which is 0.5; it returned 0.25. A leaf that is no array",
         ),
-        (lambda model, aux: {**model, "rate": aux["loss"]}, r"after must keep rate, which is 0.5; it returned float64\[\]"),
-        (lambda model, aux: {**model, "seen": 3}, r"after must keep seen, which is int32\[\]; it returned 3"),
-        (lambda model, aux: {**model, "call": jnp.sin}, "after must keep call, which is .*tanh.*; it returned .*sin"),
+        (
+            lambda model, aux: {**model, "rate": aux["loss"]},
+            r"after_update must keep rate, which is 0.5; it returned float64\[\]",
+        ),
+        (lambda model, aux: {**model, "seen": 3}, r"after_update must keep seen, which is int32\[\]; it returned 3"),
+        (lambda model, aux: {**model, "call": jnp.sin}, "after_update must keep call, which is .*tanh.*; it returned .*sin"),
         (
             lambda model, aux: {"weight": model["w"], **{name: model[name] for name in model if name != "w"}},
-            "after must return a model of the structure that it takes, .* w is gone, weight is new",
+            "after_update must return a model of the structure that it takes, .* w is gone, weight is new",
         ),
         (
             lambda model, aux: None,
-            "after must return a model of the structure that it takes, .* call is gone, mean is gone, rate is",
+            "after_update must return a model of the structure that it takes, .* call is gone, mean is gone, rate is",
         ),
     ],
 )
@@ -203,6 +206,6 @@ def test_after_that_makes_replicas_differ_is_refused():
         return {**model, "mean": varying(model["mean"], "data")}
 
     state, train = counting(own_rows, mesh.make(data=8))
-    message = r"after must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take means over the axes first"
+    message = r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take means over the axes first"
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
         train(state, np.zeros((16, 8)))

@@ -35,14 +35,14 @@ from parallax.collectives import ring
 # Shares of shards: ZeRO-1 over two devices of tensor shards over two
 
 BOTH = {"blocks": {"weight": P(None, "data", "tensor"), "bias": P("data", "tensor")}, "head": P("tensor", "data"), "scale": P()}
-OF_SHARDS = Way("tensor", zero.scattered(local, "data", specs=BOTH), True, lambda each: zero.sharded(each, "data", specs=BOTH))
+OF_SHARDS = Way("tensor", zero.reduce_scattered(local, "data", BOTH), True, lambda each: zero.sharded(each, "data", BOTH))
 on_both = {"specs": BOTH, "live": SPECS["tensor"], "data": 2, "tensor": 2}
 
 
 def test_shares_of_shards_train_as_one_device():
     table = {"adamw": BARE["adamw"], "muon": WRAPPED["muon"]}
     plain = on_one_device(table)
-    table = {"adamw": OF_SHARDS.bare(table["adamw"]), "muon": optimizers.whole(table["muon"], BOTH, ("data", "tensor"))}
+    table = {"adamw": OF_SHARDS.bare(table["adamw"]), "muon": optimizers.whole(table["muon"], ("data", "tensor"), BOTH)}
     for name, (params, _) in on_shards(OF_SHARDS, table, **on_both).items():
         assert_close(params, plain[name][0], EXACT)
 
@@ -52,7 +52,7 @@ def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
     """A sum that appears above 200 elements: a leaf of 384 has shards of 192, and shares of 96."""
     specs = BOTH if told else {"blocks": {"weight": P(None, "data"), "bias": P("data")}, "head": P(None, "data"), "scale": P()}
     from_200 = of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 200 else g)
-    message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs=specs)}, **on_both)
+    message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs)}, **on_both)
     assert "zero.sharded: each device updates its shards alone" in message
     assert "on a whole leaf it is another program" in message
 
@@ -100,14 +100,14 @@ def assert_those_of_one_device(found):
 def test_by_matrix_is_the_optimizer_on_a_list_of_layers(axis, split):
     """Of tensor shards, and of ZeRO-1's shares of gradients."""
     specs = SPLIT[split](axis)
-    grad = local if axis == "tensor" else zero.scattered(local, "data", specs=specs)
-    table = {name: optimizers.by_matrix(each, specs, axis, layers=LAYERS) for name, each in BY_MATRIX.items()}
+    grad = local if axis == "tensor" else zero.reduce_scattered(local, "data", specs)
+    table = {name: optimizers.by_matrix(each, axis, specs, layers=LAYERS) for name, each in BY_MATRIX.items()}
     assert_those_of_one_device(on_shards(Way(axis, grad, axis == "tensor", as_it_is), table, specs))
 
 
 @pytest.mark.long
 def test_by_matrix_of_shares_of_shards():
-    table = {name: optimizers.by_matrix(each, BOTH, ("data", "tensor"), layers=LAYERS) for name, each in BY_MATRIX.items()}
+    table = {name: optimizers.by_matrix(each, ("data", "tensor"), BOTH, layers=LAYERS) for name, each in BY_MATRIX.items()}
     assert_those_of_one_device(on_shards(OF_SHARDS, table, **on_both))
 
 
@@ -122,13 +122,13 @@ def test_muon_takes_a_stack_of_matrices_for_something_else_and_becomes_adam():
 
 def assert_refused_by_matrix(message, optimizer, specs=None, *, layers=LAYERS):
     specs = specs or SPLIT["rows"]("tensor")
-    wrapped = optimizers.by_matrix(optimizer, specs, "tensor", layers=layers)
+    wrapped = optimizers.by_matrix(optimizer, "tensor", specs, layers=layers)
     assert message in refusal(Way("tensor", local, True, as_it_is), {"": wrapped}, specs)
 
 
 def test_by_matrix_refuses_layers_that_do_not_divide():
     specs = SPLIT["rows"]("tensor")
-    init = optimizers.by_matrix(BY_MATRIX["muon"], specs, "tensor", layers=LAYERS).init
+    init = optimizers.by_matrix(BY_MATRIX["muon"], "tensor", specs, layers=LAYERS).init
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must divide by the 8 devices that "
@@ -191,9 +191,9 @@ def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     weight, optimizer, axis = PARAMS["blocks"]["weight"], optax.adamw(RATE), ring("tensor")
     spec = SPLIT[split]("tensor")["blocks"]["weight"]
     wrapped = {
-        "whole": lambda: optimizers.whole(optimizer, spec, axis),
-        "by_matrix": lambda: optimizers.by_matrix(optimizer, spec, axis, layers={"*": 1, "": 1}),
-        "sharded": lambda: zero.sharded(optimizer, axis, specs=spec),
+        "whole": lambda: optimizers.whole(optimizer, axis, spec),
+        "by_matrix": lambda: optimizers.by_matrix(optimizer, axis, spec, layers={"*": 1, "": 1}),
+        "sharded": lambda: zero.sharded(optimizer, axis, spec),
     }[wrapper]()
     where = spec if live == "shares" else P()
     state_specs = rules.optimizer_specs(wrapped, weight, spec)
@@ -213,5 +213,5 @@ def test_more_than_three_dims_need_a_number_of_layers(shape, spec, lead):
     """A convolution has no dim of layers, attention weights [L, D, H, K] have one: the shape does not tell."""
     params, specs = {"w": jnp.ones(shape)}, {"w": spec}
     with pytest.raises(ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."):
-        optimizers.by_matrix(WRAPPED["lars"], specs, "tensor").init(params)
-    optimizers.by_matrix(WRAPPED["lars"], specs, "tensor", layers={"w": lead}).init(params)
+        optimizers.by_matrix(WRAPPED["lars"], "tensor", specs).init(params)
+    optimizers.by_matrix(WRAPPED["lars"], "tensor", specs, layers={"w": lead}).init(params)

@@ -267,12 +267,12 @@ def prepared(case):
     if case.zero:
         rule = rules.fsdp("data", size=case.sizes["data"], min_size=1, keep={"blocks.**": (0, 1)}, inside=plain_rule)
         shares = rules.specs(eqx.filter_eval_shape(make_model), rule, world, batch_axes=split)
-        grad, optimizer = zero.scattered(grad, mover(split), specs=shares), zero.sharded(OPTIMIZER, "data", specs=shares)
+        grad, optimizer = zero.reduce_scattered(grad, mover(split), shares), zero.sharded(OPTIMIZER, "data", shares)
     else:
         grad = grads.averaged(grad, mover(split))
     options = {"optimizer_rule": rule, "trainable": trainable, "batch_axes": split}
     state, specs = step.init(make_model, OPTIMIZER, plain_rule, world, **options)
-    train = step.make(grad, optimizer, after=after)
+    train = step.make(grad, optimizer, after_update=after)
     return state, on(world, train, (specs, P(split)), (specs, P()), donate="all")
 
 

@@ -69,9 +69,9 @@ def with_the_kit(scratch):
     shares = rules.specs(jax.eval_shape(make_model), shared, devices)
     table = schedule.one_f_one_b(scratch.STAGES, scratch.MICROBATCHES)
     grad = pipeline.value_and_grad(enter, stage, head, table, ring("stage"), where=lambda model: model["layers"])
-    grad = zero.scattered(grad, ring("data"), specs=shares)
+    grad = zero.reduce_scattered(grad, ring("data"), shares)
     state, specs = step.init(make_model, scratch.OPTIMIZER, rule, devices, optimizer_rule=shared)
-    train = step.make(grad, zero.sharded(scratch.OPTIMIZER, ring("data"), specs=shares))
+    train = step.make(grad, zero.sharded(scratch.OPTIMIZER, ring("data"), shares))
     train = jax.jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
     losses = []
     for i in range(STEPS):

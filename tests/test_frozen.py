@@ -37,23 +37,23 @@ ARROWS = {
         {"all-reduce": TRAINED + 8},
     ),
     "scattered": (
-        *(lambda s: zero.scattered(PLAIN, "data", specs=s), SPLIT, (False, True)),
+        *(lambda s: zero.reduce_scattered(PLAIN, "data", s), SPLIT, (False, True)),
         {"reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
     "scattered where it pays": (
-        *(lambda s: zero.scattered(PLAIN, "data", specs=s), rules.fsdp("data", size=8), (False, True)),
+        *(lambda s: zero.reduce_scattered(PLAIN, "data", s), rules.fsdp("data", size=8), (False, True)),
         {"all-reduce": TRAINED + 8},  # leaves of fewer than 1,024 elements stay whole
     ),
     "gathered": (
-        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, s, "data")), "data"), KEPT, (True, True)),
+        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"), KEPT, (True, True)),
         {"all-gather": TRAINED, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
     "gathered, frozen leaves too": (
-        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, s, "data")), "data"), SPLIT, (True, True)),
+        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"), SPLIT, (True, True)),
         {"all-gather": TRAINED + 8 * 64 * 64 + 4 * 64, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
     "unsharded": (
-        *(lambda s: grads.averaged(zero.unsharded(PLAIN, "data", specs=s), "data"), KEPT, (True, True)),
+        *(lambda s: grads.averaged(zero.gathered_once(PLAIN, "data", s), "data"), KEPT, (True, True)),
         {"all-gather": TRAINED, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
 }

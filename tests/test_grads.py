@@ -145,7 +145,7 @@ def clip_over_shards(mover):
     axes = [mover("a"), mover("b")]
 
     def body(tree, batch):
-        arrow = grads.clipped(lambda params, batch: (jnp.sum(batch), params), 1.5, axes=axes)
+        arrow = grads.clipped(lambda params, batch: (jnp.sum(batch), params), 1.5, reduce_norm_over=axes)
         return arrow(tree, batch)[1], grads.norm(tree, axes=axes)
 
     return over(body, (TREE, P()), (TREE, P()), a=2, b=4)
@@ -204,7 +204,7 @@ def test_equinox_models():
     draw = np.random.default_rng(0).normal
     batch = draw(size=(32, 3)), draw(size=(32, 2))
     arrow = grads.accumulated(eqx.filter_value_and_grad(model_loss), microbatches=2)
-    arrow = grads.clipped(grads.averaged(arrow, ring("data")), 0.1, axes=[ring("data")])
+    arrow = grads.clipped(grads.averaged(arrow, ring("data")), 0.1, reduce_norm_over=[ring("data")])
     value, gradients = over(arrow, (P(), P("data")), P(), data=8)(model, batch)
     expected_value, expected = eqx.filter_value_and_grad(model_loss)(model, batch)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)

@@ -95,7 +95,7 @@ def test_trainable_may_be_any_question_about_a_leaf(trainable):
 
 def test_sharded_has_state_for_what_can_be_trained():
     """Outside a map, of a model with integers and functions."""
-    state = zero.sharded(optax.adam(1e-3), "data", specs=P()).init(adapted())
+    state = zero.sharded(optax.adam(1e-3), "data", P()).init(adapted())
     assert [path for path, _ in rules.paths(state[0].mu)] == ["base", "bias", "low.0", "low.1"]
 
 
@@ -116,7 +116,7 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
     make = lambda: {"blocks": normal(0, 8, 8, 8), "squash": jnp.tanh}
 
     def loss(model, batch):
-        block = zero.gathered(lambda w, x: model["squash"](x @ w), P(), "data")
+        block = zero.gathered(lambda w, x: model["squash"](x @ w), "data", P())
         return jnp.mean(lax.scan(lambda x, w: (block(w, x), None), batch, model["blocks"])[0] ** 2)
 
     grad = grads.averaged(eqx.filter_value_and_grad(loss), "data")

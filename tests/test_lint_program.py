@@ -467,7 +467,7 @@ def averaged(grad):
 
 
 def gathered(loss):
-    return zero.gathered(loss, rules.specs(MODEL, FSDP), ring("data"))
+    return zero.gathered(loss, ring("data"), rules.specs(MODEL, FSDP))
 
 
 def gathered_by_hand(loss):
@@ -478,7 +478,7 @@ def gathered_by_hand(loss):
 
 
 def unsharded(grad):
-    return zero.unsharded(grad, ring("data"), specs=rules.specs(MODEL, FSDP))
+    return zero.gathered_once(grad, ring("data"), rules.specs(MODEL, FSDP))
 
 
 ARROWS = {

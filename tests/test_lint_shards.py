@@ -87,7 +87,7 @@ def lamb_by_hand(net, x):
 
 
 def whole_lamb(net, x):
-    optimizer = optimizers.whole(optax.lamb(1e-3), ON_TENSOR, "tensor")
+    optimizer = optimizers.whole(optax.lamb(1e-3), "tensor", ON_TENSOR)
     updates, _ = optimizer.update(gradients_of(net, x), optimizer.init(net), net)
     return optax.apply_updates(net, updates)
 
@@ -243,7 +243,7 @@ def accumulated_on_one_replica(layers, x):
 
 def accumulated_of_gathered(layers, x):
     def loss(layers, x):
-        gathered = zero.gathered(lambda w, x: block(x, w), P("data"), ring("data"))
+        gathered = zero.gathered(lambda w, x: block(x, w), ring("data"), P("data"))
         run = jax.checkpoint(lambda x: lax.scan(lambda x, w: gathered(w, x), x, layers)[0])
         return jnp.mean(run(x) ** 2)
 

@@ -413,6 +413,6 @@ def test_models_of_users_are_silent(name, way):
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(kind.make, OPTIMIZER, rule, world, optimizer_rule=optimizer_rule, trainable=kind.trainable)
         grad, optimizer = made(rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world))
-        train = step.make(grad, optimizer, after=kind.after)
+        train = step.make(grad, optimizer, after_update=kind.after)
         mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         assert lint.program(mapped, state, batch_of(0)) == []

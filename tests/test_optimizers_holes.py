@@ -158,7 +158,7 @@ def test_a_hole_is_one_and_whole_leaves_close_it():
     specs = SPECS["tensor"] | LEFT_FOR_SHAPES
     plain = on_one_device(HOLES)
     assert_trains_something_else(HOLES, plain)
-    wrapped = {name: optimizers.whole(each, specs, "tensor") for name, each in HOLES.items()}
+    wrapped = {name: optimizers.whole(each, "tensor", specs) for name, each in HOLES.items()}
     for name, (params, _) in on_shards(WAYS["tensor"], wrapped, specs).items():
         assert_close(params, plain[name][0], EXACT)
 
@@ -243,7 +243,7 @@ def test_a_rate_by_the_shape_is_right_where_specs_tell_that_the_dim_is_whole():
 def test_a_wrapper_vouches_for_itself_alone():
     """What stands beside one in a chain is checked, sizes too."""
     specs, by_shape = SPECS["tensor"] | LEFT_FOR_SHAPES, HOLES["a rate by the shape"]
-    for wrapper in (optimizers.on_shards, lambda each: optimizers.whole(each, specs, "tensor")):
+    for wrapper in (optimizers.on_shards, lambda each: optimizers.whole(each, "tensor", specs)):
         for chain in ((wrapper(optax.identity()), by_shape), (by_shape, wrapper(optax.identity()))):
             assert "on a whole leaf it is another program" in refusal(WAYS["tensor"], {"": optax.chain(*chain)}, specs)
 
@@ -282,7 +282,7 @@ def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, ax
     """Wherever it is made: for a state that is placed, and inside a map."""
     axes, specs = mesh.make(data=4, tensor=2), {"w": P("tensor"), "b": P()}
     model = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
-    optimizer = wrapper(optax.adam(RATE), specs, axis)
+    optimizer = wrapper(optax.adam(RATE), axis, specs)
     rule = rules.first(rules.match("w", P("tensor")), rules.match("b", P()))
     message = r"^optimizers: the optimizer joins shares along 'tensr', and the mesh has 'data', 'tensor'\. Give "
     with pytest.raises(ValueError, match=message):

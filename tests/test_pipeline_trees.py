@@ -166,17 +166,17 @@ def pipelined(case, params):
     axis, data = case.mover("tensor"), case.mover("data")
     gather = lambda w: w
     if case.zero == 3:
-        of_layer = zero.parts(shared, "data", loops=2).layer
-        gather = zero.gathered(lambda w: w, of_layer, data)
+        of_layer = zero.part_specs(shared, "data", loops=2).layer
+        gather = zero.gathered(lambda w: w, data, of_layer)
     table = case.make(stages, case.microbatches) if v == 1 else case.make(stages, case.microbatches, v)
     options = {"keep": case.keep, "aux": total, "trainable": TRAINABLE}
     options["exchange"] = pipeline.split_over(axis) if case.exchange else pipeline.WHOLE
     if case.zero == 2:
-        options["scatter"] = functools.partial(zero.scatter, axis=data, specs=shared)
+        options["scatter"] = functools.partial(zero.reduce_scatter, axis=data, specs=shared)
     grad = pipeline.value_and_grad(enter, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options)
     if case.zero == 3:
-        grad = zero.unsharded(grad, data, specs=zero.parts(shared, "data", loops=2).ends)
-    wrap = functools.partial(zero.scattered, specs=shared) if case.zero in (1, 2) else grads.averaged
+        grad = zero.gathered_once(grad, data, zero.part_specs(shared, "data", loops=2).ends)
+    wrap = functools.partial(zero.reduce_scattered, specs=shared) if case.zero in (1, 2) else grads.averaged
     grad = wrap(grad, data, aux=of_devices)
     out = eqx.filter(shared, TRAINABLE)
     run = mesh.spmd(grad, mesh=world, in_specs=(specs, P("data")), out_specs=((P(), P()), out))

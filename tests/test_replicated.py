@@ -226,8 +226,8 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
     [
         lambda x: ring.all_reduce(x, "dtaa"),
         lambda x: ring.all_mean(x, "dtaa"),
-        zero.gathered(jnp.sum, P("dtaa"), "dtaa"),
-        lambda x: zero.scattered(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", specs=P())(x, x)[0],
+        zero.gathered(jnp.sum, "dtaa", P("dtaa")),
+        lambda x: zero.reduce_scattered(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", P())(x, x)[0],
         lambda x: sequence.own(x, "dtaa", dim=0),
         lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa")(x, x)[0],
     ],

@@ -64,9 +64,9 @@ def trained(make, data, devices, shares):
     if shares:
         split = rules.fsdp("data", size=devices.shape["data"], min_size=1, inside=rule)
         split_specs = rules.specs(eqx.filter_eval_shape(make), split, devices)
-        optimizer = zero.sharded(OPTIMIZER, "data", specs=split_specs)
+        optimizer = zero.sharded(OPTIMIZER, "data", split_specs)
         state, specs = step.init(make, optimizer, rule, devices, optimizer_rule=split)
-        train = step.make(zero.scattered(grad, "data", specs=split_specs), optimizer)
+        train = step.make(zero.reduce_scattered(grad, "data", split_specs), optimizer)
     else:
         state, specs = step.init(make, OPTIMIZER, rule, devices)
         train = step.make(grads.averaged(grad, "data"), OPTIMIZER)

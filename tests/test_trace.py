@@ -148,7 +148,7 @@ def of_user(name):
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(kind.make, ADAMW, rule, world, trainable=kind.trainable)
         grad = grads.averaged(kind.grad(lambda m, b: kind.loss(m, b, "tensor")), "data")
-        train = step.make(grad, ADAMW, after=kind.after)
+        train = step.make(grad, ADAMW, after_update=kind.after)
         train = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         arrays, static = eqx.partition(state, eqx.is_array)
         run = jax.jit(lambda arrays, batch: eqx.filter(train(eqx.combine(arrays, static), batch), eqx.is_array))

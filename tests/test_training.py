@@ -36,7 +36,7 @@ def make_step():
     optimizer = optax.adam(0.1)
     grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
     state, specs = step.init(lambda: {"w": jnp.ones(4, FLOAT64)}, optimizer, rules.match("w", P("tensor")), axes)
-    local = step.make(grad, optimizer, axes=[ring("data")])
+    local = step.make(grad, optimizer, reduce_norm_over=[ring("data")])
     train = mesh.spmd(local, mesh=axes, in_specs=(specs, (P("data", "tensor"), P("data"))), out_specs=(specs, P()))
     return state, jax.jit(train)
 

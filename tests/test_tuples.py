@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     sizes: dict[str, int]
     specs: dict[str, P]  # of the parameters as they live
-    shares: dict[str, P]  # and of their gradients after `zero.scattered`
+    shares: dict[str, P]  # and of their gradients after `zero.reduce_scattered`
     over: tuple[str, ...]
     mover: str
 
@@ -98,7 +98,7 @@ def parallel(case):
     joins = {name: tuple(axis for axis in case.names(spec) if axis not in case.over) for name, spec in case.specs.items()}
 
     local = functools.partial(loss, joins=joins)
-    return jax.value_and_grad(zero.gathered(local, case.specs, case.axis))
+    return jax.value_and_grad(zero.gathered(local, case.axis, case.specs))
 
 
 def on(case, f, out):
@@ -122,7 +122,7 @@ def test_equals_one_device(how, case):
         part = lambda params, x: jax.tree.map(lambda leaf: leaf / n, grad(params, x))
         found = on(case, grads.summed(part, case.axis, loss=True), case.specs)(params, x)
     else:
-        found = on(case, zero.scattered(grad, case.axis, specs=case.shares), case.shares)(params, x)
+        found = on(case, zero.reduce_scattered(grad, case.axis, case.shares), case.shares)(params, x)
     assert_close(found, expected, EXACT)
 
 
@@ -177,7 +177,7 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
     w = np.arange(64.0).reshape(16, 4)
 
     def total(specs):
-        local = zero.gathered(lambda w: tensor.leave(jnp.sum(w["w"] ** 2), "tensor"), specs, "fsdp")
+        local = zero.gathered(lambda w: tensor.leave(jnp.sum(w["w"] ** 2), "tensor"), "fsdp", specs)
         value = lambda w: lax.pmean(local(w), "fsdp")
         return jax.jit(mesh.spmd(value, mesh=world, in_specs=(specs,), out_specs=P()))({"w": w})
 
@@ -190,7 +190,7 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
 
 def test_shares_that_are_scattered_over_the_outer_axis_are_refused():
     world = mesh.make(fsdp=2, tensor=4)
-    grad = zero.scattered(jax.value_and_grad(lambda w, x: jnp.sum(w * x)), "fsdp", specs=P(("fsdp", "tensor")))
+    grad = zero.reduce_scattered(jax.value_and_grad(lambda w, x: jnp.sum(w * x)), "fsdp", P(("fsdp", "tensor")))
     f = mesh.spmd(grad, mesh=world, in_specs=(P("tensor"), P("fsdp")), out_specs=(P(), P(("fsdp", "tensor"))))
     with pytest.raises(ValueError, match=r"dim 0 of the leaf is split over \('fsdp', 'tensor'\)"):
         f(np.ones(16), np.ones(2))
@@ -224,17 +224,17 @@ def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
 
     def trained(fsdp, layer_of):
         specs = rules.specs(params, fsdp, world)
-        gathered = zero.gathered(block, layer_of(specs), "data")
+        gathered = zero.gathered(block, "data", layer_of(specs))
         grad = grads.accumulated(jax.value_and_grad(functools.partial(run, block=gathered)), microbatches=2)
         grad = grads.averaged(grad, "data")
         return jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P("data")), out_specs=(P(), specs)))(params, x)
 
     by_hand = lambda specs: jax.tree.map(lambda spec: P(*spec[1:]), specs["blocks"], is_leaf=mesh.is_spec)
-    by_parts = lambda specs: zero.parts(specs, "data", where=lambda specs: specs["blocks"]).layer
+    by_parts = lambda specs: zero.part_specs(specs, "data", blocks=lambda specs: specs["blocks"]).layer
     fsdp = functools.partial(rules.fsdp, "data", size=8, min_size=0)
     with pytest.raises(ValueError, match=r"blocks.b, here of shape \(8, 16\), differs along 'data' as a share.*keep=.*\(0,\)"):
         trained(fsdp(), by_hand)
-    with pytest.raises(ValueError, match=r"zero.parts: dim 0 of b, which is looped over, is split over 'data'.*keep=.*\(0,\)"):
+    with pytest.raises(ValueError, match=r"part_specs: dim 0 of b, which is looped over, is split over 'data'.*keep=.*\(0,\)"):
         trained(fsdp(), by_parts)
     expected = jax.value_and_grad(run)(params, x)
     for layer_of in (by_hand, by_parts):
@@ -244,7 +244,7 @@ def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
 def test_what_is_gathered_may_be_declared_varying_by_hand():
     """Leaves that stay whole differ in type alone, as `grads.averaged` and users declare them."""
     specs = {"w": P("data"), "b": P()}
-    local = zero.gathered(lambda p, x: jnp.mean(x * p["w"].sum() + p["b"]), specs, "data")
+    local = zero.gathered(lambda p, x: jnp.mean(x * p["w"].sum() + p["b"]), "data", specs)
     grad = lambda p, x: jax.value_and_grad(local)(varying(p, "data"), x)
     f = mesh.spmd(
         lambda p, x: lax.pmean(grad(p, x)[0], "data"), mesh=mesh.make(data=8), in_specs=(specs, P("data")), out_specs=P()
@@ -255,7 +255,7 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
 def test_an_arrow_inside_another_knows_what_that_declared():
     """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared all varying over data."""
     specs = {"w": P("data", "tensor"), "b": P()}
-    local = zero.gathered(lambda p, x: jnp.mean(x * tensor.leave(jnp.sum(p["w"]), "tensor") + p["b"]), specs, "data")
+    local = zero.gathered(lambda p, x: jnp.mean(x * tensor.leave(jnp.sum(p["w"]), "tensor") + p["b"]), "data", specs)
     half = lambda p, x: jax.tree.map(lambda leaf: leaf / 2, jax.value_and_grad(local)(p, x))
     grad = grads.averaged(grads.summed(half, "tensor", loss=True), "data")
     f = mesh.spmd(grad, mesh=mesh.make(data=4, tensor=2), in_specs=(specs, P("data")), out_specs=(P(), specs))

@@ -70,14 +70,14 @@ def zero_1(kind):
     grad = grads.accumulated(kind.grad(lambda m, b: kind.loss(m, b, ())), microbatches=2)
 
     def made(specs):
-        return zero.scattered(grad, "data", specs=specs), zero.sharded(OPTIMIZER, "data", specs=specs)
+        return zero.reduce_scattered(grad, "data", specs), zero.sharded(OPTIMIZER, "data", specs)
 
     return {"data": 8}, rules.match("**", P()), shares(kind), made
 
 
 def zero_3(kind):
     def made(specs):
-        loss = zero.gathered(lambda m, b: kind.loss(m, b, ()), specs, "data")
+        loss = zero.gathered(lambda m, b: kind.loss(m, b, ()), "data", specs)
         return grads.averaged(grads.accumulated(kind.grad(loss), microbatches=2), "data"), OPTIMIZER
 
     return {"data": 8}, shares(kind), None, made
@@ -106,7 +106,7 @@ def test_five_steps_are_those_of_one_device(name, way):
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(kind.make, OPTIMIZER, rule, world, optimizer_rule=optimizer_rule, trainable=kind.trainable)
         grad, optimizer = made(rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world))
-        train = on(world, step.make(grad, optimizer, after=kind.after), (specs, P("data")), (specs, P()), donate="all")
+        train = on(world, step.make(grad, optimizer, after_update=kind.after), (specs, P("data")), (specs, P()), donate="all")
         for number, loss in enumerate(plain.losses):
             state, info = train(state, batch_of(number))
             np.testing.assert_allclose(info.loss, loss, rtol=EXACT)

@@ -153,7 +153,7 @@ def wrapped(grad, chain, axis, mover):
 def arrow(case, axis, mover=xla):
     """The grad arrow of a case; without axes, on one device."""
     loss = functools.partial(case.model, axis=axis)
-    local = zero.gathered(loss, {name: case.specs[name] if name in case.gathered else P() for name in case.specs}, axis)
+    local = zero.gathered(loss, axis, {name: case.specs[name] if name in case.gathered else P() for name in case.specs})
     if case.inner is not None:
         inside, step_of = local, wrapped(jax.value_and_grad(local), case.inner, axis, mover)
 
@@ -387,7 +387,7 @@ REDUCED = {
     "with aux": lambda axis, names: grads.averaged(
         jax.value_and_grad(lambda w, x: (lax.pmean(squared(w, x), names), w), has_aux=True), axis
     ),
-    "scattered": lambda axis, names: zero.scattered(mean_over(*names), axis, specs=P()),
+    "scattered": lambda axis, names: zero.reduce_scattered(mean_over(*names), axis, P()),
     "summed": lambda axis, names: grads.summed(mean_over(*names), axis, loss=True),
 }
 
@@ -478,7 +478,7 @@ def test_a_constant_loss_is_no_reduced_one():
 CLIPS_INSIDE = {
     "averaged": grads.averaged(grads.clipped(PLAIN, MAX_NORM), "data"),
     "summed": grads.summed(grads.clipped(PLAIN, MAX_NORM), "data", loss=True),
-    "scattered": zero.scattered(grads.clipped(PLAIN, MAX_NORM), "data", specs=P()),
+    "scattered": zero.reduce_scattered(grads.clipped(PLAIN, MAX_NORM), "data", P()),
     "accumulated": grads.accumulated(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), microbatches=2),
     "unscaled": precision.unscaled(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)),
 }
@@ -510,7 +510,7 @@ UNTYPED = {
 NEED_TYPES = {
     "averaged": grads.averaged(PLAIN, ring("data")),
     "summed": grads.summed(PLAIN, "data"),
-    "scattered": zero.scattered(PLAIN, "data", specs=P()),
+    "scattered": zero.reduce_scattered(PLAIN, "data", P()),
     "norm": lambda w, x: (x, grads.norm(x)[None]),
     "clipped": grads.clipped(PLAIN, 1.0),
     "step": lambda w, x: step.make(PLAIN, optax.sgd(0.1))(step.State(w, (), jnp.zeros((), jnp.int32)), x),
@@ -577,19 +577,19 @@ PLAIN_NET = jax.value_and_grad(NET)
 FORGOTTEN = {
     "averaged": (lambda s: PLAIN_NET, optax.adam(1e-3), "the loss differs along .'data'.*grads.averaged"),
     "averaged, of shares": (
-        *(lambda s: jax.value_and_grad(zero.gathered(NET, s, "data")), optax.adam(1e-3)),
+        *(lambda s: jax.value_and_grad(zero.gathered(NET, "data", s)), optax.adam(1e-3)),
         "the loss differs along .'data'.*grads.averaged",
     ),
     "sharded": (
-        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), optax.adam(1e-3)),
+        *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), optax.adam(1e-3)),
         "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
     ),
     "sharded, by momentum": (
-        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), optax.sgd(1e-3)),
+        *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), optax.sgd(1e-3)),
         "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
     ),
     "optimizer_rule": (
-        *(lambda s: zero.scattered(PLAIN_NET, "data", specs=s), lambda s: zero.sharded(optax.adamw(1e-3), "data", specs=s)),
+        *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), lambda s: zero.sharded(optax.adamw(1e-3), "data", s)),
         "optimizer's state is that of whole parameters.*optimizer_rule=",
     ),
 }

@@ -260,11 +260,11 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
     """However the gradients arrive: as shares, local, or averaged; the state is made inside the map."""
     with jax.numpy_dtype_promotion("standard"):
         expected = plain_steps(optimizer, 3)
-        sharded = zero.sharded(optimizer, "data", specs=SHARES)
+        sharded = zero.sharded(optimizer, "data", SHARES)
         grad = jax.value_and_grad(quadratic)
         local = lambda params, batch: grad(grads.varying(params, "data"), batch)
         arrow = {
-            "scattered": zero.scattered(grad, "data", specs=SHARES),
+            "scattered": zero.reduce_scattered(grad, "data", SHARES),
             "local": local,
             "averaged": grads.averaged(grad, "data"),
         }[arrive]
@@ -287,8 +287,8 @@ def test_a_split_inside_a_group_with_copies_across_groups():
     optimizer = optax.adam(1e-2, eps=1e-6)
     mesh_ = mesh.make(copy=2, shard=4)
     specs = rules.specs(PARAMS, rules.fsdp("shard", size=4), mesh_)
-    sharded = zero.sharded(optimizer, "shard", specs=specs)
-    grad = grads.averaged(zero.scattered(jax.value_and_grad(quadratic), "shard", specs=specs), ring("copy"))
+    sharded = zero.sharded(optimizer, "shard", specs)
+    grad = grads.averaged(zero.reduce_scattered(jax.value_and_grad(quadratic), "shard", specs), ring("copy"))
     train = step.make(grad, sharded)
     state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
     whole = step.State(jax.tree.map(lambda _: P(), PARAMS), rules.optimizer_specs(optimizer, PARAMS, specs), P())
@@ -304,7 +304,7 @@ def test_sums_over_replicas_are_wide():
     params = {"split": jnp.zeros(8, jnp.bfloat16), "whole": jnp.zeros(8, jnp.bfloat16)}
     specs = {"split": P("data"), "whole": P()}
     grad = lambda params, batch: (batch[0], jax.tree.map(lambda w: w + batch, params))
-    reduced = zero.scattered(grad, "data", specs=specs)
+    reduced = zero.reduce_scattered(grad, "data", specs)
     run = mesh.spmd(lambda *given: reduced(*given)[1], mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=specs)
     means = jax.jit(run)(params, jnp.ones(8, jnp.bfloat16).at[0].set(256))
     for leaf in means.values():
@@ -314,8 +314,8 @@ def test_sums_over_replicas_are_wide():
 def test_clipping_sees_the_whole_gradient():
     optimizer, max_norm = optax.sgd(0.1), 0.01
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
-    grad = zero.scattered(jax.value_and_grad(quadratic), "data", specs=SHARES)
-    sharded = zero.sharded(optimizer, "data", specs=SHARES)
+    grad = zero.reduce_scattered(jax.value_and_grad(quadratic), "data", SHARES)
+    sharded = zero.sharded(optimizer, "data", SHARES)
     train = step.make(grad, sharded, max_norm=max_norm)
     with jax.numpy_dtype_promotion("standard"):
         state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
@@ -337,7 +337,7 @@ def test_gradients_that_nobody_reduced_are_refused():
     run = mesh.spmd(step.make(local, optimizer), mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
     refused(
         "step.make needs gradients that are reduced; that of bias differs along ['data'], where the parameter is the same. Wrap "
-        "the grad arrow in grads.averaged, zero.scattered or ZeRO.grad.",
+        "the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad.",
         jax.jit(run),
         state,
         INPUTS,
@@ -345,7 +345,7 @@ def test_gradients_that_nobody_reduced_are_refused():
 
 
 def test_an_update_without_parameters_is_refused():
-    sharded = zero.sharded(optax.sgd(0.1), "data", specs=SHARES)
+    sharded = zero.sharded(optax.sgd(0.1), "data", SHARES)
     refused("zero.sharded: update needs the parameters, whose shapes tell shares from wholes.", sharded.update, PARAMS, ())
 
 
@@ -360,7 +360,7 @@ def test_zero_3_takes_a_model_that_holds_random_keys(axis):
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(model["keys"])
         return jnp.mean((batch @ model["w"] + jnp.sum(noise, 0)[None]) ** 2)
 
-    gathered = zero.gathered(loss, specs, axis)
+    gathered = zero.gathered(loss, axis, specs)
     run = mesh.spmd(
         lambda model, batch: jax.lax.pmean(gathered(model, batch), "data"), mesh=world, in_specs=(specs, P("data")), out_specs=P()
     )

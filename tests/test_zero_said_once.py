@@ -117,9 +117,9 @@ def test_stage_2_alone_scatters_each_microbatch(stage):
 
 
 FORGOTTEN = {
-    "1: grad": (1, {"forgotten": ("grad",)}, "zero.scattered or ZeRO.grad"),
-    "2: grad": (2, {"forgotten": ("grad",)}, "zero.scattered or ZeRO.grad"),
-    "3: grad": (3, {"forgotten": ("grad",)}, "zero.scattered or ZeRO.grad"),
+    "1: grad": (1, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
+    "2: grad": (2, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
+    "3: grad": (3, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
     "1: optimizer": (1, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
     "2: optimizer": (2, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
     "1: the optimizer's rule": (1, {"forgotten": ("optimizer_rule",)}, "or ZeRO.optimizer_rule, or make the state"),

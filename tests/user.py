@@ -86,11 +86,11 @@ def train_steps(specs: PyTree) -> list[step.Step]:
     grad = value_and_grad(loss)
     plain = grads.clipped(grads.averaged(grads.accumulated(grad, microbatches=4), ring("data")), 1.0)
     tokens = grads.summed(grad, "tensor")
-    one = zero.scattered(grads.accumulated(grad, microbatches=4), ring("data"), specs=specs)
-    three = grads.averaged(value_and_grad(zero.gathered(loss, specs, ring("data"))), "data")
-    sharded = zero.sharded(optimizer, ring("data"), specs=specs)
-    whole = optimizers.whole(optax.lamb(1e-3), specs, "data")
-    muon = optimizers.by_matrix(optax.contrib.muon(1e-3), specs, ring("data"), layers={"blocks.**": 1})
+    one = zero.reduce_scattered(grads.accumulated(grad, microbatches=4), ring("data"), specs)
+    three = grads.averaged(value_and_grad(zero.gathered(loss, ring("data"), specs)), "data")
+    sharded = zero.sharded(optimizer, ring("data"), specs)
+    whole = optimizers.whole(optax.lamb(1e-3), "data", specs)
+    muon = optimizers.by_matrix(optax.contrib.muon(1e-3), ring("data"), specs, layers={"blocks.**": 1})
     return [
         step.make(one, whole),
         step.make(one, muon),

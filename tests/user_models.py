@@ -397,7 +397,7 @@ def step_of(optimizer=OPTIMIZER, *, sharded=False, trainable=FEW, grad=None, **o
         state, specs = step.init(adapted, optimizer, rule, world, optimizer_rule=SPLIT if sharded else None, trainable=trainable)
         if sharded:
             shares = rules.specs(eqx.filter_eval_shape(adapted), SPLIT, world)
-            grad, optimizer = zero.scattered(PLAIN, "data", specs=shares), zero.sharded(optimizer, "data", specs=shares)
+            grad, optimizer = zero.reduce_scattered(PLAIN, "data", shares), zero.sharded(optimizer, "data", shares)
         train = step.make(grad or grads.averaged(PLAIN, "data"), optimizer, **options)
         train = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         arrays, static = eqx.partition(state, eqx.is_array)

@@ -211,7 +211,7 @@ def _refuse(kind: Kind, leaves: Sequence[_Leaf], i: int | None, at: str) -> NoRe
     raise Mixes(
         f"{at}: each device updates its shards alone, and this optimizer does not act element by element, so it would train "
         f"something else. Of {trees.dotted(leaves[i].path) or 'the parameter'}, which is split along {axis}: {kind.why}. "
-        f"Wrap it: optimizers.whole(optimizer, specs, {axis}) updates whole leaves, and "
-        f"optimizers.by_matrix(optimizer, specs, {axis}) whole matrices, each on one device. An optimizer that joins the shards "
+        f"Wrap it: optimizers.whole(optimizer, {axis}, specs) updates whole leaves, and "
+        f"optimizers.by_matrix(optimizer, {axis}, specs) whole matrices, each on one device. An optimizer that joins the shards "
         "itself is let through by optimizers.on_shards."
     )

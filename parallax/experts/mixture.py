@@ -68,8 +68,8 @@ def moe(
     It equals all experts on all tokens, times weights that are 0 where an expert was not chosen. Add it to the residual stream.
 
     The axis splits the batch too: it may be that of the data, one of its own inside the data (name both in `grads.averaged`), or
-    several. An expert's gradient is then the sum over all tokens that came, and `grads.averaged` and `zero.scattered`, which
-    sum a gradient where its parameter is the same, only divide it.
+    several. An expert's gradient is then the sum over all tokens that came, and `grads.averaged` and
+    `zero.reduce_scattered`, which sum a gradient where its parameter is the same, only divide it.
 
     Args:
         x: this device's tokens.

@@ -126,7 +126,7 @@ def rebalanced(
     """The bias of the next step: up by `rate` for an expert below the mean load, down for one above it.
 
     A load that is the mean but for rounding counts as even, so that the bias is the same however the load was summed up.
-    For `step.make(after=...)`, whose auxiliary values are joined already: once a step, from the load over the whole batch
+    For `step.make(after_update=...)`, whose auxiliary values are joined already: once a step, from the load over the whole batch
     (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)

@@ -51,9 +51,9 @@ class Placed(NamedTuple):
     loops: int
 
     @property
-    def parts(self) -> zero.Parts:
+    def parts(self) -> zero.PartSpecs:
         """The specs of the ends, of a stage and of one layer."""
-        return zero.parts(self.specs, PARTS, where=self.where, loops=self.loops)
+        return zero.part_specs(self.specs, PARTS, blocks=self.where, loops=self.loops)
 
 
 class Need(NamedTuple):

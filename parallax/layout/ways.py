@@ -98,13 +98,13 @@ def summed_in_blocks(does: Functions, sums: Callable[..., Any]) -> Replicas:
     """Data parallelism whose blocks sum their gradients by `sums(block, axis)`; those of the rest are all-reduced last."""
     return does.replicas._replace(
         block=lambda block, axis, placed: sums(block, does.reduced),
-        outside=lambda grad, axis, placed: grads.averaged(grad, axis, made=placed.where),
+        outside=lambda grad, axis, placed: grads.averaged(grad, axis, reduced=placed.where),
     )
 
 
 def scattered(grad: Grad, data: Axis, placed: Placed) -> Grad:
     """ZeRO-1 and 2: gradients reduced, each replica keeps its share."""
-    return zero.scattered(grad, data, specs=placed.specs)
+    return zero.reduce_scattered(grad, data, placed.specs)
 
 
 def scattered_each(grad: Grad, data: Axis, placed: Placed) -> Grad:
@@ -112,34 +112,34 @@ def scattered_each(grad: Grad, data: Axis, placed: Placed) -> Grad:
 
     def scattering(params, part):
         value, gradients = grad(params, part)
-        return value, zero.scatter(gradients, data, specs=placed.specs)
+        return value, zero.reduce_scatter(gradients, data, placed.specs)
 
     return scattering
 
 
 def scattered_in_stages(data: Axis, placed: Placed) -> Callable[[PyTree], PyTree]:
     """The same inside a pipeline."""
-    return functools.partial(zero.scatter, axis=data, specs=placed.specs)
+    return functools.partial(zero.reduce_scatter, axis=data, specs=placed.specs)
 
 
 def sharded(optimizer: optax.GradientTransformation, data: Axis, placed: Placed) -> optax.GradientTransformation:
     """ZeRO-1 and 2: each replica updates its share."""
-    return zero.sharded(optimizer, data, specs=placed.specs)
+    return zero.sharded(optimizer, data, placed.specs)
 
 
 def gathered(block: Callable[..., Any], data: Axis, placed: Placed) -> Callable[..., Any]:
     """ZeRO-3: a block's weights are gathered before it runs."""
-    return zero.gathered(block, placed.parts.layer, data)
+    return zero.gathered(block, data, placed.parts.layer)
 
 
 def gathered_ends(grad: Grad, data: Axis, placed: Placed) -> Grad:
     """ZeRO-3: what is no block is gathered once a step."""
-    return zero.unsharded(grad, data, specs=placed.parts.ends)
+    return zero.gathered_once(grad, data, placed.parts.ends)
 
 
 def gathered_value(loss: Callable[..., Any], data: Axis, placed: Placed) -> Callable[..., Any]:
     """The same for evaluation."""
-    return zero.gathered(loss, placed.parts.ends, data)
+    return zero.gathered(loss, data, placed.parts.ends)
 
 
 # The tokens of a sequence

@@ -56,7 +56,7 @@ def same_every_trip(sent: Sent, aval, axes: frozenset[str], trips: int | None, w
         where,
         f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which no trip of the loop changes, "
         f"and repeats it {_times(trips)}.",
-        "Move it before the loop and use its result in each trip (for parameters: zero.unsharded round grads.accumulated).",
+        "Move it before the loop and use its result in each trip (for parameters: zero.gathered_once round grads.accumulated).",
     )
 
 

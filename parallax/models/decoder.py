@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Key
 from parallax import context, cross_entropy, experts, islands, mesh, pipeline, precision, remat, rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying, wide
-from parallax.grads import Grad, on_parts
+from parallax.grads import Grad, map_loss_and_aux
 from parallax.layout import Layout, ways, words
 from parallax.layout.rows import Functions, Placed
 from parallax.models import documents, tapped
@@ -156,7 +156,7 @@ def local_step(
 
     axes_of_norm = tuple(does.axes.values())
     update = does.optimizer(optimizer, placed)
-    local = make_scaled(grad_of, update, max_norm=compute.max_norm, axes=axes_of_norm, specs=state.specs.model)
+    local = make_scaled(grad_of, update, max_norm=compute.max_norm, reduce_norm_over=axes_of_norm, specs=state.specs.model)
     cut = _on_blocks(family, _into_stages(does, compute.schedule))
     init = lambda model=None: state.init() if model is None else state.init(cut(model))
     return Local(local, state._replace(init=init), dropout_key)
@@ -400,7 +400,7 @@ def _by_layer(grad: Grad) -> Grad:
 
     def wrapped(params, batch):
         value, gradients = grad(params, batch)
-        return on_parts(value, lambda loss: loss, stages_joined), gradients
+        return map_loss_and_aux(value, lambda loss: loss, stages_joined), gradients
 
     return wrapped
 

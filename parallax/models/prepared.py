@@ -33,7 +33,7 @@ class Compute:
         max_norm: clip the gradients to this global norm.
         trainable: what is trained, as `step.init` takes it.
         sums: `(block, axis)`: wraps each block so that its gradients are summed over the replicas where they are made, while the
-            backward pass runs: `grads.as_made`. None: they are summed at the end of the step.
+            backward pass runs: `grads.reduced_in_backward`. None: they are summed at the end of the step.
         joins: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
             None: `sequence.joins`, which gathers them first.
     """

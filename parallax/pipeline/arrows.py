@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.grads import Grad, axes_of, beside, mean_of_parts, missing, reduced, varies
+from parallax.grads import Grad, axes_of, matching_parameters, mean_of_parts, replicated_axes, summed_over, varies_along
 from parallax.pipeline import branches, carry, checks, kept, lanes
 from parallax.pipeline.exchange import WHOLE, Exchange
 from parallax.pipeline.executor import run
@@ -92,9 +92,9 @@ def value_and_grad(
         trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
         keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
         exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.
-        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.scatter`, by which each
-            replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a lane
-            does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
+        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.reduce_scatter`, by which
+            each replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a
+            lane does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
         aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and those of stages, as `Aux.stages`,
             [M, vP, ...]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
             alone has, `((loss, aux), gradients)`.
@@ -114,9 +114,9 @@ def value_and_grad(
         end = _both_ways(model, _choices(model, keep, exchange, scatter))
         sums = eqx.combine(end.ends, end.blocks)
         # What was the same on all stages is reduced; what is split over them is done.
-        over = jax.tree.map(lambda w: missing(w, axis), beside(sums, params))
+        over = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(sums, params))
         losses, sums = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(end), sums))
-        losses, sums = reduced((losses, sums), (_over(losses, axis), over), axis)
+        losses, sums = summed_over((losses, sums), (_over(losses, axis), over), axis)
         return _with_aux(_total(losses), _stacked_aux(model, end, (losses, sums)), aux), sums
 
     return grad
@@ -147,7 +147,7 @@ def value(
         per_stage = schedule.per_stage
         end = branches.forward_only(model, schedule, choices) if per_stage else _run(model, lanes.forward_only, choices)
         losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(end))
-        losses = reduced(losses, _over(losses, axis), axis)
+        losses = summed_over(losses, _over(losses, axis), axis)
         return _with_aux(_total(losses), _stacked_aux(model, end, losses), aux)
 
     return loss
@@ -213,7 +213,9 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks, for `step.make(after=...)`.
+    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks.
+
+    For `step.make(after_update=...)`.
 
     `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one stage it is all of them, as
     `unsplit` returns them.
@@ -274,7 +276,7 @@ def _total(losses: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
 
 
 def _over(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
-    return tuple(axes_of(axis) if varies(loss, axis) else () for loss in losses)
+    return tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
 
 
 def _stacked_aux(model: Model, end: carry.Carry | branches.Held, after: PyTree) -> Aux:

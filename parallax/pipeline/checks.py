@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from parallax import jaxprs, mesh
 from parallax.collectives import Axis
-from parallax.grads import axes_of, missing, several
+from parallax.grads import axes_of, replicated_axes, several
 from parallax.pipeline.traced import Misused
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
@@ -57,7 +57,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
-        same = missing(leaf, axis)
+        same = replicated_axes(leaf, axis)
         if math.prod(Axis(each).size() for each in same) > 1:
             raise Misused(
                 "blocks-on-every-stage",

@@ -17,7 +17,7 @@ from parallax import taps
 from parallax.collectives import Axis
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying, varying_axes
-from parallax.grads import axes_of, in_parts, varies
+from parallax.grads import axes_of, split_into_microbatches, varies_along
 from parallax.pipeline import checks, traced
 from parallax.pipeline.checks import Output
 from parallax.schedule import Schedule
@@ -88,7 +88,7 @@ class Model:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.params = split(varying(params, axis.names), functions)
-        self.parts = in_parts(batch, schedule.microbatches)
+        self.parts = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
         self.counts: Bool[Array, ""] | bool = self.last
@@ -144,7 +144,7 @@ class Model:
     def shared_out(self, value: Array) -> bool:
         """Whether all stages have the head's value together; else it counts on the last."""
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
-        if along and not varies(value, self.axis):
+        if along and not varies_along(value, self.axis):
             raise ValueError(
                 f"pipeline: what the head returns differs along {along}, and is the same along the rest of {self.axis.names!r}. "
                 "A head that the stages share must sum over all of these axes, and one that they do not share over none."

@@ -186,7 +186,7 @@ READING = [
 COUNTING = [
     "n = layers // (layout.stage * layout.chunks)",
     "layout = Layout(zero=zero, remat=remat)",
-    "x = zero.scattered(grad)",
+    "x = zero.reduce_scattered(grad)",
 ]
 
 

@@ -55,7 +55,7 @@ def step(axis, wrap, *, made=blocks, split="data", dtype=None, **sizes):
     wrap = wrap or (lambda block: block)
     grad = eqx.filter_value_and_grad(functools.partial(loss, wrap=wrap))
     grad = grad if dtype is None else precision.mixed(grad, dtype)
-    grad = grads.averaged(grad, axis, made=made)
+    grad = grads.averaged(grad, axis, reduced=made)
     return mesh.spmd(grad, mesh=mesh.make(**sizes), in_specs=(P(), P(split)), out_specs=P())
 
 
@@ -82,7 +82,7 @@ MOVERS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis
 )
 def test_gradients_are_those_of_one_device(mover, again):
     axis = MOVERS[mover]("data")
-    wrap = lambda block: again(grads.as_made(block, axis))
+    wrap = lambda block: again(grads.reduced_in_backward(block, axis))
     same(eqx.filter_jit(step(axis, wrap, data=8))(Model(), BATCH), eqx.filter_value_and_grad(loss)(Model(), BATCH))
 
 
@@ -90,7 +90,9 @@ def test_over_a_tuple_of_axes_inside_another_mean():
     """Groups of replicas: each sums as its gradients are made, and the mean over groups is taken at the end."""
     axis, split = ring(("a", "b")), ("group", "a", "b")
     inner = grads.averaged(
-        eqx.filter_value_and_grad(functools.partial(loss, wrap=lambda block: grads.as_made(block, axis))), axis, made=blocks
+        eqx.filter_value_and_grad(functools.partial(loss, wrap=lambda block: grads.reduced_in_backward(block, axis))),
+        axis,
+        reduced=blocks,
     )
     sizes = {"group": 2, "a": 2, "b": 2}
     outer = mesh.spmd(grads.averaged(inner, "group"), mesh=mesh.make(**sizes), in_specs=(P(), P(split)), out_specs=P())
@@ -99,9 +101,9 @@ def test_over_a_tuple_of_axes_inside_another_mean():
 
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "left"])
 def test_one_without_the_other_changes_no_gradient(wraps):
-    """A block that nobody leaves to `as_made`, and one that is left to it and not wrapped."""
+    """A block that nobody leaves to `reduced_in_backward`, and one that is left to it and not wrapped."""
     axis = ring("data")
-    wrap = (lambda block: grads.as_made(block, axis)) if wraps else None
+    wrap = (lambda block: grads.reduced_in_backward(block, axis)) if wraps else None
     found = eqx.filter_jit(step(axis, wrap, made=None if wraps else blocks, data=8))(Model(), BATCH)
     same(found, eqx.filter_value_and_grad(loss)(Model(), BATCH))
 
@@ -122,7 +124,7 @@ def inside_loops(lowered):
 
 def test_each_layer_is_summed_in_the_loop_and_the_rest_after_it():
     """As many bytes as at the end, where the stacked layers are summed at once."""
-    made = inside_loops(on_arrays(step("data", lambda block: grads.as_made(block, "data"), data=8), Model(), BATCH))
+    made = inside_loops(on_arrays(step("data", lambda block: grads.reduced_in_backward(block, "data"), data=8), Model(), BATCH))
     ends = inside_loops(on_arrays(step("data", None, made=None, data=8), Model(), BATCH))
     rest = {(): 1, (WIDTH,): 1}
     assert made == {True: {(WIDTH, WIDTH): LAYERS, (WIDTH,): LAYERS}, False: rest}
@@ -132,7 +134,7 @@ def test_each_layer_is_summed_in_the_loop_and_the_rest_after_it():
 def test_sums_are_wide():
     """In bfloat16 what travels is float32."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, Model())
-    f = step("data", lambda block: grads.as_made(block, "data"), dtype=jnp.bfloat16, data=8)
+    f = step("data", lambda block: grads.reduced_in_backward(block, "data"), dtype=jnp.bfloat16, data=8)
     text = on_arrays(f, narrow, BATCH.astype(jnp.bfloat16)).as_text()
     types = re.findall(r"\}\) : \(tensor<8x8x(\w+)>\) -> tensor<8x8x\w+>", text)
     assert types == ["f32"]
@@ -160,7 +162,7 @@ def trains_as_one_device(text, mover=ring, **compute):
     ],
 )
 def test_the_recipe_trains_as_one_device(text):
-    trains_as_one_device(text, sums=grads.as_made)
+    trains_as_one_device(text, sums=grads.reduced_in_backward)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def lowered(text, **compute):
 
 
 def test_the_recipe_sums_in_the_loop():
-    found, D = inside_loops(lowered("data=2", sums=grads.as_made)), CONFIG.width
+    found, D = inside_loops(lowered("data=2", sums=grads.reduced_in_backward)), CONFIG.width
     assert found[True][D, 4 * D] == CONFIG.layers
     assert found[True][4 * D, D] == CONFIG.layers
     assert (CONFIG.layers, D, 4 * D) not in found[False]
@@ -214,9 +216,12 @@ def test_products_while_tokens_travel_gather_nothing():
 SUMS = "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
 SUMS += "zero=0"
 REFUSED = {
-    "data=2,microbatches=2": ({"sums": grads.as_made}, f"{SUMS}; got Layout(data=2,microbatches=2). Leave `sums` out"),
-    "data=2,zero=1": ({"sums": grads.as_made}, f"{SUMS}; got Layout(data=2,zero=1). Leave `sums` out"),
-    "stage=2,microbatches=2": ({"sums": grads.as_made}, SUMS),
+    "data=2,microbatches=2": (
+        {"sums": grads.reduced_in_backward},
+        f"{SUMS}; got Layout(data=2,microbatches=2). Leave `sums` out",
+    ),
+    "data=2,zero=1": ({"sums": grads.reduced_in_backward}, f"{SUMS}; got Layout(data=2,zero=1). Leave `sums` out"),
+    "stage=2,microbatches=2": ({"sums": grads.reduced_in_backward}, SUMS),
     "tensor=2": ({"joins": sequence.overlapping}, "decoder: Compute(joins=...) says how blocks join whose tokens are split over"),
 }
 
