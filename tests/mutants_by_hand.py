@@ -127,12 +127,15 @@ LAYERS = (
         "False and by_source",
         "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
     ),
-    Mutant(
-        "_Reading._is_backward", "self.backward or any", "any", "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"
-    ),
-    Mutant(
-        "_Reading._is_backward", '"transpose(" in', '"?" in', "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"
-    ),
+    Mutant("_Reading._is_within", ", *self.loops)", ")", "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"),
+    Mutant("_Reading._operation", '"transpose("', '"?"', "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"),
+    Mutant("_Reading._sums", "if axes and not", "if axes or not", "test_lint_clipping.py -k islands"),
+    Mutant("_Reading._scaled", "> 1:", "> 0:", "test_lint_clipping.py -k 'no_mistake or example'"),
+    Mutant("_Reading._scaled", '(reduced.node, "jvp(")', '(reduced.node, "?")', "test_lint_clipping.py::test_no_mistake"),
+    Mutant("_Reading._scaled", "loop.outputs.index(value)", "0", "test_lint_clipping.py -k one_leaf"),
+    Mutant("_Reading._rows", "if dim.rows", "", "test_lint_clipping.py::test_no_mistake"),
+    Mutant("scalings", "len(scaled) == 1 and scaled[0] in own", "scaled", "test_lint_clipping.py -k commutes"),
+    Mutant("origins", '"concatenate", "slice", "split"', '"slice", "split"', "test_lint_clipping.py -k before_the_sum"),
     Mutant("_held", "(row >= 0) & (row < rows)", "(row >= 0) & (row <= rows)", "test_tensor.py::test_embed_equals_take"),
     Mutant(
         "check_row",

@@ -142,28 +142,27 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
     )
 
 
-def one_key_for_split_units(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Random numbers that repeat from device to device."""
-    return Finding(
-        "one-key-for-split-units",
-        where,
-        f"random numbers that are the same along {named(axes)} meet {shown(aval)}, which is split along it: the units of all "
-        f"{size} devices get the same ones, as in dropout by one mask for every block.",
-        f"Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for {named(axes)}. To equal one "
-        "device, draw for all units and take this device's slice.",
-    )
-
-
-def counted_on_a_device(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Numbers of a device's elements, taken for their numbers in the whole."""
-    return Finding(
-        "counted-on-a-device",
-        where,
-        f"what was made of 0, 1, 2, ... on each device meets {shown(aval)}, along a dim that is split along {named(axes)}: the "
-        f"count begins anew on each of {size} devices, so that all take the first positions, or the first heads.",
+REPEATED = {  # kind: the numbers, the harm and the cure
+    "one-key-for-split-units": (
+        "random numbers that are the same along {axes}",
+        "the units of all {size} devices get the same ones, as in dropout by one mask for every block.",
+        "Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for {axes}. To equal one device, draw "
+        "for all units and take this device's slice.",
+    ),
+    "counted-on-a-device": (
+        "numbers made of 0, 1, 2, ... on each device",
+        "the count begins anew on each of {size} devices, so that all take the first positions, or the first heads.",
         "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add jax.lax.axis_index(axis) * count "
         "of a device.",
-    )
+    ),
+}
+
+
+def repeated_on_each_device(kind: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Numbers that all devices have alike, for elements of which each device has others."""
+    numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
+    meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
+    return Finding(kind, where, f"{meeting}: {harm}", cure)
 
 
 def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
@@ -174,6 +173,18 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
         f"this adds {shown(aval)}, the same along {named(axes)}, to a device's term of a sum over {named(axes)}: the sum counts "
         f"it {size} times.",
         "Add it after the sum, as tensor.row and tensor.RowLinear do with the bias.",
+    )
+
+
+def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Gradients of a device's own rows, scaled by their own norm."""
+    return Finding(
+        "clipped-before-the-sum",
+        where,
+        f"this scales {shown(aval)}, which differs along {named(axes)}, by a norm of each device's own part, before it is summed "
+        f"over {named(axes)}: each of {size} devices clips the gradients of its own rows, and not their mean.",
+        "Sum first: grads.clipped(grads.averaged(grad, axis), max_norm), or step.make(..., max_norm=...). An optax transform "
+        "that clips or normalises belongs to the optimizer, not inside the grad arrow.",
     )
 
 

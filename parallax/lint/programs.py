@@ -32,6 +32,10 @@ def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike 
       of the argument `w`.
     * `shards-summed`: a sum over an axis along which such a `w` is split, of what goes into its update and was made by a
       product, a reduction or a loop, as gradients are: it adds different shards.
+    * `clipped-before-the-sum`: gradients that differ between devices are scaled by a norm, or a maximum, of each device's own,
+      and only then summed over the devices: `optax.clip_by_global_norm` inside `grads.averaged`. Sought are products and
+      quotients outside of what is differentiated, where a device has several rows: of one row it is the clipping of each
+      example, as in differentially private training. What clips the mean of each microbatch is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes that split a dim, or over both in
       another order than its spec has, so that the blocks do not lie one after another. A batch is none the worse for it.
     * `layers-not-gathered`: a `scan` over layers, in their own order, that are split over the axis of the batch and meet no

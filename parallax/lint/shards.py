@@ -71,12 +71,14 @@ class _Reading:
         self.sizes, self.ours, self.trained, self.exchanged = sizes, ours, trained, exchanged
         self.found: dict[tuple[str, str], Finding] = {}
         self.flats: dict[int, Flat] = {}
-        self.backward = False  # inside a loop of the backward pass
+        self.known: dict[int, list[Known]] = {}  # what is known of each value, by program
+        self.loops: tuple[JaxprEqn, ...] = ()  # the loops round the program that is being read, and the calls round those
 
     def read(self, jaxpr: Jaxpr, arguments: Sequence[Known], results: Sequence[Dims | None]) -> None:
         """Note the mistakes in a jaxpr, given how its arguments and its results are split."""
         program = self._flat(jaxpr)
         self._follow(program, arguments, silent=False)
+        self._sums(program)
         for value, dims in zip(program.results, results, strict=True):
             if dims and axes_of_blocks(dims, program.shape(value)):
                 same = [a for a, known in zip(program.arguments, arguments, strict=True) if known.dims == dims]
@@ -90,7 +92,8 @@ class _Reading:
     def _note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
         lines = (jaxprs.source(eqn) for eqn in node.at)
         where = next((line for line in lines if line != jaxprs.UNKNOWN), jaxprs.UNKNOWN)
-        self.found.setdefault((mistake.__name__, where), mistake(*facts, where))
+        finding = mistake(*facts, where)
+        self.found.setdefault((finding.kind, where), finding)
 
     def _devices(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -107,6 +110,7 @@ class _Reading:
             follow = self._loop if node.name in LOOPS else self._operation
             for value, each in zip(node.outputs, follow(program, node, inputs, silent), strict=True):
                 known[value] = each
+        self.known[id(program)] = known
         return [known[value] for value in program.results]
 
     def _operation(self, program: Flat, node: Node, inputs: Sequence[Known], silent: bool) -> list[Known]:
@@ -115,7 +119,7 @@ class _Reading:
         if node.name == "axis_index":
             chosen |= set(in_tuple(node.eqn.params["axis_name"]))
         pairs = list(zip(node.inputs, inputs, strict=True))
-        note = (lambda *_: None) if silent or self._is_backward(node) else self._note
+        note = (lambda *_: None) if silent or self._is_within(node, "transpose(") else self._note
         spreads = spread.after(program, node, [each.spread for each in inputs], self.sizes, note)
         results = []
         for j, result in enumerate(node.outputs):
@@ -167,15 +171,15 @@ class _Reading:
         carries = [inside[i] for i, _ in pairs]
         stacked = [each._replace(dims=None, argument=-1, spread=each.spread.stacked()) for each in results[len(pairs) :]]
         if not silent:
-            outside, self.backward = self.backward, self._is_backward(node)
+            outside, self.loops = self.loops, (node.eqn, *node.at, *self.loops)
             self.read(flat.body(eqn), inside, [*(each.dims for each in carries), *(None for _ in stacked)])
-            self.backward = outside
+            self.loops = outside
             self._layers(program, node, inputs, repeated)
         return [*carries, *stacked]
 
-    def _is_backward(self, node: Node) -> bool:
-        """Whether an operation is of the backward pass, by JAX's name for what it transposed."""
-        return self.backward or any("transpose(" in str(eqn.source_info.name_stack) for eqn in (node.eqn, *node.at))
+    def _is_within(self, node: Node, transform: str) -> bool:
+        """Whether JAX made an operation, or a loop or a call round it, by a transform: "jvp(", or backward "transpose("."""
+        return any(transform in str(eqn.source_info.name_stack) for eqn in (node.eqn, *node.at, *self.loops))
 
     # Mistakes
 
@@ -193,6 +197,39 @@ class _Reading:
             left = frozenset().union(*(reached.get(term, frozenset()) for term in terms))
             if left:
                 self._note(mistakes.update_mixes_a_shard, node, node.name, program.types[value], left, self._devices(left))
+
+    def _sums(self, program: Flat) -> None:
+        """Note gradients of single devices that are scaled by their own norm before they are summed over the devices."""
+        known = self.known[id(program)]
+        for node in program.nodes:
+            if not node.sent or node.sent.kind not in ("sum", "scatter"):
+                continue
+            for value in node.inputs:
+                axes = frozenset(axis for axis in known[value].spread.differs & set(node.sent.axes) if self.sizes[axis] > 1)
+                arguments = updates.origins(program, value) & set(program.arguments)
+                # Devices that train models of their own, as islands do, clip by their own norms too.
+                if axes and not any(known[argument].spread.differs & axes for argument in arguments):
+                    self._scaled(program, value, axes)
+
+    def _scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
+        """Note what scales elements of `result`, which are to be summed over `axes`, by a norm of them on one device."""
+        known, origins = self.known[id(program)], updates.origins(program, result)
+        if self._rows(program, axes) > 1:  # by one row, a norm is that of an example, as in differentially private training
+            for reduced, scaling, value in updates.scalings(program, origins, axes):
+                along = known[reduced.value].spread.differs & axes
+                if along and not self._is_within(reduced.node, "jvp("):
+                    self._note(mistakes.clipped_before_the_sum, scaling, program.types[value], along, self._devices(along))
+        for value in origins:
+            loop = program.made.get(value)
+            if loop and loop.name in LOOPS and not self._is_within(loop, "jvp("):
+                repeated = self._flat(flat.body(loop.eqn))
+                self._scaled(repeated, repeated.results[loop.outputs.index(value)], axes)
+
+    def _rows(self, program: Flat, axes: frozenset[str]) -> int:
+        """The most rows of a batch that is split over one of `axes` among a program's arguments."""
+        arguments = [(program.shape(value), self.known[id(program)][value].spread) for value in program.arguments]
+        batch = [(shape, spread.dims or ()) for shape, spread in arguments if spread.differs & axes]
+        return max((size for shape, dims in batch for size, dim in zip(shape, dims, strict=False) if dim.rows), default=0)
 
     def _layers(self, program: Flat, node: Node, inputs: Sequence[Known], repeated: Flat) -> None:
         """Note a scan over layers that are split as its rows are."""

@@ -281,12 +281,13 @@ class _Operation:
         dims = tuple(self._together(column) for column in zip(*(each.dims or () for each in given), strict=True))
         for each in given:
             met = [(dim.split - each.differs, one) for dim, one in zip(dims, each.dims or (), strict=True)]
-            for mistake, axes in (
-                (mistakes.one_key_for_split_units, NO_AXES.union(*(axes for axes, one in met if one.drawn))),
-                (mistakes.counted_on_a_device, NO_AXES.union(*(axes for axes, one in met if one.counted))),
+            for kind, axes in (
+                ("one-key-for-split-units", NO_AXES.union(*(axes for axes, one in met if one.drawn))),
+                ("counted-on-a-device", NO_AXES.union(*(axes for axes, one in met if one.counted))),
             ):
                 if axes:
-                    self._mistake(mistake, self.node, self.program.types[self.node.outputs[0]], axes)
+                    aval = self.program.types[self.node.outputs[0]]
+                    self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
         # Of numbers that say which comes first, how far two are apart, or whether one is there, none is a place in the whole.
         if self.node.name in COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)

@@ -33,6 +33,7 @@ ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
+PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
 # A number goes through these on its way from a reduction to an update.
 PASSED_ON = ELEMENTWISE | LAID_OUT | REDUCES.keys() | {"concatenate", "dynamic_slice", "gather", "slice", "transpose"}
 
@@ -125,6 +126,35 @@ def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) ->
         elif dims is not None and _is_of_optax(node):
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
+
+
+def origins(program: Flat, result: int) -> set[int]:
+    """The values whose elements, each computed on by itself, are elements of `result`: `elements` in any order and number."""
+    found, waiting = set(), [result]
+    while waiting:
+        value = waiting.pop()
+        node = None if value in found else program.made.get(value)
+        found.add(value)
+        if node and node.name in ("concatenate", "slice", "split"):
+            waiting += node.inputs
+        elif node and (node.name in PLACED or (node.sent and node.sent.kind == "sum")):
+            waiting += [each for each in operands(node, value) if program.types[each].size == program.types[value].size]
+    return {value for value in found if _is_full(program, value)}
+
+
+def scalings(program: Flat, own: set[int], axes: frozenset[str]) -> Iterator[tuple[Joined, Node, int]]:
+    """The products and quotients among `own` that scale a value by a number reduced from it, or from others of `own`.
+
+    Each comes with the reduction, which no collective over all of `axes` completes, and the value.
+    """
+    for reduced in reductions(program, {value: ((),) * len(program.shape(value)) for value in own}, axes):
+        if not jaxprs.is_float(program.types[reduced.value]):
+            continue
+        numbers = reached(program, reduced.node.outputs, axes)
+        for node in (program.made.get(value) for value in own):
+            scaled = [operand for operand in node.inputs if operand not in numbers] if node else []
+            if node and node.name in ("mul", "div") and len(scaled) == 1 and scaled[0] in own:
+                yield reduced, node, scaled[0]
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
