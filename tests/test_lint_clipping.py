@@ -96,7 +96,7 @@ INSIDE = {  # where one device's gradients are scaled
     "averaged, in parts": lambda scale, axis: grads.averaged(two_parts(scale(GRAD)), axis),
     "averaged, of parts": lambda scale, axis: grads.averaged(scale(two_parts(GRAD)), axis),
     "parts, averaged": lambda scale, axis: two_parts(grads.averaged(scale(GRAD), axis)),
-    "scattered": lambda scale, axis: zero.unsharded(zero.scattered(scale(GRAD), axis, specs=P()), axis, specs=P()),
+    "scattered": lambda scale, axis: zero.gathered_once(zero.reduce_scattered(scale(GRAD), axis, P()), axis, P()),
     "pmean": lambda scale, axis: lambda params, x: lax.pmean(scale(GRAD)(varying(params, "data"), x), "data"),
 }
 OUTSIDE = {
