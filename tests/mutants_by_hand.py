@@ -283,25 +283,25 @@ LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
 PIPELINE = (
     Mutant(
-        "slots_of",
-        "zeros if alike(zeros) else unfilled(zeros)",
-        "unfilled(zeros)",
+        "slots_for",
+        "if not set(axes(axis.names)) & set(varying_axes(zeros)):",
+        "if False:",
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
-        "backward",
-        "choices.kinds, row.read[model.index]",
-        "choices.kinds, row.written[model.index]",
+        "Jobs._loaded",
+        "row.saved[lane][self.index]",
+        'row.saved["forward"][self.index]',
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
-        "forward",
-        "chosen(model.first & (chunk == 0)",
-        "chosen(model.first",
+        "Jobs.forward",
+        "chosen(task.position == 0",
+        "chosen(self.first",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "Model.position",
+        "Jobs._position",
         "chunk * self.schedule.stages + self.index",
         "chunk + self.index",
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
@@ -319,15 +319,15 @@ PIPELINE = (
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "backward",
-        "d if more is None else d + masked(valid, more)",
+        "Jobs.with_gradients",
+        "d if more is None else d + masked(task.valid, more)",
         "d",
         "test_pipeline_trees.py::test_everything_at_once_is_as_on_one_device",
     ),
     Mutant(
-        "seed",
-        "jnp.where(valid, zero + 1, zero)",
-        "zero",
+        "Jobs._trace_stage",
+        "jnp.ones_like(out[1])",
+        "jnp.zeros_like(out[1])",
         "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
     ),
     Mutant("_cut", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
@@ -348,25 +348,29 @@ PIPELINE = (
     ),
     Mutant("Schedule.in_flight", " - (last >= 0)  #", "  #", "test_schedule.py::test_in_flight_is_the_formula"),
     Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
-    Mutant("backward_weight", "row.weighed[model.index]", "row.read[model.index]", LEAKS),
-    Mutant("backward_weight", "row.taken_up[model.index]", "row.handed[model.index]", LEAKS),
-    Mutant("_is_cheap", " and all(name in CHEAP for name in primitives(step))", "", IN_TWO + "test_two_parts_are_the_whole"),
+    Mutant("Jobs.backward_weight", '_loaded(carry, row, "weight")', '_loaded(carry, row, "backward")', LEAKS),
+    Mutant("Jobs.backward_weight", 'row.handed["weight"]', 'row.handed["backward"]', LEAKS),
+    Mutant("_is_cheap", " and all(name in CHEAP for name in primitives(eqn))", "", IN_TWO + "test_two_parts_are_the_whole"),
     Mutant(
-        "apart",
-        "size(of.kinds, step.makes) <= size(of.kinds, reads & made)",
+        "_cut",
+        "size(set(eqn.outvars)) <= size(reads & made)",
         "False",
         IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",
     ),
-    Mutant("reach", "if more == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
+    Mutant("_reach", "if with_carries == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
     Mutant("zero_bubble", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
     Mutant("fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant("as_soon_as_can_be", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
-    Mutant("turns", "taken[message.used, message.target]", "taken[message.sent, message.target]", IN_TURNS + PLAYED),
-    Mutant("turns", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
+    Mutant(
+        "rows", "arrival[lane][message.used, message.target]", "arrival[lane][message.sent, message.target]", IN_TURNS + PLAYED
+    ),
+    Mutant("rows", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
     Mutant("needs", 'Job("backward", m, place + 1) if place < last else ', "", IN_TURNS + PLAYED),
-    Mutant("_to_the_head", "schedule.stages - 1 - schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"),
-    Mutant("_stacked_aux", "else found[:, order]", "else found", IN_TURNS + "test_auxiliary_values_are_in_order"),
+    Mutant(
+        "_at_the_head", "jobs.schedule.stages - 1 - jobs.schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"
+    ),
+    Mutant("_stacked_aux", "else by_chunk[:, order]", "else by_chunk", IN_TURNS + "test_auxiliary_values_are_in_order"),
     Mutant("refuse_crossing", "if crosses:", "if False:", IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused"),
     Mutant(
         "refuse_crossing",
@@ -375,12 +379,12 @@ PIPELINE = (
         IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
     ),
     Mutant(
-        "_without_sent",
+        "_run",
         "jax.tree.map(jnp.zeros_like, sent)",
         "sent",
         IN_TURNS + "test_what_all_stages_run_runs_in_its_ticks_alone",
     ),
-    Mutant("_scope", "table.kind[:, 0] == number", "table.kind[:, 0] > 0", IN_TURNS + "test_the_program_is_the_table"),
+    Mutant("_scope", "(column >= 0).sum()", "(column >= 1).sum()", IN_TURNS + "test_the_program_is_the_table"),
     Mutant("followers", "if place > 0:", "if place > 1:", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant(
         "Schedule.timed_ticks", ".argmax(axis=1)", ".argmin(axis=1)", PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table"
@@ -411,7 +415,9 @@ PLACEMENT = (
     ),
     Mutant("_kernel", "causal=True", "causal=False", "test_flash.py::test_the_kernel_is_the_plain_attention"),
     Mutant("attention", "if T % block == 0", "if True", "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly"),
-    Mutant("_with_weights", "masked(valid, d)", "d * valid", "test_pipeline.py::test_slots_need_not_be_filled"),
+    Mutant(
+        "Jobs._with_blocks", "masked(task.valid, d[0])", "d[0] * task.valid", "test_pipeline.py::test_slots_need_not_be_filled"
+    ),
     Mutant("places", "if total.min() < cost:", "if best is None:", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"),
     Mutant("closed", "all(size % 4 == 0 for size in sizes)", "False", "test_neighbours.py::test_what_closes_in_the_replay"),
@@ -1543,7 +1549,7 @@ BISECT = (
         "test_bisect_layouts.py::test_no_alarm_in_a_drawn_layout",
         long=True,
     ),
-    Mutant("Model._trace", "True if self.shared_out(loss) else self.last", "True", ALARM),
+    Mutant("Jobs._trace_functions", "self.counts: Counts = self.last", "self.counts: Counts = True", ALARM),
     Mutant(
         "record", "values = given | tapped", "values = tapped", "test_bisect.py::test_other_arguments_are_named_before_all_else"
     ),

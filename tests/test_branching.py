@@ -24,9 +24,8 @@ from parallax.compiled import hlo
 from parallax.jaxprs import COUNTED
 from parallax.layout import Layout
 from parallax.models import gpt2, llama
-from parallax.pipeline import lanes
-from parallax.pipeline.model import Functions, Model
-from parallax.pipeline.turns import turns
+from parallax.pipeline.jobs import Functions, Jobs
+from parallax.pipeline.rows import rows
 from parallax.schedule import (
     LANES,
     Job,
@@ -78,23 +77,24 @@ def tables(draw, stages, microbatches, chunks, loops=False):
 def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
     """Nothing is overwritten before it is used, and nobody waits for what comes later: the tables played through by name."""
     table = data.draw(tables(P_, M, v))()
-    row = turns(table)
+    row = rows(table)
     homes = {int(place): (c, s) for (c, s), place in np.ndenumerate(table.placed)}
     arrived, slots, handed = ([{} for _ in range(P_)] for _ in range(3))
     for t in range(table.ticks):
         sent = [None] * P_
         for s in range(P_):
-            kind, (m, c), slot = row.kind[t, s], divmod(int(row.job[t, s]), v), row.slot[t, s]
-            place = int(table.placed[c, s])
-            if kind == 1:
-                assert place == 0 or arrived[s][row.taken[t, s]] == ("y", m, place - 1)
-                slots[s][slot], sent[s] = (m, place), ("y", m, place)
-            if kind == 2:
-                assert arrived[s][row.taken[t, s]] == ("ct", m, place + 1)
-                assert slots[s][slot] == (m, place)
-                handed[s][row.handed[t, s]], sent[s] = (m, place), ("ct", m, place)
-            if kind == 3:
-                assert slots[s][slot] == handed[s][row.handed[t, s]] == (m, place)
+            for lane in [lane for lane in LANES if row.jobs[lane][t, s] >= 0]:
+                (m, c), slot = divmod(int(row.jobs[lane][t, s]), v), row.saved[lane][t, s]
+                place = int(table.placed[c, s])
+                if lane == "forward":
+                    assert place == 0 or arrived[s][row.arrival[lane][t, s]] == ("y", m, place - 1)
+                    slots[s][slot], sent[s] = (m, place), ("y", m, place)
+                if lane == "backward":
+                    assert arrived[s][row.arrival[lane][t, s]] == ("ct", m, place + 1)
+                    assert slots[s][slot] == (m, place)
+                    handed[s][row.handed[lane][t, s]], sent[s] = (m, place), ("ct", m, place)
+                if lane == "weight":
+                    assert slots[s][slot] == handed[s][row.handed[lane][t, s]] == (m, place)
         for distance, to in row.arriving.items():
             for s in range(P_):
                 if to[t, s] < table.arrival_count:
@@ -102,7 +102,7 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
         last = homes[P_ * v - 1][1]
         if row.finished[t] >= 0:
             assert sent[last] == ("y", row.finished[t], P_ * v - 1)
-            arrived[last][row.of_head[t, last]] = ("ct", row.finished[t], P_ * v)
+            arrived[last][row.from_head[t, last]] = ("ct", row.finished[t], P_ * v)
         if row.leaving[t] >= 0:
             assert sent[0] == ("ct", row.leaving[t], 0)
     assert sorted(m for m in row.finished if m >= 0) == sorted(m for m in row.leaving if m >= 0) == list(range(M))
@@ -445,7 +445,8 @@ def test_the_program_is_the_table(make):
     each = Fraction(table.microbatches, table.ticks)  # of each kind of job, on each stage
     assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(("enter", "head", *LANES), each)
     # Which job is whose in a tick stands in the program as a constant, and the dearest of them are the fold over the table.
-    assert table.kinds.astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
+    for lane in LANES:
+        assert table.lanes[lane].astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
     costs = [jobs[lane][1] for lane in LANES]
     assert costs == list(of_a_stage(table).costs())
     largest = np.array([0, *costs])[table.kinds].max(axis=1)
@@ -529,11 +530,9 @@ def slot_bytes(table, rows=32, layers=2, width=16):
 
     def traced(params, batch):
         functions = Functions(*scanned(), lambda params: params["blocks"], lambda leaf: True)
-        model = Model(functions, table, Axis("stage"), params, batch)
-        halves = pipeline.residuals(model.stage)
-        _, handed = lanes.two_of(model, halves)
+        jobs = Jobs(functions, table, Axis("stage"), params, batch, save=pipeline.residuals, send=pipeline.WHOLE, in_halves=True)
         sizes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        kinds = lanes.kept_by(model, halves), handed, model.x
+        kinds = jobs.saved, jobs.handed, jobs.x
         found[:] = [sizes(kind) for kind in kinds]
         return ()
 

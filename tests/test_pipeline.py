@@ -37,7 +37,15 @@ from parallax import grads, mesh, pipeline, rules, step, tensor
 from parallax.collectives import ring, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b, zero_bubble
+from parallax.schedule import (
+    Schedule,
+    from_csv,
+    gpipe,
+    one_f_one_b,
+    one_f_one_b_in_turns,
+    zero_bubble,
+    zero_bubble_in_turns,
+)
 
 WIDTH = 8
 NOT_TAG = np.array([[0.0] + [1.0] * (WIDTH - 1)])  # the first column says which sequence it is
@@ -580,3 +588,26 @@ def test_stages_may_be_two_axes(mover):
     world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
     found = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(params, batch)
     assert_close(found, jax.value_and_grad(one_device(enter, stage, head, 4))(params, batch), EXACT)
+
+
+@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns])
+@pytest.mark.parametrize("keep", KEEP.values(), ids=["residuals", "inputs"])
+def test_each_function_is_traced_once(arrow, make, keep):
+    """Python runs enter, stage and head once for each program, in whatever number of jobs and loops they stand."""
+    calls = collections.Counter()
+
+    def counted(name, f):
+        def call(*arguments):
+            calls[name] += 1
+            return f(*arguments)
+
+        return call
+
+    names = ["enter", "stage", "head"]
+    options = {"keep": keep} if arrow is pipeline.value_and_grad else {}
+    f = arrow(*map(counted, names, functions(pairs)), make(2, 3), "stage", **options)
+    specs = Model(P(), P(None, "stage"), P())
+    run = mesh.spmd(f, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=P() if arrow is pipeline.value else (P(), specs))
+    jax.eval_shape(run, model(pairs, 1, 2), batch_of(6))
+    assert calls == dict.fromkeys(names, 1)

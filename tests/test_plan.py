@@ -25,7 +25,7 @@ from parallax.layout import Layout, words
 from parallax.layout.nearest import KNOWN
 from parallax.layout.rows import Placed
 from parallax.models import decoder, gpt2, llama
-from parallax.pipeline import rows
+from parallax.pipeline import lockstep, rows
 from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries, traffic
 
 ROOT = Path(__file__).parent.parent
@@ -291,10 +291,10 @@ def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
 def test_closed_forms_are_those_of_the_tables(name, P, M, v):
     order = words.ORDERS[name]
     table = order.table(P, M, v)
-    stretches = rows.stretches(table)
+    stretches = lockstep.stretches(table)
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
     assert order.ticks(P, M, v) == (count("forward"), count("backward"), count("head"), stretches[-1][1])
-    assert order.slots(P, M, v) == rows.rows(table).written.max() + 1
+    assert order.slots(P, M, v) == rows.rows(table).saved["forward"].max() + 1
     assert order.weights(P, M, v) == count("backward" if table.weight is None else "weight")
     assert order.handed(P, M, v) == table.handed_count
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from reference import FLOAT64, assert_close
 from reference import products as of_computation
@@ -18,8 +19,8 @@ from parallax import mesh, pipeline, tensor
 from parallax.compiled import hlo
 from parallax.jaxprs import inner, opened
 from parallax.models import gpt2
-from parallax.pipeline.kept import in_two
 from parallax.schedule import one_f_one_b, zero_bubble
+from parallax.split_backward import split
 
 D, H, T, L = 4, 6, 3, 2
 
@@ -82,20 +83,35 @@ STAGES = {
 
 @functools.cache
 def both(name, keep):
-    """The transpose, and the two parts of it: with the products that each runs."""
-    halves = keep(STAGES[name])
+    """The transpose, and the two halves of it."""
+    forward_half, backward_half = keep(STAGES[name])
     x, given_ = jnp.ones((T, D), FLOAT64), {"key": jax.random.key(0)}
-    _, kept = halves.forward(weights(0), x, given_)
-    parts = in_two(halves, weights(0), given_, kept, (x, jnp.ones((), FLOAT64)))
 
     def forward(trained, x, given):
-        return halves.forward(trained, x, given)[1]
+        return forward_half(trained, x, given)[1]
 
     def whole(trained, given, kept, ct):
-        gradients, x = halves.backward(trained, given, kept)(ct)
+        gradients, x = backward_half(trained, given, kept)(ct)
         return x, gradients
 
-    return jax.jit(forward), jax.jit(whole), jax.jit(parts.inputs), jax.jit(parts.weights)
+    ct = x, jnp.ones((), FLOAT64)
+    at_hand = weights(0), given_, forward(weights(0), x, given_)
+
+    def cotangents_first(ct, trained, given, kept):
+        return whole(trained, given, kept, ct)
+
+    traced = jax.make_jaxpr(cotangents_first)(ct, *at_hand)
+    first, second = (jaxpr_as_fun(half) for half in split(traced, cotangents=2, inputs=1))
+
+    def inputs(trained, given, kept, ct):
+        x, *handed = first(*jax.tree.leaves((ct, trained, given, kept)))
+        return x, handed
+
+    def weigh(trained, given, kept, handed):
+        found = second(*jax.tree.leaves((trained, given, kept)), *handed)
+        return jax.tree.unflatten(jax.tree.structure(trained), found)
+
+    return jax.jit(forward), jax.jit(whole), jax.jit(inputs), jax.jit(weigh)
 
 
 def products(f, *arguments):

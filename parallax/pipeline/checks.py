@@ -10,13 +10,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
 from parallax import jaxprs, mesh
 from parallax.collectives import Axis
 from parallax.grads import axes_of, replicated_axes, several
-from parallax.pipeline.traced import Misused
+from parallax.pipeline.traced import Misused, Traced
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
@@ -124,14 +123,14 @@ def same_form(made: PyTree, taken: PyTree) -> None:
             )
 
 
-def head(jaxpr: Jaxpr, used: tuple[PyTree, PyTree, PyTree], axis: Axis) -> None:
+def head(traced: Traced, axis: Axis) -> None:
     """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`: the last stage's is the model's.
 
-    `used` has the structure of the head's arguments: parameters, x and part.
+    The second of the head's arguments is `x`.
     """
-    of_x = [i == 1 for i, argument in enumerate(used) for _ in jax.tree.leaves(argument)]
+    of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in several(axes_of(axis)):
-        summed = jaxprs.uses(jaxpr, name, data=of_x)[0].summed
+        summed = jaxprs.uses(traced.program, name, data=of_x)[0].summed
         if any(map(operator.and_, summed, of_x)):
             raise ValueError(
                 f"pipeline: the head sums over {name!r} what each stage made of its own x, and only the last stage's x is the "

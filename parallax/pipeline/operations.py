@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from parallax import mesh as meshes
 from parallax import rules
 from parallax.collectives import Axis, AxisLike
-from parallax.jaxprs import inner, types
-from parallax.pipeline import kept
-from parallax.pipeline.lanes import differentiated_head, two_of
-from parallax.pipeline.model import Functions, Model
+from parallax.jaxprs import inner, opened, types
+from parallax.pipeline import save
+from parallax.pipeline.exchange import WHOLE
+from parallax.pipeline.jobs import Functions, Jobs
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
@@ -53,7 +52,7 @@ def counted(
     *,
     where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
     trainable: PyTree = rules.is_inexact,
-    keep: kept.Keep = kept.residuals,
+    keep: save.Save = save.residuals,
 ) -> Callable[..., Work]:
     """The function `(params, batch, *, mesh, in_specs) -> Work` of a pipeline; arrays may be shapes, since nothing runs.
 
@@ -62,26 +61,15 @@ def counted(
     """
     axis = Axis.of(axis)
 
-    def work(params: PyTree, batch: PyTree) -> Work:
-        model = Model(Functions(enter, stage, head, where, trainable), schedule, axis, params, batch)
-        halves, zero = keep(model.stage), model.index * 0
-        in_two, _ = two_of(model, halves)
-        trained, given = model.at_hand(model.params, zero, zero, zero == 0)
-        ((moving, loss), _), residuals = halves.forward(trained, model.x, given)
-        ct = jax.tree.map(jnp.zeros_like, (moving, loss))
-        _, passed = in_two.inputs(trained, given, residuals, ct)
-        return Work(
-            _of(lambda x: halves.forward(trained, x, given), model.x),
-            _of(lambda ct: in_two.inputs(trained, given, residuals, ct), ct),
-            _of(lambda passed: in_two.weights(trained, given, residuals, passed), passed),
-            _of(lambda x: differentiated_head(model, model.params, x, zero), model.x),
-        )
+    functions = Functions(enter, stage, head, where, trainable)
 
     def counts(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> Work:
         found: list[Work] = []
 
         def traced(params, batch):
-            found.append(work(params, batch))
+            jobs = Jobs(functions, schedule, axis, params, batch, save=keep, send=WHOLE, in_halves=True)
+            names = "forward", "backward_input", "backward_weight", "head"
+            found.append(Work(*(_products(opened(jobs.programs[name].program)) for name in names)))
             return ()
 
         arrays, static = eqx.partition(params, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
@@ -92,10 +80,6 @@ def counted(
         return found[-1]
 
     return counts
-
-
-def _of(f: Callable[[Any], Any], x: PyTree) -> int:
-    return _products(jax.make_jaxpr(f)(x).jaxpr)
 
 
 def _products(jaxpr: Jaxpr) -> int:

@@ -1,4 +1,4 @@
-"""What a traced function reads: which of its arguments its results depend on, and which parameters come by closure.
+"""A function traced once: which of its arguments its results depend on, and which parameters come by closure.
 
 A pipeline differentiates its three functions in what they are given. What reaches them another way has no gradient, so it is
 refused here, by name.
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.extend.core import Jaxpr
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from parallax import mesh
 from parallax.collectives.types import operands
@@ -33,28 +34,34 @@ class Misused(ValueError):
 
 
 class Traced(NamedTuple):
-    """A function as a program.
+    """A function as a program. To call it runs no Python of the function again, and differentiates nothing again.
 
     Attributes:
-        out: the shapes of what it returns, with their replication types.
-        used: the structure of its arguments, with whether its results depend on each array.
-        outside: the arrays that it reads and was not given.
-        jaxpr: the program.
+        program: of the arrays among its arguments.
+        out: what it returns, with the types of the arrays, their replication types among them.
+        used: the structure of its arguments' arrays, with whether the results depend on each.
     """
 
+    program: ClosedJaxpr
     out: PyTree
     used: PyTree
-    outside: list[Any]
-    jaxpr: Jaxpr
+
+    def __call__(self, *arguments: PyTree) -> Any:
+        """The results; arguments must have the types of those that it was traced on, and are given one by one as there."""
+        arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
+        results = [jnp.asarray(x) for x in jaxpr_as_fun(self.program)(*arrays)]  # a constant may be NumPy's
+        return jax.tree.unflatten(jax.tree.structure(self.out), results)
 
 
 def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
-    """`f` of these trees of arrays, traced."""
-    closed, out = jax.make_jaxpr(f, return_shape=True)(*arguments)
-    jaxpr = opened(closed)
+    """`f` of these trees, traced. An array may be a shape; what is no array is fixed."""
+    arrays, static = eqx.partition(arguments, mesh.is_array)
+    program, out = jax.make_jaxpr(lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True)(arrays)
+    jaxpr = opened(program)
     live = _live(jaxpr)
-    used = [var in live for var in jaxpr.invars[len(jaxpr.invars) - len(jax.tree.leaves(arguments)) :]]
-    return Traced(out, jax.tree.unflatten(jax.tree.structure(arguments), used), list(closed.consts), jaxpr)
+    leaves, structure = jax.tree.flatten(arrays)
+    used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
+    return Traced(program, out, jax.tree.unflatten(structure, used))
 
 
 def _live(jaxpr: Jaxpr) -> set[Any]:
@@ -119,16 +126,22 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
             )
 
 
-def moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:
-    """Whether a collective in `jaxpr` needs none of the arguments that come `late`, so that nothing keeps it waiting."""
-    waits = {var for var, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
+def moves_early(found: Traced) -> bool:
+    """Whether a collective in a function needs nothing but its first argument, the parameters: nothing keeps it waiting."""
+    is_late = [i > 0 for i, argument in enumerate(found.used) for _ in jax.tree.leaves(argument)]
+    return _moves_early(opened(found.program), is_late)
+
+
+def _moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:
+    """Whether a collective in `jaxpr` needs none of the arguments that come `late`."""
+    waits = {variable for variable, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
     for eqn in jaxpr.eqns:
         waiting = [not is_literal(atom) and atom in waits for atom in eqn.invars]
         if eqn.primitive.name in COLLECTIVES and not any(waiting):
             return True
         for body in inner(eqn):
             fits = len(body.invars) == len(waiting)
-            if moves_early(body, waiting if fits else [False] * len(body.invars)):
+            if _moves_early(body, waiting if fits else [False] * len(body.invars)):
                 return True
         if any(waiting):
             waits |= set(eqn.outvars)

@@ -361,13 +361,15 @@ class Schedule:
 
     @cached_property
     def arrivals(self) -> Mapping[Message, int]:
-        """The slot in which each message waits on its stage: free again at the end of the tick that uses it."""
-        found: dict[Message, int] = {}
-        everything = (*self.messages, *self.from_head)
+        """The slot in which each message waits on its stage; in lockstep only cotangents of the head wait."""
+        slots: dict[Message, int] = {}
+        everything = (*self.messages, *self.from_head) if self.per_stage else self.from_head
+        # In lockstep the head runs before the job that uses an arrival in the same tick; per stage it runs after the jobs.
+        until = 0 if self.per_stage else 1
         for s in range(self.stages):
             here = [message for message in everything if message.target == s]
-            found |= zip(here, fewest([Interval(message.sent, message.used) for message in here]), strict=True)
-        return found
+            slots |= zip(here, fewest([Interval(message.sent, message.used + until) for message in here]), strict=True)
+        return slots
 
     @property
     def arrival_count(self) -> int:

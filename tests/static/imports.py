@@ -36,7 +36,8 @@ ORDER = (
         "optimizers",
         "cross_entropy",
     ),
-    *("pipeline", "step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
+    *("split_backward", "pipeline"),
+    *("step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
 )
 
 

@@ -19,7 +19,9 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from parallax import mesh
+from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import like, varying_axes
+from parallax.pipeline import checks
 from parallax.schedule.places import Placement, checked_placement
 from parallax.typed import PyTree
 
@@ -166,3 +168,92 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     if np.array_equal(order, np.arange(v * P)):
         return blocks
     return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
+
+
+def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
+    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks.
+
+    For `step.make(after_update=...)`.
+
+    `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one stage it is all of them, as
+    `unsplit` returns them.
+
+    Raises:
+        ValueError: the placement has other stages than the axis, or other places than `stages` has values.
+    """
+    axis = Axis.of(axis)
+    placement = checked_placement("pipeline.own_chunks", placement)
+    if placement.shape[1] != axis.size():
+        raise ValueError(
+            f"pipeline.own_chunks: the placement has {placement.shape[1]} stages, and the axis {axis.names!r} {axis.size()} "
+            "devices. Pass the `placed` of the schedule that ran."
+        )
+    own_places = jnp.asarray(placement)[:, axis.index()]
+
+    def own(path, leaf):
+        if leaf.shape[:1] != (placement.size,):
+            raise ValueError(
+                f"pipeline.own_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
+                "model. Pass what `Aux.stages` has, with the mean over microbatches taken."
+            )
+        return leaf[own_places]
+
+    return jax.tree.map_with_path(own, stages)
+
+
+def stored(where: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
+    """Arguments for `Checkpoints`, of a state whose model's blocks, `where(model)`, are [v, L / v, ...]: stored as [L, ...].
+
+    On disk the layers are in the order of the model, so that a run with another placement, or without a pipeline, reads them.
+    The optimizer's arrays of the blocks are stored in the same way: leaves whose path ends as that of a leaf of `state.model`,
+    with its first dims.
+
+    Args:
+        where: picks the blocks from the model, as in `pipeline.value_and_grad`.
+        placement: the schedule's `placed`, `[chunks, stages]`.
+        table: of uneven layers, by which the blocks were `padded`; what pads them is not stored.
+    """
+    placement = checked_placement("pipeline.stored", placement)
+    layers = None if table is None else checked(table)
+
+    def to_disk(w):
+        w = in_model_order(w, placement)
+        return w.reshape(-1, *w.shape[2:]) if layers is None else unpadded(w, layers)
+
+    def from_disk(w):
+        w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else padded(w, layers)
+        return arranged(w, placement)
+
+    def over(change, dims):
+        def converted(state):
+            of_model = _leading(where, state.model, dims)
+
+            def leaf(path, x):
+                return change(x) if _is_block(path, x, of_model, dims) else x
+
+            return jax.tree.map_with_path(leaf, state)
+
+        return converted
+
+    return {"to_disk": over(to_disk, 2), "from_disk": over(from_disk, 1)}
+
+
+def _leading(where: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tuple[str, ...], tuple[int, ...] | None]:
+    """By path, the first dims of each of the blocks' arrays in the model; None for the rest."""
+    in_blocks = eqx.tree_at(
+        where, jax.tree.map(lambda _: False, model), replace_fn=lambda part: jax.tree.map(lambda _: True, part)
+    )
+    marks = dict(jax.tree.leaves_with_path(in_blocks))
+    named = jax.tree.leaves_with_path(model)
+    return {_names(path): tuple(x.shape[:dims]) if marks[path] and mesh.is_array(x) else None for path, x in named}
+
+
+def _is_block(path: Any, x: Any, of_model: dict[tuple[str, ...], tuple[int, ...] | None], dims: int) -> bool:
+    """Whether an array is one of the blocks, or goes with one in the optimizer's state: the longest path that fits says it."""
+    names = _names(path)
+    found = next((of_model[names[i:]] for i in range(len(names)) if names[i:] in of_model), None)
+    return found is not None and mesh.is_array(x) and tuple(x.shape[:dims]) == found
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(mesh.dotted((entry,)) for entry in path)

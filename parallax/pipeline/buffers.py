@@ -1,0 +1,110 @@
+"""Arrays that wait for a later tick, in slots, and sums in which some ticks do not count."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from parallax import precision
+from parallax.collectives import Axis
+from parallax.collectives.types import axes, varying, varying_axes
+from parallax.typed import PyTree
+
+Counts: TypeAlias = Bool[Array, ""] | bool  # True: it counts for certain
+
+
+def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
+    """The tree `a` where the condition holds, else `b`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+def masked(counts: Counts, tree: PyTree) -> PyTree:
+    """The tree where it counts, else zeros: what does not count may be anything, even not a number."""
+    if counts is True:
+        return tree
+    return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
+
+
+def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
+    """`sums` plus `terms` where they count. A term may be None."""
+
+    def leaf(total, term):
+        return total if term is None else total + masked(counts, term).astype(total.dtype)
+
+    return jax.tree.map(leaf, sums, terms)
+
+
+def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
+    """The buffers, [slots, ...] each, with an array of the tree in a slot of each. Where the tree has None a buffer stays."""
+
+    def leaf(buffer, x):
+        return buffer if x is None else lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+
+    return jax.tree.map(leaf, buffers, tree)
+
+
+def taken(buffers: PyTree, slot: Int[Array, ""]) -> PyTree:
+    """What lies in a slot."""
+    return jax.tree.map(lambda buffer: lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers)
+
+
+def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
+    """So many slots for each of these types; for what is the same on all stages, such as a constant, one for all microbatches.
+
+    Accelerators do not fill slots of floating-point numbers (`lax.empty`): what a tick without a job makes of them may be
+    anything, and `masked` drops it. Whole numbers are zeros, as an index must lie in its array.
+    """
+
+    def slots(kind):
+        zeros = jnp.zeros_like(jax.eval_shape(_numbers, kind))
+        if not set(axes(axis.names)) & set(varying_axes(zeros)):
+            return zeros
+        if not jnp.issubdtype(zeros.dtype, jnp.inexact):
+            return stacked(zeros, count)
+        return varying(lax.empty((count, *zeros.shape), zeros.dtype), varying_axes(zeros))
+
+    return [slots(kind) for kind in types]
+
+
+def saved_in(slots: list[Any], arrays: Sequence[Any], slot: Int[Array, ""]) -> list[Any]:
+    """The slots of `slots_for` after these arrays have gone into one of them."""
+
+    def one(buffer, x):
+        return x if buffer.ndim == x.ndim else lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
+
+    return [one(buffer, _numbers(x)) for buffer, x in zip(slots, arrays, strict=True)]
+
+
+def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list[Any]:
+    """What lies in a slot of `slots_for`, of these types."""
+
+    def one(buffer, kind):
+        is_one_for_all = buffer.ndim == jax.eval_shape(_numbers, kind).ndim
+        numbers = buffer if is_one_for_all else lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+        if not _is_key(kind):
+            return numbers
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(jnp.zeros((), kind.dtype)))
+
+    return [one(buffer, kind) for buffer, kind in zip(slots, types, strict=True)]
+
+
+def stacked(like: Any, *counts: int) -> Array:
+    """Zeros for so many of an array."""
+    return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
+
+
+def wide_zeros(like: Any) -> Array:
+    """Zeros like an array, of the type in which it is added up."""
+    return jnp.zeros_like(like, dtype=precision.wide(like.dtype))
+
+
+def _numbers(x: Any) -> Any:
+    """An array as a slot holds it: random keys as the numbers that they are made of."""
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

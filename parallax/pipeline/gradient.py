@@ -1,0 +1,174 @@
+"""Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
+
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all devices, and a collective
+never stands under a predicate that differs between devices, where it would hang. What a microbatch needs for its backward pass
+waits in as many slots as the schedule holds at once, whatever M is.
+
+`jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
+
+Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv 2104.04473), section 2.2, for
+1F1B and its interleaved form; Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288), for
+the shared vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from parallax import rules
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.cpu import ordered
+from parallax.grads import Grad, axes_of, matching_parameters, mean_of_parts, replicated_axes, summed_over, varies_along
+from parallax.pipeline import checks, lockstep, per_stage, save
+from parallax.pipeline.buffers import masked
+from parallax.pipeline.exchange import WHOLE, Exchange
+from parallax.pipeline.jobs import Functions, Jobs, Sums
+from parallax.pipeline.one_device import Aux, with_aux
+from parallax.schedule import Schedule
+from parallax.typed import PyTree
+
+
+def value_and_grad(
+    enter: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    schedule: Schedule,
+    axis: AxisLike,
+    *,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    trainable: PyTree = rules.is_inexact,
+    keep: save.Save = save.residuals,
+    exchange: Exchange = WHOLE,
+    scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
+    aux: Callable[[Any], Any] = mean_of_parts,
+) -> Grad:
+    """The grad arrow of `head(stage(... stage(enter(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
+
+    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch has its sequences as the
+    first dim of every leaf, and is cut into M parts in order. Gradients are summed, and returned, in float32 or wider; those of
+    parameters that are the same on all stages are all-reduced over the stages once, at the end.
+
+    `params`, the first argument of all three functions, has all parameters; in `stage`, `where(params)` is the chunk of layers
+    at hand, without the dim of chunks. What is read there has a gradient, wherever it is read.
+
+    Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` for each array. The
+    time is that of `schedule.makespan`; what is held at once is `schedule.slot_count` times what `keep` keeps of a chunk.
+
+    Args:
+        enter: `(params, part) -> x`: what enters the first stage, a tree of arrays. Those of floating-point numbers have a
+            cotangent; others, such as masks, travel without. It runs on all stages in each forward tick, and counts on the
+            first. It may be shared out over them, with collectives over `axis` inside.
+        stage: `(params, x, part, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model. It
+            returns a tree like `x`, or an `Output` with a term of the loss or auxiliary values beside it.
+        head: `(params, x, part) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs on all stages, in the ticks in
+            which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
+            the same on all was shared out (begin with `from_last`).
+        schedule: the table; its stages are the size of `axis`.
+        axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
+        where: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
+            dim of v chunks.
+        trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
+        keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
+        exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.
+        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.reduce_scatter`, by which
+            each replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a
+            lane does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
+        aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and those of stages, as `Aux.stages`,
+            [M, vP, ...]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
+            alone has, `((loss, aux), gradients)`.
+
+    Raises:
+        ValueError: the schedule has other stages than the axis; the batch does not divide by M, or is empty;
+            `params` has no `blocks`, and no `where` is given; an array of
+            `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
+            takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
+            stage, the blocks.
+    """
+    axis = Axis.of(axis)
+    functions = Functions(enter, stage, head, where, trainable)
+    run = per_stage.both_ways if schedule.per_stage else lockstep.both_ways
+
+    def grad(params, batch):
+        in_halves = schedule.weight is not None
+        jobs = Jobs(functions, schedule, axis, params, batch, save=keep, send=exchange, scatter=scatter, in_halves=in_halves)
+        sums = run(jobs)
+        gradients = eqx.combine(sums.ends, sums.blocks)
+        # What was the same on all stages is reduced; what is split over them is done.
+        axes_to_reduce = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(gradients, params))
+        losses, gradients = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(sums), gradients))
+        losses, gradients = summed_over((losses, gradients), (_varying_axes(losses, axis), axes_to_reduce), axis)
+        found = _stacked_aux(jobs, sums, (losses, gradients))
+        return with_aux(functools.reduce(jnp.add, losses), found, aux), gradients
+
+    return grad
+
+
+def value(
+    enter: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    schedule: Schedule,
+    axis: AxisLike,
+    *,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    exchange: Exchange = WHOLE,
+    aux: Callable[[Any], Any] = mean_of_parts,
+) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
+    """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
+
+    Arguments and errors are those of `value_and_grad`; with auxiliary values it returns `(loss, aux)`. A parameter may come by
+    closure.
+    """
+    axis = Axis.of(axis)
+    functions = Functions(enter, stage, head, where, trainable=False)
+    run = per_stage.forward_only if schedule.per_stage else lockstep.forward_only
+
+    def loss(params, batch):
+        jobs = Jobs(functions, schedule, axis, params, batch, save=None, send=exchange)
+        sums = run(jobs)
+        losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(sums))
+        losses = summed_over(losses, _varying_axes(losses, axis), axis)
+        return with_aux(functools.reduce(jnp.add, losses), _stacked_aux(jobs, sums, losses), aux)
+
+    return loss
+
+
+def from_last(x: PyTree, axis: AxisLike) -> PyTree:
+    """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose keeps the cotangent."""
+    axis = Axis.of(axis)
+    last = axis.index() == axis.size() - 1
+    return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
+
+
+def _losses(sums: Sums) -> tuple[Float[Array, ""], ...]:
+    """The sums of the head's loss and of the stages' own."""
+    return (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
+
+
+def _varying_axes(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
+    return tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
+
+
+def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
+    """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M, vP, ...]."""
+    axis, schedule = jobs.axis, jobs.schedule
+
+    def of_head(values):
+        return values if jobs.shared_out(values) else axis.all_reduce(masked(jobs.last, ordered(values, after)))
+
+    def of_stages(values):
+        M, v, *shape = values.shape
+        by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)
+        by_stage = lax.dynamic_update_index_in_dim(by_stage, ordered(values, after), jobs.index, 2)
+        by_chunk = axis.all_reduce(by_stage).reshape(M, v * schedule.stages, *shape)
+        order = np.argsort(schedule.placed, axis=None)
+        return by_chunk if np.array_equal(order, np.arange(order.size)) else by_chunk[:, order]
+
+    return Aux(jax.tree.map(of_head, sums.of_head), jax.tree.map(of_stages, sums.of_stages))

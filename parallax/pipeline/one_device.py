@@ -1,0 +1,85 @@
+"""The loss on one device that a pipeline of the same functions equals."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from parallax.pipeline import checks
+from parallax.pipeline.layers import in_model_order
+from parallax.schedule.places import Placement
+from parallax.typed import PyTree
+
+
+class Aux(NamedTuple):
+    """Auxiliary values of a pipeline whose stages have some.
+
+    Attributes:
+        head: the head's; None if it has none.
+        stages: those of each chunk of layers, by its place in the model: [vP, ...] each.
+    """
+
+    head: PyTree
+    stages: PyTree
+
+
+def unsplit(
+    enter: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    *,
+    where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    placement: Placement | None = None,
+) -> Callable[[PyTree, PyTree], Any]:
+    """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unsplit.
+
+    It runs chunk after chunk on the whole batch. With auxiliary values it returns `(loss, aux)`: the head's, or, where stages
+    have some, `Aux`, those of the stages [v] each.
+
+    With a schedule's `placed` as `placement`, [v, P], it runs place after place of the model, as the pipeline does: each with
+    its own layers, `position` and auxiliary values, which are [vP] each. Without it the chunks are as long as all stages' are
+    together, and in the model's order: blocks with any but a looped placement need it.
+    """
+
+    def loss(params, batch):
+        arrays, static = eqx.partition(where(params), eqx.is_array)
+        if placement is not None:
+            places = placement.size
+            arrays = in_model_order(arrays, placement)
+            arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
+        x, made = enter(params, batch), []
+        for place in range(jax.tree.leaves(arrays)[0].shape[0]):
+            own = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
+            made.append(checks.output(stage(eqx.tree_at(where, params, own), x, batch, jnp.asarray(place, jnp.int32))))
+            x = made[-1].x
+        total, of_head = checks.loss_and_aux(head(params, x, batch))
+        total = sum((each.loss for each in made if each.loss is not None), start=total)
+        found = Aux(of_head, jax.tree.map(lambda *each: jnp.stack(each), *(each.aux for each in made)))
+        return with_aux(total, found, lambda aux: aux)
+
+    return loss
+
+
+def at_once(enter: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]) -> Callable[[PyTree, PyTree], Any]:
+    """What a pipeline of these functions equals whose blocks have no dim of chunks: the loss arrow of one stage with all layers.
+
+    With auxiliary values it returns `(loss, aux)`: the head's, or, where the stage has some, `Aux`, those of the stage [1, ...].
+    """
+
+    def loss(params, batch):
+        made = checks.output(stage(params, enter(params, batch), batch, 0))
+        total, of_head = checks.loss_and_aux(head(params, made.x, batch))
+        found = Aux(of_head, jax.tree.map(lambda leaf: leaf[None], made.aux))
+        return with_aux(total if made.loss is None else total + made.loss, found, lambda aux: aux)
+
+    return loss
+
+
+def with_aux(loss: Array, found: Aux, aux: Callable[[Any], Any]) -> Any:
+    """What a loss arrow returns: the loss, or `(loss, aux)` where there are auxiliary values."""
+    if jax.tree.leaves(found.stages):
+        return loss, aux(found)
+    return (loss, aux(found.head)) if jax.tree.leaves(found.head) else loss

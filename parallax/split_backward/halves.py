@@ -1,0 +1,291 @@
+"""A backward pass in two halves: I makes the cotangents of the inputs, W goes on from there to the gradients of the weights.
+
+A value that only W needs is computed in W if it is a product, or follows one, or if it would make what I hands to W larger. All
+other values are computed in I, such as the sums over tokens that are a bias' gradient. W computes again what is cheap and needs
+nothing that I made; no product is computed twice. A scan becomes two: the first stacks, trip by trip, what the second reads.
+
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can be cut out of any traced
+program, as dead code is, is ours.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from parallax.elementwise import ELEMENTWISE, LAID_OUT
+from parallax.jaxprs import is_literal, opened, types
+from parallax.split_backward.flat import (
+    Flat,
+    Loop,
+    Values,
+    apply,
+    barrier,
+    flat,
+    is_barrier,
+    live,
+    primitives,
+    read,
+    size,
+    variables_of,
+)
+
+# What costs little beside a product: element by element, laid out anew, and sums along a dim.
+CHEAP = ELEMENTWISE | LAID_OUT | {"transpose", "slice", "rev", "iota", "concatenate", "pad", "split", "replicated"}
+CHEAP |= {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "dynamic_slice"}
+
+
+def split(backward: ClosedJaxpr, *, cotangents: int, inputs: int) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """The two halves of a backward pass.
+
+    Args:
+        backward: takes so many `cotangents`, and then what both halves may read. Returns the cotangents of so many `inputs`, and
+            then the gradients of the weights.
+        cotangents: how many arrays.
+        inputs: how many arrays.
+
+    Returns:
+        `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then the arrays that it hands to W.
+        W takes what `backward` takes after its cotangents, and then those arrays, and returns the gradients of the weights.
+    """
+    program = flat(backward)
+    arguments = program.jaxpr.invars
+    results = range(len(program.jaxpr.outvars))
+    halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
+
+    def first(*values):
+        cotangents_of_inputs, handed = halves.run_first(dict(zip(arguments, values, strict=True)), results[:inputs])
+        return [*cotangents_of_inputs, *handed]
+
+    def second(*values):
+        shared = len(arguments) - cotangents
+        known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
+        return halves.run_second(known, values[shared:], results[inputs:])
+
+    half_of_inputs = jax.make_jaxpr(first)(*types(arguments))
+    handed = types(opened(half_of_inputs).outvars[inputs:])
+    return half_of_inputs, jax.make_jaxpr(second)(*types(arguments[cotangents:]), *handed)
+
+
+class Step(NamedTuple):
+    """An equation of a half.
+
+    Attributes:
+        eqn: the equation.
+        loop: of a scan, how its trips are cut.
+        places: of a barrier, the operands that it passes on in this half.
+    """
+
+    eqn: JaxprEqn
+    loop: "CutLoop | None"
+    places: tuple[int, ...]
+
+    def reads(self, half: int) -> list[Any]:
+        """The variables that the step reads in this half."""
+        places: Collection[int] = range(len(self.eqn.invars))
+        if self.loop is not None:
+            places = self.loop.reads(half)
+        elif is_barrier(self.eqn):
+            places = self.places
+        return variables_of([self.eqn.invars[i] for i in places])
+
+    def run(self, jaxpr: Jaxpr, values: Values) -> None:
+        """Add the step's results to `values`; a scan runs as its `CutLoop` says instead."""
+        if is_barrier(self.eqn):
+            held = barrier(read([self.eqn.invars[i] for i in self.places], values))
+            values.update(zip((self.eqn.outvars[i] for i in self.places), held, strict=True))
+        else:
+            values.update(zip(self.eqn.outvars, apply(jaxpr, self.eqn, values), strict=True))
+
+
+class Cut(NamedTuple):
+    """A program in two halves.
+
+    Attributes:
+        program: the whole.
+        first: the steps of the first half.
+        second: those of the second.
+        handed: variables of the first half that the second reads; behind them come those of each scan in `first`.
+        made: all variables that only the first half has.
+        reads: the arguments that each half reads.
+    """
+
+    program: Flat
+    first: list[Step]
+    second: list[Step]
+    handed: list[Any]
+    made: set[Any]
+    reads: tuple[set[Any], set[Any]]
+
+    @property
+    def handed_count(self) -> int:
+        """How many arrays go from the first half to the second."""
+        return len(self.handed) + sum(step.loop.trip.handed_count for step in self.first if step.loop is not None)
+
+    def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
+        """These results, and the arrays for the second half. `arguments` has those that the first half reads."""
+        values, of_scans = self.program.constants | arguments, []
+        for step in self.first:
+            if step.loop is None:
+                step.run(self.program.jaxpr, values)
+            else:
+                of_scans += step.loop.run_first(step.eqn, values)
+        return self._results(outputs, values), [*read(self.handed, values), *of_scans]
+
+    def run_second(self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]) -> list[Any]:
+        """These results, from the arguments that the second half reads and the arrays from the first."""
+        values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
+        of_scans: dict[Any, Sequence[Any]] = {}
+        begin = len(self.handed)
+        for step in self.first:
+            if step.loop is not None:
+                end = begin + step.loop.trip.handed_count
+                of_scans[step.eqn.outvars[0]], begin = handed[begin:end], end
+        for step in self.second:
+            if step.loop is None:
+                step.run(self.program.jaxpr, values)
+            else:
+                step.loop.run_second(step.eqn, values, of_scans.get(step.eqn.outvars[0], ()))
+        return self._results(outputs, values)
+
+    def _results(self, outputs: Collection[int], values: Values) -> list[Any]:
+        return read([self.program.jaxpr.outvars[i] for i in outputs], values)
+
+
+class CutLoop(NamedTuple):
+    """A scan in two.
+
+    Attributes:
+        loop: the whole.
+        trip: the two halves of each trip.
+        results: which of the scan's results each half makes.
+    """
+
+    loop: Loop
+    trip: Cut
+    results: tuple[frozenset[int], frozenset[int]]
+
+    def reads(self, half: int) -> set[int]:
+        """The places of the operands that a half needs."""
+        loop, results = self.loop, self.results[half]
+        in_trip = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in self.trip.reads[half]}
+        return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
+
+    def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
+        """Add the first half's results to `values`. Returns what the second half needs of it, [trips, ...] each."""
+        return self._run(eqn, values, 0, lambda arguments, _: self.trip.run_first(arguments, sorted(self.results[0])), ())
+
+    def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
+        """Add the second half's results to `values`."""
+
+        def one_trip(arguments, handed):
+            return self.trip.run_second(arguments, handed, sorted(self.results[1])), []
+
+        self._run(eqn, values, 1, one_trip, handed)
+
+    def _run(self, eqn: JaxprEqn, values: Values, half: int, one_trip: Callable[..., Any], handed: Sequence[Any]) -> list[Any]:
+        loop, results = self.loop, sorted(self.results[half])
+        variables = loop.body.jaxpr.invars
+        carried = sum(i < loop.carries for i in results)
+        inits = [loop.consts + i for i in results[:carried]]
+        operands = {i: read([eqn.invars[i]], values)[0] for i in self.reads(half)}
+        consts = {variables[i]: x for i, x in operands.items() if i < loop.consts}
+        sliced = [i for i in operands if i >= loop.consts + loop.carries]
+
+        def trip(carry, slices):
+            of_trip, handed = slices
+            arguments = consts | dict(zip((variables[i] for i in [*inits, *sliced]), [*carry, *of_trip], strict=True))
+            made, handed_on = one_trip(arguments, handed)
+            return made[:carried], (made[carried:], handed_on)
+
+        how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        slices = [operands[i] for i in sliced], list(handed)
+        carry, (stacked, handed_on) = lax.scan(trip, [operands[i] for i in inits], slices, **how)
+        values.update(zip((eqn.outvars[i] for i in results), [*carry, *stacked], strict=True))
+        return handed_on
+
+
+def _cut(program: Flat, first: Collection[int], second: Collection[int], *, made: set[Any], late: Collection[Any] = ()) -> Cut:
+    """The program in two halves: the first makes the results `first`, the second the results `second`.
+
+    Args:
+        program: the whole.
+        first: places of results.
+        second: places of results.
+        made: the arguments that only the first half is given.
+        late: the arguments that only the second half is given; no result of `first` needs them.
+    """
+    jaxpr = program.jaxpr
+    needed_first, (counting, _) = live(program, first)[0], live(program, {*first, *second})
+    made, late = set(made), set(late)
+    plan: list[tuple[Step, tuple[bool, bool]]] = []  # each step that counts, and whether either half may run it
+    for place, results in counting.items():
+        eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
+        reads = set(variables_of(eqn.invars))
+        if is_barrier(eqn):
+            pairs = [(atom, out) for atom, out in zip(eqn.invars, eqn.outvars, strict=True) if not is_literal(atom)]
+            made |= {out for atom, out in pairs if atom in made}
+            late |= {out for atom, out in pairs if atom in late}
+        elif place in program.loops:
+            loop = _cut_loop(program.loops[place], eqn, needed_first.get(place, frozenset()), results, late)
+            made |= {eqn.outvars[i] for i in loop.results[0]}
+            late |= {eqn.outvars[i] for i in loop.results[1]}
+        elif place in needed_first:
+            runs_in = (True, not reads & made and _is_cheap(eqn))
+        elif reads & late or not _is_cheap(eqn):
+            runs_in = (False, True)
+        elif reads & made:
+            is_smaller = size(set(eqn.outvars)) <= size(reads & made)
+            runs_in = (is_smaller, not is_smaller)
+        if runs_in == (True, False):
+            made |= set(eqn.outvars)
+        elif runs_in == (False, True):
+            late |= set(eqn.outvars)
+        plan.append((Step(eqn, loop, ()), runs_in))
+    outputs = lambda places: set(variables_of([jaxpr.outvars[i] for i in places]))
+    second_steps, needed = _chosen(plan, 1, outputs(second), made)
+    in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
+    handed = [variable for variable in in_order if variable in needed and variable in made]
+    first_steps, wanted = _chosen(plan, 0, outputs(first) | set(handed), late)
+    arguments = set(jaxpr.invars)
+    return Cut(program, first_steps, second_steps, handed, made, (wanted & arguments, (needed - made) & arguments))
+
+
+def _cut_loop(loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]) -> CutLoop:
+    """A scan in two. A result that is stacked is the first half's if that makes it anyway."""
+    variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
+    late_inside = {inside for inside, atom in zip(variables, eqn.invars, strict=True) if not is_literal(atom) and atom in late}
+    carried = lambda results: {variables[loop.consts + i] for i in results if i < loop.carries}
+    while True:
+        second = results - first
+        trip = _cut(loop.body, first, second, made=carried(first), late=carried(second) | late_inside)
+        stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
+        made_anyway = {i for i in stacked if outputs[i] in trip.made}
+        if not made_anyway:
+            return CutLoop(loop, trip, (first, second))
+        first = first | made_anyway
+
+
+def _chosen(
+    plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
+) -> tuple[list[Step], set[Any]]:
+    """The steps of a half, and all variables that it needs: those from `elsewhere` among them."""
+    chosen = []
+    for step, runs_in in reversed(plan):
+        wanted = needed & set(step.eqn.outvars) - elsewhere
+        if not runs_in[half] or not (wanted or _acts(step.eqn)):
+            continue
+        places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
+        chosen.append(step._replace(places=places))
+        needed = needed | set(chosen[-1].reads(half))
+    return chosen[::-1], needed
+
+
+def _acts(eqn: JaxprEqn) -> bool:
+    return bool(eqn.effects)
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    return not _acts(eqn) and all(name in CHEAP for name in primitives(eqn))
