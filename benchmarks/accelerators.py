@@ -27,7 +27,7 @@ from parallax import mesh, plan
 from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.models.prepared import Compute
+from parallax.models.decoder import Compute
 from parallax.plan import compilers, hardware, traffic
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
@@ -111,7 +111,7 @@ def collect(name: str, file: Path):
 def compiled(there: targets.Target, config: gpt2.Config, layout: Layout, batch: int) -> targets.Program:
     """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
     world, compute = mesh.make(devices=there.devices, **layout.axes), Compute(attend=gpt2.FAMILY.attend)
-    prepared = decoder.prepare(
+    prepared = decoder.train_step(
         gpt2.FAMILY, config, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0), compute=compute
     )
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))

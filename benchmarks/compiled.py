@@ -27,7 +27,7 @@ from parallax.compiled import targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.models.attention import grouped
-from parallax.models.prepared import Compute
+from parallax.models.decoder import Compute
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "steps.jsonl"
 CONFIG = gpt2.Config(layers=4, heads=12, width=768, context=1024, vocabulary=8192)
@@ -90,12 +90,12 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
     windows = jax.ShapeDtypeStruct((int(batch), config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
     if mover == "jit":
         return targets.compile(*rival(config, world), windows, target=there)
-    axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else None
+    axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else {}
     given = {"attend": grouped} if "scores" in how else {}
     given |= {"sums": grads.reduced_in_backward} if "made" in how else {}
-    compute = Compute(**given | ({"joins": sequence.overlapping} if "matmul" in how else {}))
-    prepared = decoder.prepare(
-        *(gpt2.FAMILY, config, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), axes=axes, compute=compute
+    compute = Compute(axes=axes, **given | ({"joins": sequence.overlapping} if "matmul" in how else {}))
+    prepared = decoder.train_step(
+        *(gpt2.FAMILY, config, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), compute=compute
     )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 

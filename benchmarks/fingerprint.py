@@ -40,7 +40,8 @@ def row(name: str, layout: Layout, config: gpt2.Config, arguments: argparse.Name
     """One layout: bytes by arithmetic and compiled, milliseconds by the machine's own rate and measured."""
     devices = mesh.make(**layout.axes)
     key = jax.random.key(0)
-    state, train = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=arguments.batch, key=key)
+    made = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=arguments.batch, key=key)
+    state, train = made.init(), made.train
     windows = np.random.default_rng(0).integers(256, size=(arguments.batch, 65), dtype=np.int32)
     placed, held = mesh.place(windows, P("data"), devices), [state]
 

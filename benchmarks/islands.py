@@ -85,19 +85,14 @@ def everywhere(config: gpt2.Config) -> tuple[jax.sharding.Mesh, Any, int]:
     """Data parallelism: gradients are averaged in each step."""
     layout = Layout(data=2)
     devices = mesh.make(**layout.axes)
-    return devices, decoder.prepare(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=8, key=jax.random.key(0)), 1
+    return devices, decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=8, key=jax.random.key(0)), 1
 
 
 def apart(config: gpt2.Config, every: int, axis: Any) -> tuple[jax.sharding.Mesh, Any, int]:
     """Two islands of one process each."""
     devices = mesh.make(island=2, **Layout().axes)
-    prepared = on_islands.prepare(
-        *(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices, islands.nesterov()),
-        every=every,
-        batch=8,
-        key=jax.random.key(0),
-        axis=axis,
-    )
+    local = decoder.local_step(*(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices), batch=4, key=jax.random.key(0))
+    prepared = on_islands.train_step(local, islands.nesterov(), every=every, axis=axis)
     return devices, prepared, every
 
 

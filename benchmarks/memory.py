@@ -23,8 +23,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import data, mesh, step
-from parallax.layout import Layout, words
+from parallax.layout import Layout
 from parallax.models import decoder, gpt2
+from parallax.plan.recomputed import recomputed
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "data"
 FLOAT = 4  # bytes
@@ -73,7 +74,7 @@ def main():
 def compiled(config: gpt2.Config, layout: Layout, batch: int, tokens: int) -> tuple[step.State, jax.stages.Compiled]:
     """The state's shapes and the compiled train step of `batch` sequences of `tokens`."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.prepare(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     return prepared.shapes, prepared.train.lower(prepared.shapes, windows).compile(QUICKLY)
 
@@ -97,15 +98,13 @@ def stage(task: Task, zero: int) -> dict[str, object]:
     _, whole = compiled(config, layout, 2 * n, config.context)
     blocks, rest = weights(config)
     both = blocks + rest
-    held_as = words.read(layout).replicas
     # The sum, and beside it the gradient of one microbatch. ZeRO-3 scatters the blocks' layer by layer, the rest at the end.
-    two = both + held_as.sums(whole=both, share=both / n)
-    gradients = held_as.parameters(whole=two, share=2 * (blocks / n + rest))
+    gradients = 2 * (blocks / n + rest) if zero == 3 else both + both / layout.gradient_shards
     memory = whole.memory_analysis()
     return {
         "zero": zero,
-        "parameters (theory)": pair(held(state.model), held_as.parameters(whole=both, share=both / n)),
-        "optimizer (theory)": pair(held(state.optimizer), 2 * held_as.state(whole=both, share=both / n)),
+        "parameters (theory)": pair(held(state.model), both / layout.parameter_shards),
+        "optimizer (theory)": pair(held(state.optimizer), 2 * both / layout.optimizer_shards),
         "arguments": megabytes(memory.argument_size_in_bytes),
         "gradients (theory)": megabytes(gradients),
         f"temporaries, {task.short} tokens": megabytes(measure.temporary(short)),
@@ -128,14 +127,14 @@ def kept(config: gpt2.Config, layout: Layout, tokens: int) -> float:
     In [T, D] elements a layer: two norms' inputs, the inputs of the column-parallel products (2, of all tokens), q, k, v, what
     attention gives, and the feed-forward's hidden units twice (12, over the tensor axis); and the softmax, [H, T, T].
     """
-    t, T, does = layout.tensor, tokens, words.read(layout)
-    own = does.tokens.of(whole=1, share=t)  # devices that share the residual stream's tokens
-    elements = does.kept.of(
-        everything=2 / own + 2 / does.kept.gathered(whole=1, share=own) + 12 / t,
-        products=1 / own + 3 / t + 1 + 4 / t,  # the input, qkv, attention's output, up; nothing needs what down gave
-        inputs=1 / own,
-    )
-    softmax = does.kept.scores * config.heads * T * T / t
+    t, T, own, again = layout.tensor, tokens, layout.token_shards, recomputed(layout)
+    if again.keeps == "products":  # the input, qkv, attention's output, up; nothing needs the output of down
+        elements = 1 / own + 3 / t + 1 + 4 / t
+    elif again.keeps == "inputs":
+        elements = 1 / own
+    else:
+        elements = 2 / own + 2 / (1 if again.keeps_gathered else own) + 12 / t
+    softmax = again.keeps_scores * config.heads * T * T / t
     return FLOAT * config.layers * (elements * T * config.width + softmax)
 
 
@@ -145,8 +144,8 @@ def activations(task: Task, layout: Layout) -> dict[str, object]:
     low, high = (measure.temporary(compiled(config, layout, batch, config.context)[1]) for batch in (few, many))
     where = f"tensor {layout.tensor}" if layout.tensor > 1 else "one device"
     return {
-        "over": where + words.read(layout).tokens.of(whole="", share=", sequence"),
-        "remat": words.read(layout).again.says,
+        "over": where + (", sequence" if layout.sequence else ""),
+        "remat": layout.remat,
         "kept MB a sequence (theory)": megabytes(kept(config, layout, config.context)),
         "compiled MB a sequence": megabytes((high - low) / (many - few)),
         f"temporaries of {many}": megabytes(high),
@@ -177,7 +176,7 @@ def train(steps: int, batch: int, remat: str):
     layout = Layout(data=2, stage=2, tensor=2, zero=1, microbatches=batch // 2, remat=remat)
     mesh_ = mesh.make(**layout.axes)
     tokens = data.encode_file(SHIPPED / "state_of_the_union.txt", data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"))
-    prepared = decoder.prepare(gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
     shape = (batch, gpt2.SMALL.context + 1)
     placed = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     program = prepared.train.lower(prepared.shapes, placed).compile()

@@ -24,10 +24,11 @@ from published import CAUSES, Row, rows
 
 from parallax import plan
 from parallax.collectives import send_next
-from parallax.layout import Layout, words
+from parallax.layout import Layout
 from parallax.plan import hardware, movers, networks, temporaries, traffic
 from parallax.plan.planned import PASSES
 from parallax.plan.planned import messages as messages_of
+from parallax.plan.recomputed import recomputed
 
 BY_LEAF = ("gradients scattered", "parameters gathered")
 
@@ -68,8 +69,8 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     heads = head * (planned.layout.stage if unlike.at_ends else 1)
     products = seconds.products * (unlike.weights + unlike.scores * scores + heads) / (1 + scores + head)
     of_stages = lambda term: "stage" in term.axes and term.collective is not send_next
-    sent = words.read(planned.layout).replicas.parameters(whole=tuple, share=joined)
-    planned = dataclasses.replace(planned, traffic=sent(planned.traffic))
+    if planned.layout.zero == 3:
+        planned = dataclasses.replace(planned, traffic=joined(planned.traffic))
     terms = [term for term in planned.traffic if not (unlike.at_ends and of_stages(term))]
     along = dict(messages_of(terms, planned.layout, row.chip))
     if unlike.torus or unlike.adapters:
@@ -96,16 +97,16 @@ def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
 def passes_of(row: Row, planned: plan.Plan) -> float:
     """Seconds of passes over what a layer makes: by the plan, without scores, or by Korthikanti et al., section 4."""
     config, layout, t = row.config, planned.layout, planned.layout.tensor
-    does, size = words.read(layout), traffic.sizes(config, layout, row.batch)
+    size = traffic.sizes(config, layout, row.batch)
     if row.unlike.fused:
-        split = 34 if does.tokens.needs else 24
+        split = 34 if layout.sequence else 24
         scores = 5 * config.heads * config.context / config.width
         made = size.tokens * config.width * (34 - split + (split + scores) / t)
     elif row.unlike.kernel:
         made = temporaries.everything(config, dataclasses.replace(layout, remat="attention", zero=0), row.batch)
     else:
         return planned.seconds.passes
-    times = size.layers * (size.forward + size.backward * (1 + does.again.passes))
+    times = size.layers * (size.forward + size.backward * (1 + recomputed(layout).passes))
     return PASSES * made * times / row.chip.bandwidth
 
 

@@ -112,7 +112,7 @@ def read(layouts: str) -> list[tuple[int, Layout]]:
 def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | None = None):
     """The prepared step and its program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.prepare(gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     return prepared, prepared.train.lower(prepared.shapes, windows).compile(options)
 

@@ -106,10 +106,11 @@ def ours(sizes: Sizes, job: argparse.Namespace) -> list[float]:
     )
     layout, size = Layout(data=job.processes), job.batch * job.processes
     mesh_ = mesh.make(**layout.axes)
-    axes = {"data": bucketed(ring("data"))}
-    state, train = decoder.train_step(
-        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_), batch=size, key=jax.random.key(0), axes=axes
+    compute = decoder.Compute(axes={"data": bucketed(ring("data"))})
+    made = decoder.train_step(
+        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_), batch=size, key=jax.random.key(0), compute=compute
     )
+    state, train = made.init(), made.train
     tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=size * (sizes.length + 1) * 4)
     sharding = mesh.shardings(P("data"), mesh_)
     seconds = []

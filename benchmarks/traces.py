@@ -176,7 +176,7 @@ def prepared(case: Case, world: Any) -> tuple[Any, tuple[Any, Any]]:
     settings = case.layout
     if case.model == GPT2:
         batch = 4 * settings.data * settings.microbatches
-        made = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, settings, world, batch=batch, key=jax.random.key(0))
+        made = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, settings, world, batch=batch, key=jax.random.key(0))
         return made.train, (made.shapes, shape(batch, TINY.context + 1, dtype=jnp.int32))
     model = MODELS[case.model]
     rule = rules.first(*(rules.match(glob, spec) for glob, spec in split_of(model, settings).items()), rules.match("**", P()))

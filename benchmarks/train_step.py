@@ -120,7 +120,7 @@ def gspmd(task: Task, windows: np.ndarray, mesh_: Mesh) -> Rival:
 def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival:
     """`decoder.train_step` over data x tensor."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    state, program = decoder.train_step(
+    made = decoder.train_step(
         gpt2.FAMILY,
         task.config,
         task.optimizer,
@@ -128,9 +128,9 @@ def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival
         mesh_,
         batch=task.batch,
         key=task.key,
-        axes={name: mover(name) for name in layout.axes},
-        compute=decoder.Compute(remat=task.remat),
+        compute=decoder.Compute(axes={name: mover(name) for name in layout.axes}, remat=task.remat),
     )
+    state, program = made.init(), made.train
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))
 
 

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 def run(n: int, tokens: np.ndarray) -> Run:
     plan = layout.Layout(data=n)
     devices = mesh.make(**plan.axes, devices=jax.devices()[:n])
-    prepared = decoder.prepare(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, batch=BATCH, key=jax.random.key(0))
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes

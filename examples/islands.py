@@ -25,15 +25,16 @@ from parallax.models import decoder, gpt2, on_islands
 TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 CONFIG = gpt2.Config(layers=2, heads=4, width=64, context=64, vocabulary=256)
 BATCH, EVERY, ISLANDS = 32, 10, 2
-RATE, MOVERS = 3e-3, {"data": "data", "stage": "stage", "tensor": "tensor"}  # plain names: XLA moves the data
+RATE = 3e-3
+BY_XLA = decoder.Compute(axes={"data": "data", "stage": "stage", "tensor": "tensor"})  # plain names: XLA moves the data
 
 
 def everywhere(steps):
     """Data parallelism over all eight devices."""
     layout = Layout(data=8)
     devices = mesh.make(data=8, stage=1, tensor=1)
-    prepared = decoder.prepare(
-        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices), batch=BATCH, key=jax.random.key(0), axes=MOVERS
+    prepared = decoder.train_step(
+        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices), batch=BATCH, key=jax.random.key(0), compute=BY_XLA
     )
     return devices, prepared, lambda state: state.model
 
@@ -42,14 +43,13 @@ def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
     """Islands of four devices each."""
     layout = Layout(data=8 // ISLANDS)
     devices = mesh.make(island=ISLANDS, data=8 // ISLANDS, stage=1, tensor=1)
-    prepared = on_islands.prepare(
-        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices, islands.nesterov(0.7, 0.6)),
-        every=EVERY,
-        batch=BATCH,
+    local = decoder.local_step(
+        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices),
+        batch=BATCH // ISLANDS,
         key=jax.random.key(0),
-        axis=axis,
-        axes=MOVERS,
+        compute=BY_XLA,
     )
+    prepared = on_islands.train_step(local, islands.nesterov(0.7, 0.6), every=EVERY, axis=axis)
     return devices, prepared, islands.model_of
 
 

@@ -36,7 +36,7 @@ def prepared(layout, T, batch, optimizer, **compute):
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     compute = decoder.Compute(documents=SPEECHES, **compute)
     options = {"batch": batch, "key": jax.random.key(0), "compute": compute}
-    return decoder.prepare(llama.FAMILY, config, optimizer, layout, devices, **options)
+    return decoder.train_step(llama.FAMILY, config, optimizer, layout, devices, **options)
 
 
 def temporary(layout, T, **compute):

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from parallax import plan as plans
-from parallax.layout import Layout, nearest
+from parallax import validate
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import between, estimates, faults, hardware, layouts, movers, networks
 
@@ -72,9 +73,7 @@ def plan(options: argparse.Namespace) -> str:
         return f"{found}\n\n{between.told(config, layout, islands=options.islands, every=options.every)}"
     if options.devices is None:
         raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
-    says = lambda name, value: f"--{name} {value}"
-    terms = nearest.Terms(says, lambda _, change: " ".join(says(*each) for each in change.items()))
-    Layout.parse(f"precision={options.precision}", terms=terms)
+    Layout.parse(f"precision={options.precision}", wording=validate.Wording(_flag, _precision_flag))
     found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
     best, moved = movers.replanned(found[0], networks.of(chip, options.devices))
     told = (
@@ -117,7 +116,7 @@ def compare(options: argparse.Namespace) -> str:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
-    prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct(
         (options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_)
     )
@@ -153,7 +152,7 @@ def first_difference(options: argparse.Namespace) -> str:
     def run(layout: Layout):
         mesh_ = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
         settings = {"batch": options.batch, "key": jax.random.key(0), "compute": decoder.Compute(dtype=jnp.float64)}
-        prepared = decoder.prepare(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, **settings)
+        prepared = decoder.train_step(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, **settings)
         return prepared.train, (prepared.init(), windows)
 
     right = kept or bisect.record(lambda: run(Layout()))
@@ -190,11 +189,11 @@ def compile_for(options: argparse.Namespace) -> str:
     sizes, key, batch = {"island": count} | layout.axes if count > 1 else layout.axes, jax.random.key(0), count * options.batch
     mesh_ = mesh.make(devices=there.devices, **sizes)
     common = (gpt2.FAMILY, config, plans.ADAMW, layout, mesh_)
-    prepared = (
-        decoder.prepare(*common, batch=batch, key=key)
-        if count == 1
-        else on_islands.prepare(*common, islands.nesterov(), every=options.every, batch=batch, key=key)
-    )
+    if count == 1:
+        prepared = decoder.train_step(*common, batch=batch, key=key)
+    else:
+        local = decoder.local_step(*common, batch=options.batch, key=key)
+        prepared = on_islands.train_step(local, islands.nesterov(), every=options.every)
     split = mesh.shardings(jax.P(("island",) * (count > 1) + layout.batch_axes), mesh_)
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=split)
     begin = time.process_time()
@@ -237,13 +236,21 @@ def laid_out(options: argparse.Namespace, config: gpt2.Config, devices: int | No
     sizes = {**config.sizes, "batch": options.batch} | ({} if devices is None else {"devices": devices})
 
     says = lambda name, value: f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
-    terms = nearest.Terms(says, _flags, fixed=("heads", "hidden", "rows", *fixed))
-    return Layout.parse(options.layout or "", sizes, terms)
+    wording = validate.Wording(says, _flags, fixed=("heads", "hidden", "rows", *fixed))
+    return Layout.parse(options.layout or "", sizes, wording)
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name} {value}"
+
+
+def _precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    return " ".join(_flag(name, value) for name, value in change.items())
 
 
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     own = {name: value for name, value in change.items() if name not in FLAGS}
-    words = ["--layout", nearest.spelt({**written, **own}) or "data=1"] if written or own else []
+    words = ["--layout", validate.as_text({**written, **own}) or "data=1"] if written or own else []
     return " ".join(words + [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS])
 
 

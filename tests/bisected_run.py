@@ -74,9 +74,10 @@ def decoder_run(family: Any, config: Any, layout: Layout, mover: Any = collectiv
     def make():
         devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
         windows = np.random.default_rng(0).integers(0, config.vocabulary, (BATCH, config.context + 1)).astype(np.int32)
-        options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(dtype=dtype, max_norm=0.5)}
         axes = {name: mover(name) for name in layout.axes}
-        prepared = decoder.prepare(family, config, optax.sgd(0.1, momentum=0.9), layout, devices, axes=axes, **options)
+        compute = decoder.Compute(axes=axes, dtype=dtype, max_norm=0.5)
+        options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
+        prepared = decoder.train_step(family, config, optax.sgd(0.1, momentum=0.9), layout, devices, **options)
         return prepared.train, (prepared.init(), windows)
 
     return make

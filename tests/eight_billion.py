@@ -28,7 +28,7 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", LAYOUT.devices)
     world = mesh.make(**LAYOUT.axes)
-    prepared = decoder.prepare(llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.train_step(llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
     split = mesh.shardings(jax.P(LAYOUT.batch_axes), world)
     shapes = prepared.shapes, jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=split)
     began = time.process_time()

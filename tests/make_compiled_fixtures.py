@@ -32,7 +32,7 @@ LAYOUT, BATCH = Layout(data=4, tensor=2, precision="bfloat16"), 8
 def step(there):
     """A GPT-2 step over data x tensor."""
     world = mesh.make(devices=there.devices, **LAYOUT.axes)
-    prepared = decoder.prepare(gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 

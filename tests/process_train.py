@@ -97,7 +97,7 @@ def poisoned(train, steps):
 def train(job: processes.Job, options) -> None:
     layout = LAYOUTS[options.layout]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    state, one_step = decoder.train_step(
+    made = decoder.train_step(
         gpt2.FAMILY,
         CONFIG,
         optax.adamw(1e-2),
@@ -107,6 +107,7 @@ def train(job: processes.Job, options) -> None:
         key=jax.random.key(options.seed),
         compute=decoder.Compute(dtype=jnp.dtype("float64")),
     )
+    state, one_step = made.init(), made.train
     one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)
     checkpoints = Checkpoints(
         options.folder / "checkpoints", settings={"seed": options.seed}, lose_at_most=2 * options.every, keep=2, **on_disk(layout)

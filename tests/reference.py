@@ -141,13 +141,13 @@ def gpt2_on(layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ri
     """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
     host = lambda model: jax.tree.map(np.asarray, decoder.joined(kind.FAMILY, layout, model))
     with jax.numpy_dtype_promotion("standard"):
-        state, train = decoder.train_step(
+        made = decoder.train_step(
             *(kind.FAMILY, config, OPTIMIZER, layout, mesh),
             batch=batch,
             key=jax.random.key(seed),
-            axes=moved_by(mover, layout.axes),
-            compute=decoder.Compute(dtype=FLOAT64, **compute),
+            compute=decoder.Compute(axes=moved_by(mover, layout.axes), dtype=FLOAT64, **compute),
         )
+        state, train = made.init(), made.train
         start, losses, first = host(state.model), [], None
         for number in range(steps):
             state, info = train(state, windows(config, seed, number, batch))

@@ -590,12 +590,13 @@ def start(name):
     layout = LAYOUTS[name]
     axes = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        state, train = decoder.train_step(
+        made = decoder.train_step(
             *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, axes),
             batch=BATCH,
             key=jax.random.key(0),
             compute=decoder.Compute(dtype=FLOAT64),
         )
+        state, train = made.init(), made.train
     return state, train
 
 

@@ -17,10 +17,10 @@ import reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from parallax import context, mesh, rules
+from parallax import context, mesh, rules, validate
 from parallax.collectives import ring, xla
-from parallax.layout import Layout, nearest
-from parallax.models import decoder, gpt2, llama
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2, llama, recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, BATCH = 5, 4
@@ -98,17 +98,15 @@ def test_with_other_attention(text, compute, mover):
     microbatches=st.sampled_from([1, 2, 4]),
     chunks=st.sampled_from([1, 2]),
     words=st.fixed_dictionaries(
-        {name: st.sampled_from(nearest.KNOWN[name]) for name in ("zero", "sequence", "remat", "split_sends")}
+        {name: st.sampled_from(validate.CHOICES[name]) for name in ("zero", "sequence", "remat", "split_sends")}
         | {"schedule": st.sampled_from(["one_f_one_b", "gpipe", "zero_bubble"])}  # those in turns refuse a ring in a stage
     ),
     kind=st.sampled_from(sorted(KINDS)),
 )
 def test_drawn_layouts_train_as_one_device(sizes, microbatches, chunks, words, kind):
     fields = dict(zip(("data", "context", "stage", "tensor"), sizes, strict=True))
-    fields = nearest.USUAL | fields | words | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
-    for _ in range(2):  # a word may have lost its meaning by the change of another
-        for fault in nearest.faults(fields, {}):  # words that have nothing to act on
-            fields |= fault.changes[0]
+    fields = validate.DEFAULTS | fields | words | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
+    fields |= validate.repaired(fields, {}, {})  # words that have nothing to act on
     check(Layout(**fields), kind, mover=xla)
 
 
@@ -118,7 +116,7 @@ def test_the_loss_to_evaluate_with_is_that_of_one_device():
     windows = reference.windows(config, 0, 0, BATCH)
     weights = np.random.default_rng(0).integers(0, 3, (BATCH, config.context)).astype(float)
     measure = decoder.loss_step(module.FAMILY, config, layout, on(layout))
-    placed = mesh.place(model, rules.specs(model, decoder.rules_of(module.FAMILY, layout)[0]), on(layout))
+    placed = mesh.place(model, rules.specs(model, recipe.rules_of(module.FAMILY, layout)[0]), on(layout))
     expected = module.loss(model, decoder.Batch(jnp.asarray(windows), None, jnp.asarray(weights / weights.mean())))
     np.testing.assert_allclose(float(measure(placed, windows, weights)), float(expected), rtol=reference.EXACT)
 
@@ -152,7 +150,7 @@ check(Layout(data=2, stage=2, context=2, tensor=2, microbatches=2, zero=1, seque
 def lowered(family, config, layout, **compute):
     """The step's program, not yet compiled."""
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(**compute)}
-    prepared = decoder.prepare(family, config, optax.sgd(0.1), layout, on(layout), **options)
+    prepared = decoder.train_step(family, config, optax.sgd(0.1), layout, on(layout), **options)
     return prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((BATCH, config.sizes["tokens"] + 1), "int32"))
 
 

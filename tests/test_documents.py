@@ -111,7 +111,7 @@ def test_layers_that_do_not_read_the_documents_are_refused():
     layout, config = Layout(data=2), bare.Config()
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(documents=ENDED)}
     over = mesh.make(**layout.axes, devices=jax.devices()[:2])
-    prepared = decoder.prepare(bare.FAMILY, config, optax.sgd(0.1), layout, over, **options)
+    prepared = decoder.train_step(bare.FAMILY, config, optax.sgd(0.1), layout, over, **options)
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), "int32")
     with pytest.raises(ValueError, match=re.escape("the layers do not read Batch.segments")):
         prepared.train.lower(prepared.shapes, windows)

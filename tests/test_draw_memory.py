@@ -163,7 +163,7 @@ def test_peak_of_gpt2(name):
     config = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=256)
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        prepared = decoder.prepare(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0))
+        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0))
         windows = mesh.place(np.zeros((16, 65), np.int32), P("data"), devices)
         profile = memory.of(prepared.train.lower(prepared.shapes, windows).compile())
     near(profile)

@@ -42,7 +42,7 @@ def on(layout):
 
 def prepared(layout, config=CONFIG, **compute):
     compute = decoder.Compute(**{"dtype": FLOAT64} | compute)
-    return decoder.prepare(bare.FAMILY, config, OPTIMIZER, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
+    return decoder.train_step(bare.FAMILY, config, OPTIMIZER, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
 
 
 def trained(layout, state, train, steps):
@@ -212,7 +212,7 @@ def test_a_state_begins_with_a_model_that_is_there(layout):
     keeps = optax.chain(optax.GradientTransformation(lambda params: params, lambda updates, state, _=None: (updates, state)))
     model = bare.Bare(CONFIG, key=jax.random.key(7), dtype=FLOAT64)
     compute = decoder.Compute(dtype=FLOAT64)
-    made = decoder.prepare(bare.FAMILY, CONFIG, keeps, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
+    made = decoder.train_step(bare.FAMILY, CONFIG, keeps, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
     state = made.init(jax.device_get(model))
     joined = decoder.joined(bare.FAMILY, layout, jax.device_get(state))
     close(joined.model, model)

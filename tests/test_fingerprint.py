@@ -261,7 +261,7 @@ def prepared(layout, optimizer=None):
     """The step, jitted, of a small GPT-2 and its mesh."""
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     optimizer = optimizer or optax.adamw(1e-3)
-    return decoder.prepare(gpt2.FAMILY, CONFIG, optimizer, layout, devices, batch=8, key=jax.random.key(0)), devices
+    return decoder.train_step(gpt2.FAMILY, CONFIG, optimizer, layout, devices, batch=8, key=jax.random.key(0)), devices
 
 
 @pytest.mark.sweep(3)

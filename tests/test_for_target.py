@@ -9,8 +9,8 @@ import pytest
 from parallax import mesh, remat
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
+from parallax.models.decoder import Compute
 from parallax.models.gpt2.model import attention
-from parallax.models.prepared import Compute
 
 CONFIG = gpt2.Config(layers=2, heads=2, width=8, context=8, vocabulary=32)
 
@@ -19,7 +19,7 @@ def after_two_steps(words):
     layout = Layout.parse(words)
     world = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
     compute = Compute(attend=attention, dtype=jnp.float64)
-    prepared = decoder.prepare(
+    prepared = decoder.train_step(
         gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, world, batch=4, key=jax.random.key(0), compute=compute
     )
     windows = jax.random.randint(jax.random.key(1), (4, 9), 0, 32)

@@ -33,15 +33,13 @@ def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLO
     layout = Layout.parse(text)
     mesh_ = mesh.make(island=count, **layout.axes, devices=jax.devices()[: count * layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        return on_islands.prepare(
-            *(gpt2.FAMILY, config, optax.adamw(1e-3, eps=1e-6), layout, mesh_, islands.nesterov()),
-            every=every,
-            batch=batch,
+        local = decoder.local_step(
+            *(gpt2.FAMILY, config, optax.adamw(1e-3, eps=1e-6), layout, mesh_),
+            batch=batch // count,
             key=jax.random.key(0),
-            axis=axis,
-            stream=stream,
             compute=decoder.Compute(dtype=dtype, max_norm=1.0),
         )
+        return on_islands.train_step(local, islands.nesterov(), every=every, axis=axis, stream=stream)
 
 
 def ran(text, stream=islands.ALL_AT_ONCE):
@@ -55,14 +53,6 @@ def ran(text, stream=islands.ALL_AT_ONCE):
             losses.append(np.asarray(info.loss))
     model = decoder.joined(gpt2.FAMILY, Layout.parse(text), islands.model_of(state))
     return np.stack(losses), jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
-
-
-def test_a_batch_that_does_not_split_over_the_islands_is_refused():
-    """The batch that the message proposes is taken."""
-    message = r"on_islands.prepare: the batch's sequences \(batch=8\) must divide by the 3 islands. Take batch=9."
-    with pytest.raises(ValueError, match=message):
-        prepared("", count=3)
-    assert prepared("", count=3, batch=9).shapes.sent == (None,)
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parallax import mesh
-from parallax.layout import Layout, nearest, words
+from parallax import mesh, validate
+from parallax.layout import Layout
+from parallax.models import recipe
 from parallax.schedule import gpipe, one_f_one_b, zero_bubble
 
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48, "experts": 12}
@@ -68,7 +69,7 @@ def test_groups_are_those_of_the_mesh(layout):
 
 def test_the_schedule_is_a_table():
     same = lambda a, b: [x.tolist() for x in a.lanes.values()] == [x.tolist() for x in b.lanes.values()]
-    table = lambda **fields: words.read(Layout(**fields)).table()
+    table = lambda **fields: recipe.schedule_of(Layout(**fields), recipe.Compute())
     assert same(table(stage=4, microbatches=8), one_f_one_b(4, 8))
     assert same(table(stage=4, microbatches=8, chunks=2), one_f_one_b(4, 8, 2))
     assert same(table(stage=4, microbatches=8, schedule="gpipe"), gpipe(4, 8))
@@ -177,7 +178,7 @@ def test_a_layout_that_cannot_be(arguments, message):
             Layout(stage=4, tensor=3),
             {"rows": 50},
             "Layout: the vocabulary's padded rows (rows=50) must divide by stage=4 x tensor=3. "
-            "Take rows=60, the vocabulary padded to a multiple of 12.",
+            "Take rows=60, the vocabulary padded to a multiple of 12 (or stage=1,tensor=2).",
         ),
         (
             Layout(data=4, microbatches=16),
@@ -216,7 +217,7 @@ def test_a_layout_that_cannot_be(arguments, message):
             Layout(data=4),
             {"processes": 3},
             "Layout: it is for processes=1, and the run has 3. "
-            "Take data=3,processes=3, the nearest that works (or data=6,processes=3).",
+            "Take data=3,processes=3, the nearest that works.",
         ),
         (
             Layout(),
@@ -272,8 +273,8 @@ def wrong(fields, sizes) -> bool:
     """Whether a layout does not fit, as the axes' definitions have it."""
     f = fields
     devices = f["replica"] * f["data"] * f["expert"] * f["stage"] * f["context"] * f["tensor"]
-    known = all(f[name] in values for name, values in nearest.KNOWN.items())
-    if not known or min(f[name] for name in nearest.COUNTS) < 1 or devices % f["processes"]:
+    known = all(f[name] in values for name, values in validate.CHOICES.items())
+    if not known or min(f[name] for name in validate.COUNTS) < 1 or devices % f["processes"]:
         return True
     pipelined = f["stage"] > 1
     idle = (
@@ -323,9 +324,9 @@ def refused(fields, sizes) -> str | None:
 
 small = st.integers(1, 12)
 any_fields = st.fixed_dictionaries(
-    {name: st.integers(-1, 12) if name != "processes" else st.sampled_from([1, 1, 2, 3]) for name in nearest.COUNTS}
+    {name: st.integers(-1, 12) if name != "processes" else st.sampled_from([1, 1, 2, 3]) for name in validate.COUNTS}
     | {name: st.sampled_from([*known, *known, known[0], "other" if isinstance(known[0], str) else known[-1]])
-       for name, known in nearest.KNOWN.items()}
+       for name, known in validate.CHOICES.items()}
 )  # fmt: skip
 good_fields = st.fixed_dictionaries(
     {"data": small, "stage": small, "tensor": small, "microbatches": small},
@@ -334,7 +335,7 @@ good_fields = st.fixed_dictionaries(
         "expert": small,
         "sequence": st.booleans(),
         "zero": st.integers(0, 3),
-        "remat": st.sampled_from(nearest.KNOWN["remat"]),
+        "remat": st.sampled_from(validate.CHOICES["remat"]),
     },
 )
 model_sizes = st.fixed_dictionaries({name: st.integers(1, 60) for name in FITTING})
@@ -378,7 +379,7 @@ def test_refused_microbatches_come_with_the_nearest_that_fit(stages, microbatche
 
 @given(fields=any_fields)
 def test_text_and_json_come_back(fields):
-    change = {} if not wrong(fields, {}) else next(nearest.nearest(fields, {}))
+    change = validate.repaired(fields, {}, {})
     layout = Layout(**fields | change)
     assert Layout.parse(str(layout)) == Layout.from_json(layout.to_json()) == layout
 
@@ -435,7 +436,7 @@ def test_what_a_text_or_json_is_refused_with_is_one_that_works(fields, data):
     if data.draw(st.booleans()):
         written["dat"] = written.pop("data", 2)
     for read, text, proposal in (
-        (Layout.parse, nearest.spelt(written), r"[\w=,]+|''"),
+        (Layout.parse, validate.as_text(written), r"[\w=,]+|''"),
         (Layout.from_json, json.dumps(written), r"{.*?}"),
     ):
         message = refused_text(read, text)

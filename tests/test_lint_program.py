@@ -15,8 +15,8 @@ from reference import moved_by
 from parallax import grads, lint, mesh, precision, rules, tensor, zero
 from parallax.collectives import bucketed, doubling, halving, ring, send_next, torus, two_rings, xla
 from parallax.collectives.types import varying
-from parallax.layout import Layout, words
-from parallax.models import decoder, gpt2
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2, recipe
 
 MOVERS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
 ROWS = jax.ShapeDtypeStruct((8, 6), jnp.float32)
@@ -423,15 +423,14 @@ MORE_LAYOUTS = [
 def findings(layout, mover=ring):
     devices = mesh.make(**layout.axes)
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.prepare(
+        prepared = decoder.train_step(
             *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices),
             batch=32,
             key=jax.random.key(0),
-            axes=moved_by(mover),
-            compute=decoder.Compute(max_norm=1.0),
+            compute=decoder.Compute(axes=moved_by(mover), max_norm=1.0),
         )
         windows = jax.ShapeDtypeStruct((32, CONFIG.context + 1), jnp.int32)
-        return lint.program(prepared.train, prepared.shapes, windows, compute=words.read(layout).numbers.dtype)
+        return lint.program(prepared.train, prepared.shapes, windows, compute=recipe.DTYPES[layout.precision])
 
 
 @pytest.mark.sweep(2)

@@ -97,7 +97,7 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
         rules.specs(shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4]))
     config, layout = dataclasses.replace(TINY, heads=12, groups=6, width=24), Layout(tensor=4)
     with pytest.raises(ValueError, match=r"6 heads of keys and values and 4 devices"):
-        decoder.prepare(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
     shapes = jax.eval_shape(lambda: llama.Llama(TINY, key=KEY))
     with pytest.raises(ValueError, match=r"attention\.key\.weight.* dim 2 .*must divide by 4"):  # without the size
         rules.specs(shapes, llama.rules("tensor"), mesh.make(tensor=4, devices=jax.devices()[:4]))

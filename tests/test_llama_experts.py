@@ -107,7 +107,7 @@ def check_info(case):
 
     compute, tokens = decoder.Compute(dtype=FLOAT64, dispatch=dispatch), windows(config, 0, 0, BATCH)
     options = {"batch": BATCH, "key": KEY, "compute": compute}
-    prepared = decoder.prepare(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), **options)
+    prepared = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), **options)
     state = prepared.init()
     model = jax.tree.map(jnp.asarray, jax.device_get(decoder.joined(llama.FAMILY, layout, state.model)))
     joins = functools.partial(all_on_all, kept=kept) if drops else all_on_all
@@ -134,7 +134,8 @@ def test_auxiliary_losses_are_scaled_in_float16():
     config, tokens, norms = dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1), windows(TINY, 0, 0, BATCH), []
     for precision in ("full", "float16"):
         layout = Layout(expert=2, precision=precision)
-        state, train = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        made = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        state, train = made.init(), made.train
         norms.append(float(train(state, tokens)[1].gradient_norm))
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-2)  # float16 has 3 digits
 
@@ -156,7 +157,7 @@ def test_a_configuration_that_means_nothing_is_refused(wrong, message):
 
 
 def test_a_layout_that_splits_no_experts_is_refused():
-    prepare = lambda family, config: decoder.prepare(family, config, optax.sgd(0.1), layout, on(layout), batch=8, key=KEY)
+    prepare = lambda family, config: decoder.train_step(family, config, optax.sgd(0.1), layout, on(layout), batch=8, key=KEY)
     layout = Layout(expert=8)
     with pytest.raises(ValueError, match=r"the model's experts \(experts=4\) must divide by expert=8\. Take expert=4"):
         prepare(llama.FAMILY, TINY)

@@ -79,7 +79,7 @@ def test_from_training_in_a_pipeline_to_writing():
     """The trained model, from stages of three devices' axes to heads over two, writes what it would on one device."""
     config = llama.Config(layers=4, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=61, vocabulary_multiple=64)
     layout, key = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=3), jax.random.key(0)
-    prepared = decoder.prepare(llama.FAMILY, config, optax.sgd(1.0), layout, mesh.make(**layout.axes), batch=4, key=key)
+    prepared = decoder.train_step(llama.FAMILY, config, optax.sgd(1.0), layout, mesh.make(**layout.axes), batch=4, key=key)
     state, _ = prepared.train(prepared.init(), np.random.default_rng(0).integers(0, 61, (4, 17)).astype(np.int32))
     whole = decoder.joined(llama.FAMILY, layout, state.model)
     two = mesh.make(tensor=2, devices=jax.devices()[:2])

@@ -438,13 +438,13 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
     with jax.numpy_dtype_promotion("standard"):
-        state, train = decoder.train_step(
+        made = decoder.train_step(
             *(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(2, 2, 2)),
             batch=BATCH,
             key=jax.random.key(0),
-            axes=moved_by(mover),
-            compute=decoder.Compute(dtype=FLOAT64),
+            compute=decoder.Compute(axes=moved_by(mover), dtype=FLOAT64),
         )
+        state, train = made.init(), made.train
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         text = train.lower(state, windows).compile().as_text()

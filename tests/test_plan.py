@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,12 +22,12 @@ from test_benchmarks import load
 
 from parallax import mesh, plan, rules
 from parallax.collectives import halving, ring, two_rings, xla
-from parallax.layout import Layout, words
-from parallax.layout.nearest import KNOWN
-from parallax.layout.rows import Placed
-from parallax.models import decoder, gpt2, llama
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2, llama, recipe
 from parallax.pipeline import lockstep, rows
 from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries, traffic
+from parallax.plan.jobs import jobs, table_of, timed_ticks
+from parallax.validate import CHOICES
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
@@ -125,7 +126,8 @@ def test_messages_are_as_many_as_the_traced_step_sends(case):
     movers = {name: mover(name) for name, mover in case[1].items() if layout.axes.get(name, 1) > 1}
     world = mesh.abstract(**layout.axes)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        prepared = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0), axes=movers)
+        options = {"batch": batch, "key": jax.random.key(0), "compute": decoder.Compute(axes=movers)}
+        prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, **options)
         windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
         traced = plan.trace(prepared.train, (prepared.shapes, windows), world, platform="cpu").messages
     terms = [term for term in traffic.terms(TINY, layout, batch, axes=movers) if term.axes]
@@ -164,7 +166,7 @@ def test_state_is_that_of_the_prepared_step():
         Layout(data=2, stage=4, microbatches=2, zero=3, precision="float16"),
     ):
         world = mesh.make(**layout.axes)
-        prepared = decoder.prepare(gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0))
+        prepared = decoder.train_step(gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0))
         assert arguments.parameter_bytes(config, layout) == held(prepared.shapes.model)
         assert arguments.optimizer_bytes(config, layout, optimizer) == held(prepared.shapes.optimizer)
         rest = held(prepared.shapes.step) + held(prepared.shapes.scale)
@@ -177,15 +179,19 @@ def residuals(layout, dtype):
     config = gpt2.Config(layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
-    does = words.read(layout)
-    rule, shared = decoder.rules_of(gpt2.FAMILY, layout)
-    specs = rules.specs(model, does.replicas.parameters(whole=rule, share=shared), world)
-    remat = lambda block: does.block(block, Placed(specs, gpt2.FAMILY.where, does.stages.loops))
+    rule, _ = recipe.rules_of(gpt2.FAMILY, layout)
+    specs = rules.specs(model, rule, world)
+    compute = decoder.Compute(dtype=dtype)
+    axes = recipe.axes_of(layout, compute)
+    # A stage without a pipeline runs all blocks.
+    _, stage, _ = recipe.functions_of(gpt2.FAMILY, config, layout, specs, axes, compute, "cpu")
 
     def loss(blocks, x):
-        attend, joins = does.again.attend(gpt2.attention), does.tokens.joins(ring("tensor"))
-        apply = functools.partial(gpt2.block, config=config, joins=joins, attend=attend)
-        run = lambda blocks, x: gpt2.run_blocks(blocks, x, None, apply, remat=remat, unroll=does.replicas.unroll)
+        batch = decoder.Batch(jnp.zeros((b, 41), jnp.int32))
+
+        def run(blocks, x):
+            return stage(eqx.tree_at(gpt2.FAMILY.where, model, blocks), x, batch, 0).x
+
         kept.extend(leaf for leaf in jax.tree.leaves(jax.vjp(run, blocks, x)[1]) if leaf.shape[:2] == (L, b))
         return jnp.zeros(())
 
@@ -218,10 +224,10 @@ def test_what_a_layer_keeps_is_what_jax_keeps(layout, dtype):
 
 def test_what_waits_is_what_the_pipeline_holds():
     """2P - 1 microbatches, whatever M; in chunks, P + (P - 1)/v of them; all M of GPipe, and a place for garbage."""
-    one_f_one_b, gpipe = words.ORDERS["one_f_one_b"].slots, words.ORDERS["gpipe"].slots
-    assert [one_f_one_b(4, M, 1) for M in (8, 1000)] == [7, 7]
-    assert [one_f_one_b(4, M, 2) for M in (8, 1000)] == [11, 11]
-    assert gpipe(4, 8, 1) == 9
+    slots = lambda **fields: jobs(Layout(stage=4, **fields)).slots
+    assert [slots(microbatches=M) for M in (8, 1000)] == [7, 7]
+    assert [slots(microbatches=M, chunks=2) for M in (8, 1000)] == [11, 11]
+    assert slots(microbatches=8, schedule="gpipe") == 9
 
 
 @pytest.mark.sweep(3)
@@ -286,35 +292,45 @@ def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
     assert block(layout, **ordinary, apart=(1.0, 2.0), early=1.0) == kept
 
 
-@pytest.mark.parametrize("name", [name for name, order in words.ORDERS.items() if order.together])
-@pytest.mark.parametrize(("P", "M", "v"), [(2, 1, 1), (2, 5, 1), (4, 2, 1), (3, 12, 2), (4, 4, 3), (4, 8, 1), (4, 8, 3)])
-def test_closed_forms_are_those_of_the_tables(name, P, M, v):
-    order = words.ORDERS[name]
-    table = order.table(P, M, v)
+SIZES = [(2, 1, 1), (2, 5, 1), (4, 2, 1), (3, 12, 2), (4, 4, 3), (4, 8, 1), (4, 8, 3)]
+LOCKSTEP = [
+    Layout(stage=P, microbatches=M, chunks=v, schedule=name)
+    for name in ("one_f_one_b", "gpipe", "zero_bubble")
+    for P, M, v in SIZES
+    if Layout.admits(stage=P, microbatches=M, chunks=v, schedule=name)
+]
+
+
+@pytest.mark.parametrize("layout", LOCKSTEP, ids=str)
+def test_closed_forms_are_those_of_the_tables(layout):
+    counts, table = jobs(layout), table_of(layout)
     stretches = lockstep.stretches(table)
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
-    assert order.ticks(P, M, v) == (count("forward"), count("backward"), count("head"), stretches[-1][1])
-    assert order.slots(P, M, v) == rows.rows(table).saved["forward"].max() + 1
-    assert order.weights(P, M, v) == count("backward" if table.weight is None else "weight")
-    assert order.handed(P, M, v) == table.handed_count
+    ticks = counts.forward, counts.backward, counts.heads, counts.last
+    assert ticks == (count("forward"), count("backward"), count("head"), stretches[-1][1])
+    assert counts.slots == rows.rows(table).saved["forward"].max() + 1
+    assert counts.weights == count("backward" if table.weight is None else "weight")
+    assert counts.deferred == table.handed_count
 
 
 @settings(max_examples=20)
 @given(data=st.data(), costs=st.tuples(*[st.floats(0.1, 9)] * 3))
 def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
     """Each tick takes the time of its dearest job; memory has as many slots as the table, and one for what nobody reads."""
-    name = data.draw(st.sampled_from([name for name, order in words.ORDERS.items() if not order.together]))
-    order, P, M = words.ORDERS[name], data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
-    v = data.draw(st.integers(1, 3)) if order.interleaves else 1
-    table = order.table(P, M, v)
-    counts = order.waited(P, M, v, costs)
+    name = data.draw(st.sampled_from(["one_f_one_b_in_turns", "zero_bubble_in_turns"]))
+    P, M = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
+    v = data.draw(st.integers(1, 3)) if name == "zero_bubble_in_turns" else 1
+    M = P * M if v > 1 else M
+    layout = Layout(stage=P, microbatches=M, chunks=v, schedule=name)
+    table, needed = table_of(layout), jobs(layout)
+    counts = timed_ticks(layout, costs)
     assert sum(counts) == table.ticks
     assert sum(map(operator.mul, counts, costs)) == pytest.approx(
         v * table.makespan(*costs), rel=1e-12
     )  # of sums in another order
-    assert order.slots(P, M, v) == table.slot_count
-    assert order.handed(P, M, v) == table.handed_count
-    assert order.arrivals(P, M, v) == table.arrival_count + 1
+    assert needed.slots == table.slot_count
+    assert needed.deferred == table.handed_count
+    assert needed.arrivals == table.arrival_count + 1
 
 
 def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
@@ -427,7 +443,7 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
         plan.check(model, one.layout, 64, 4)
     for one, other in itertools.permutations([one.layout for one in found], 2):
         if dataclasses.replace(other, zero=one.zero, remat=one.remat) == one and one.zero < other.zero:
-            assert KNOWN["remat"].index(other.remat) < KNOWN["remat"].index(one.remat)
+            assert CHOICES["remat"].index(other.remat) < CHOICES["remat"].index(one.remat)
     assert "layout" in layouts.table(found, 3)
     assert len(layouts.table(found, 3).splitlines()) == 4
 

@@ -410,10 +410,11 @@ def held_out(layout, model):
 
 def by_the_step(layout, mover):
     """The held-out loss after training with `decoder.train_step`: `mover` moves gradients, rings the rest, which stays exact."""
-    layout, compute = LAYOUTS[layout], decoder.Compute(max_norm=1.0)
-    options = {"batch": BATCH, "key": jax.random.key(0), "axes": {"data": mover("data")}, "compute": compute}
+    layout, compute = LAYOUTS[layout], decoder.Compute(axes={"data": mover("data")}, max_norm=1.0)
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):  # optax's
-        state, train = decoder.train_step(gpt2.FAMILY, CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options)
+        made = decoder.train_step(gpt2.FAMILY, CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options)
+        state, train = made.init(), made.train
         return held_out(layout, trained(state, train).model)
 
 

@@ -183,12 +183,11 @@ def lowered(text, **compute):
     """The step of the recipe, whose data is moved by `jax.lax`."""
     layout = Layout.parse(text)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.prepare(
+    prepared = decoder.train_step(
         *(gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, world),
         batch=SEQUENCES,
         key=jax.random.key(0),
-        axes={name: name for name in layout.axes},
-        compute=decoder.Compute(**compute),
+        compute=decoder.Compute(axes={name: name for name in layout.axes}, **compute),
     )
     windows = jax.ShapeDtypeStruct((SEQUENCES, CONFIG.context + 1), jnp.int32)
     return prepared.train.lower(prepared.shapes, windows)
@@ -232,7 +231,7 @@ def test_refusals(text):
     layout = Layout.parse(text)
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-        decoder.prepare(
+        decoder.train_step(
             *(gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, world),
             batch=4,
             key=jax.random.key(0),

@@ -97,7 +97,7 @@ def sent_along(text):
     )
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.prepare(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=8, key=jax.random.key(0))
+        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=8, key=jax.random.key(0))
         windows = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
         compiled = prepared.train.lower(prepared.shapes, windows).compile()
     found: dict[tuple[str, ...], int] = {}

@@ -56,7 +56,7 @@ def test_a_decoders_step_over_a_mesh_takes_a_limit_as_data():
     config = gpt2.Config(layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=8)
     layout = Layout(data=2, tensor=2)
     axes = mesh.make(**layout.axes, devices=jax.devices()[:4])
-    prepared = decoder.prepare(gpt2.FAMILY, config, optax.sgd(0.1), layout, axes, batch=2, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, config, optax.sgd(0.1), layout, axes, batch=2, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((2, 5), jnp.int32, sharding=mesh.shardings(P("data"), axes))
     train = prepared.train.lower(prepared.shapes, windows, None, np.float32(0)).compile()
     batch = mesh.place(np.arange(10, dtype=np.int32).reshape(2, 5), P("data"), axes)

@@ -22,8 +22,8 @@ from reference import EXACT, FLOAT64, OPTIMIZER, assert_close, assert_same_run, 
 from parallax import mesh, rules, step, tensor
 from parallax.collectives import halving, ring, two_rings, xla
 from parallax.compiled import certificate
-from parallax.layout import Layout, words
-from parallax.models import decoder, gpt2
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2, recipe
 from parallax.plan import traffic
 
 BATCH = 32
@@ -49,10 +49,11 @@ def on(layout):
 
 
 def adamw_step(config, layout, mover=ring, **compute):
-    options = {"batch": BATCH, "key": jax.random.key(0), "axes": moved_by(mover)}
+    compute = decoder.Compute(axes=moved_by(mover), dtype=FLOAT64, **compute)
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):
-        compute = decoder.Compute(dtype=FLOAT64, **compute)
-        return decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(layout), compute=compute, **options)
+        made = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(layout), **options)
+        return made.init(), made.train
 
 
 def train(data_tensor, mover, microbatches, config, seed):
@@ -233,9 +234,10 @@ MIXED = {"data": halving, "stage": two_rings, "tensor": ring}
 def test_each_axis_may_have_a_mover_of_its_own():
     """Sums over stage and tensor go along one after the other; what is sent is what the plan says."""
     layout, axes = Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1), {name: mover(name) for name, mover in MIXED.items()}
-    options = {"batch": BATCH, "key": jax.random.key(0), "axes": axes, "compute": decoder.Compute(dtype=FLOAT64)}
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(axes=axes, dtype=FLOAT64)}
     with jax.numpy_dtype_promotion("standard"):
-        state, train = decoder.train_step(gpt2.FAMILY, SHAPES[0], OPTIMIZER, layout, on(layout), **options)
+        made = decoder.train_step(gpt2.FAMILY, SHAPES[0], OPTIMIZER, layout, on(layout), **options)
+        state, train = made.init(), made.train
         train = train.lower(state, windows(SHAPES[0], 0, 0, BATCH)).compile()
     sent = collections.Counter()
     for entry in certificate.read(train, on(layout)):
@@ -253,7 +255,7 @@ def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError, match=r"axes needs movers along data, stage, tensor, such as axes={'data': ring\('data'\)}; got"
     ):
-        words.read(Layout(), axes)
+        recipe.axes_of(Layout(), decoder.Compute(axes=axes))
 
 
 @pytest.mark.sweep(2)
@@ -266,7 +268,9 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     model, windows = gpt2.GPT2(config, key=jax.random.key(0)), jnp.arange(BATCH * 9, dtype=jnp.int32).reshape(BATCH, 9) % 30
     plain = gpt2.loss(model, (windows, None))
     split = decoder.stored(gpt2.FAMILY, layout).get("from_disk", lambda model: model)(model)
-    loss = decoder.loss_step(gpt2.FAMILY, config, layout, on(layout), axes=moved_by(mover))(split, windows)
+    loss = decoder.loss_step(gpt2.FAMILY, config, layout, on(layout), compute=decoder.Compute(axes=moved_by(mover)))(
+        split, windows
+    )
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 
 
@@ -373,7 +377,7 @@ def test_no_collective_overtakes_a_loop(text):
     """On CPU it would meet one of the loop's in a rendezvous, and abort the process."""
     layout, config = Layout.parse(text), gpt2.Config(layers=4, heads=4, width=64, context=32, vocabulary=128, **DROPOUT)
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.prepare(
+        prepared = decoder.train_step(
             *(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(layout)),
             batch=16,
             key=jax.random.key(0),

@@ -181,7 +181,7 @@ def of_recipe(line, make):
     """The batch and the layout of a line; the step of a small GPT-2 under it, its shapes, its trace and its mesh."""
     batch, layout = int(line.split("/")[0]), Layout.parse(line.split("/")[1])
     world = make(layout)
-    prepared = decoder.prepare(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0))
+    prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0))
     windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
     shapes = prepared.shapes, windows
     return batch, layout, prepared.train, shapes, plan.trace(prepared.train, shapes, world, platform="cpu"), world

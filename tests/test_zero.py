@@ -115,7 +115,7 @@ def sent(layout, config=WIRE, batch=8):
     """Bytes that each device hands on in a step of rings, from the compiled program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.prepare(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
+        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         ops = hlo.collectives(prepared.train, prepared.shapes, windows)
     return sum(op.bytes for op in ops if op.kind == "collective-permute")
@@ -183,7 +183,7 @@ def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
 def memory(layout, config, batch=8, **options):
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.prepare(
+        prepared = decoder.train_step(
             gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0), **options
         )
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=jax.NamedSharding(mesh_, P("data")))

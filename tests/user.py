@@ -148,12 +148,11 @@ def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info | step.Inf
     planned = plan.plan(config, layout, hardware.A100, batch=8, axes={"data": halving("data")})
     assert planned.memory.peak > 0
     assert plan.search(config, 8, hardware.A100, batch=8)
-    prepared = decoder.prepare(
+    prepared = decoder.train_step(
         *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, world),
         batch=8,
         key=jax.random.key(0),
-        axes={"data": halving("data")},
-        compute=decoder.Compute(max_norm=1.0),
+        compute=decoder.Compute(axes={"data": halving("data")}, max_norm=1.0),
     )
     windows = data.batch(data.bytes_tokenizer().encode("It was." * 99) % 64, seed=0, step=0, size=8, length=16)
     compiled = prepared.train.lower(prepared.shapes, windows).compile()

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gpt2_run.settings import Settings, faults, spelt
-from parallax import schedule
-from parallax.layout import Layout, nearest, words
-from parallax.models import gpt2
+from parallax import schedule, validate
+from parallax.layout import Layout
+from parallax.models import gpt2, recipe
 from parallax.models.numbers import divisor
 from parallax.schedule import Schedule
 
 INTERLEAVED = "interleaved"  # 1F1B in two chunks
-SCHEDULES = (*nearest.KNOWN["schedule"], INTERLEAVED)
+SCHEDULES = (*validate.CHOICES["schedule"], INTERLEAVED)
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
 MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
 VOCABULARIES = {"bytes": 256, "gpt2": gpt2.SMALL.vocabulary}  # of the tokenizers
@@ -54,7 +54,9 @@ def fitted(settings: Settings, world: World) -> Fitted:
     fields, sizes = asked(settings, world)
     layout = Layout(**fields)
     # One stage is a pipeline too.
-    table = schedule.from_csv(settings.schedule) if settings.schedule.endswith(".csv") else words.read(layout).table()
+    table = (
+        schedule.from_csv(settings.schedule) if settings.schedule.endswith(".csv") else recipe.SCHEDULES[layout.schedule](layout)
+    )
     length, context = sizes["tokens"], model(settings, world)["context"]
     given = {"context": max(length, context), "dropout": settings.dropout, "attention_dropout": settings.dropout}
     base = world.source or MODELS[settings.model]
@@ -81,7 +83,7 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     usual, chunks = ("one_f_one_b", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
     if settings.schedule.endswith(".csv"):
         usual, chunks = "one_f_one_b", schedule.from_csv(settings.schedule).chunks
-    fields = nearest.USUAL | {
+    fields = validate.DEFAULTS | {
         **{"data": data, "stage": stage, "tensor": tensor, "microbatches": settings.microbatches, "schedule": usual},
         "chunks": chunks if settings.chunks is None else settings.chunks,
         **{name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat", "context")},
@@ -99,9 +101,9 @@ def refusal(settings: Settings, world: World) -> str | None:
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(dict.fromkeys(spelt(change) for change in whole if change is not None))[:2]
-        return f"{needed} {nearest.proposed(found)}" if found else needed
+        return f"{needed} {validate.proposal(found)}" if found else needed
     fields, sizes = asked(settings, world)
-    return nearest.refusal(fields, sizes, _terms(settings, world)) or _too_short(settings, world)
+    return validate.refusal(fields, sizes, _wording(settings, world)) or _too_short(settings, world)
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
@@ -117,10 +119,11 @@ def mended(settings: Settings, change: Change, world: World) -> Change | None:
             return None
         change = change | conflict[1][0]
     fields, sizes = asked(after, world)
-    terms = _terms(after, world)
-    near = (each for each in nearest.nearest(fields, sizes) if not set(each) & set(terms.fixed) and terms.works(each))
-    best = next(near, None)
-    return None if best is None else change | _flags(after, world, best)
+    wording = _wording(after, world)
+    repair = validate.repaired(fields, sizes, {}, wording.fixed)
+    if repair is None or not wording.accepts(repair):
+        return None
+    return change | _flags(after, world, repair)
 
 
 def works(settings: Settings, world: World) -> bool:
@@ -129,7 +132,7 @@ def works(settings: Settings, world: World) -> bool:
         return False
     fields, sizes = asked(settings, world)
     roomy = all(least <= there for least, there in zip(_least(sizes), world.room(), strict=True))
-    return roomy and sizes["devices"] % world.processes == 0 and nearest.fits(fields, sizes, {})
+    return roomy and sizes["devices"] % world.processes == 0 and validate.fits(fields, sizes)
 
 
 def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Change]]]:
@@ -148,7 +151,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
     elif name not in SCHEDULES:
         yield (
             f"--schedule must be {', '.join(SCHEDULES)} or a file that ends in .csv; got {name}.",
-            [{"schedule": nearest.most_like(name, list(SCHEDULES))}],
+            [{"schedule": validate.most_like(name, list(SCHEDULES))}],
         )
     H, D = found["heads"], found["width"]
     if D % H:
@@ -201,7 +204,7 @@ def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
     return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
 
 
-def _terms(settings: Settings, world: World) -> nearest.Terms:
+def _wording(settings: Settings, world: World) -> validate.Wording:
     """A layout's fields and a run's sizes as flags."""
     fixed = ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     if world.source is not None:
@@ -214,7 +217,7 @@ def _terms(settings: Settings, world: World) -> nearest.Terms:
     def says(name: str, value: Any) -> str:
         return said[name](value) if name in said else spelt({SIZES.get(name, name): value})
 
-    return nearest.Terms(
+    return validate.Wording(
         says,
         lambda written, change: spelt(_flags(settings, world, change)),
         fixed,
@@ -225,6 +228,6 @@ def _terms(settings: Settings, world: World) -> nearest.Terms:
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
     """A change of a layout and its sizes as one of flags; where one of three axes is left to its default, all three are given."""
     fields = asked(settings, world)[0]
-    axes = {name: fields[name] for name in nearest.ALWAYS}
+    axes = {name: fields[name] for name in validate.ALWAYS}
     left = set(axes) & set(change) and None in [getattr(settings, name) for name in axes]
     return {SIZES.get(name, name): value for name, value in ({**axes, **change} if left else change).items()}

@@ -19,7 +19,7 @@ import numpy as np
 
 from parallax import draw, step
 from parallax.compiled import certificate, memory
-from parallax.layout import Layout, words
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import fingerprint, processes
@@ -64,9 +64,13 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 def split(layout: Layout) -> str:
     """What the devices split besides batch, layers and vocabulary, what the model computes in, and what it computes again."""
-    does = words.read(layout)
-    split = f"{does.replicas.says}{does.tokens.says}{does.sends.says}"
-    return f"{split}; computes in {does.numbers.says} precision; computed again: {does.again.says}"
+    sharded = ("nothing", "optimizer state", "optimizer state, gradients", "optimizer state, gradients, parameters")
+    split = f"ZeRO-{layout.zero}: {sharded[layout.zero]}"
+    if layout.sequence:
+        split += "; residual stream by tokens"
+    if layout.split_sends:
+        split += "; sends split over tensor"
+    return f"{split}; computes in {layout.precision} precision; computed again: {layout.remat}"
 
 
 def copies(state: step.State, every: int) -> str:

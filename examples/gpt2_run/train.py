@@ -13,7 +13,6 @@ from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, descri
 from gpt2_run.session import Session, limited
 from gpt2_run.settings import Settings
 from parallax import draw, step
-from parallax.collectives import Axis
 from parallax.compiled import certificate
 from parallax.data import prefetch
 from parallax.models import decoder, gpt2
@@ -25,9 +24,9 @@ from parallax.run.watchdog import Watchdog
 SAMPLED = 300  # tokens of text at the end
 
 
-def held_out_loss(plan: Plan, axes: dict[str, Axis], compute: decoder.Compute):
+def held_out_loss(plan: Plan, compute: decoder.Compute):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, axes=axes, compute=compute)
+    one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, compute=compute)
     placed = lambda windows: jax.make_array_from_callback(windows.shape, plan.windows.sharding, lambda rows: windows[rows])
     return lambda model: float(np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out]))
 
@@ -61,8 +60,8 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
     say = report.printer(job)
     watch.phase("prepare", waits=True)
     rate, measured = report.matrix_rate(job)
-    axes, compute = chosen(plan), decoder.Compute(schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
-    prepared = decoder.prepare(
+    compute = decoder.Compute(axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
+    prepared = decoder.train_step(
         gpt2.FAMILY,
         plan.config,
         optimizer(s),
@@ -70,7 +69,6 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         plan.mesh,
         batch=s.batch,
         key=jax.random.key(s.seed),
-        axes=axes,
         compute=compute,
     )
     form: dict[str, Any] = decoder.stored(gpt2.FAMILY, plan.layout, schedule=plan.schedule)
@@ -106,7 +104,7 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
         watch,
         prepared,
         train,
-        held_out_loss(plan, axes, compute),
+        held_out_loss(plan, compute),
         checkpoints,
         rate,
         report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,

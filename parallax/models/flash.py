@@ -1,6 +1,6 @@
 """Causal attention by a kernel that holds no scores: JAX's own for TPUs, with the types that `check_vma=True` asks for.
 
-decoder.prepare(..., compute=Compute(attend=flash.attention))       # the default on a mesh of TPUs
+decoder.train_step(..., compute=Compute(attend=flash.attention))       # the default on a mesh of TPUs
 """
 
 import functools

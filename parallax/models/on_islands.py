@@ -1,20 +1,18 @@
-"""A decoder on islands: the recipe of `decoder.prepare` inside each, and a round between them every H steps.
+"""A decoder on islands: the recipe of `decoder` inside each, and a round between them every H steps.
 
-world = mesh.make(island=2, **layout.axes)
-prepared = on_islands.prepare(gpt2.FAMILY, config, optax.adamw(3e-4), layout, world, islands.nesterov(), every=50,
-                              batch=128, key=jax.random.key(0))
-state, info = prepared.train(state, windows)          # info.loss: [islands]
+devices = mesh.make(island=2, **layout.axes)
+local = decoder.local_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, batch=64, key=key)
+made = on_islands.train_step(local, islands.nesterov(), every=50)
+state, info = made.train(made.init(), windows)          # windows: [2 x 64, T + 1]; info.loss: [islands]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Key
 
 from parallax import islands
 from parallax.collectives import AxisLike
@@ -22,19 +20,18 @@ from parallax.collectives.int8 import ErrorFeedback
 from parallax.islands import ALL_AT_ONCE, Stream
 from parallax.layout import Layout
 from parallax.models import decoder
-from parallax.models.family import Configuration, Family
-from parallax.models.prepared import PLAIN, Compute
+from parallax.models.family import Family
 from parallax.schedule import Schedule
 
 
-class Prepared(NamedTuple):
-    """A step of islands that is checked and ready to compile, and the state that it will need: nothing is computed yet.
+class TrainStep(NamedTuple):
+    """A step of islands that is checked and ready to compile, and the state that it needs. Nothing is computed yet.
 
     Attributes:
         init: makes the `islands.State` in its place; `init(model)` starts all islands from the weights of that model.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
         train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`, under `jit`; it donates the
-            state. What `info` holds has a first dim, [islands]. `present` as in `islands.local`.
+            state. Each leaf of `info` has a first dim, [islands]. `present` as in `islands.local`.
     """
 
     init: Callable[..., islands.State]
@@ -42,58 +39,45 @@ class Prepared(NamedTuple):
     train: Any
 
 
-def prepare(
-    family: Family,
-    config: Configuration,
-    optimizer: optax.GradientTransformation,
-    layout: Layout,
-    mesh_: Mesh,
+def train_step(
+    local: decoder.LocalStep,
     outer: optax.GradientTransformation,
     *,
     every: int,
-    batch: int,
-    key: Key[Array, ""],
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
-    axes: Mapping[str, AxisLike] | None = None,
-    compute: Compute = PLAIN,
-) -> Prepared:
-    """A decoder that each island trains under `layout`; the global batch is split over the islands first.
+) -> TrainStep:
+    """The step of islands that each train by `local`; the global batch is split over the islands first.
 
     Args:
-        family: as in `decoder.prepare`, and so config, optimizer, key, axes and compute.
-        config: likewise.
-        optimizer: of each island.
-        layout: of each island.
-        mesh_: a mesh with the axes of the islands and those of the layout: `mesh.make(island=2, **layout.axes)`.
+        local: the step of one island, on a mesh that has the axes of the islands too: `mesh.make(island=2, **layout.axes)`.
+            Its batch is that of one island.
         outer: the outer optimizer, such as `islands.nesterov()`.
         every: steps between two rounds.
-        batch: sequences in the global batch, of all islands together.
-        key: the seed of the run.
-        axis: the axis of the islands, as in `islands.local`, and so the next one.
-        stream: likewise.
-        axes: who moves data inside an island.
-        compute: how the model computes.
+        axis: the axis of the islands, as in `islands.local`.
+        stream: as in `islands.local`.
 
     Raises:
-        ValueError: as `decoder.prepare`, `islands.local` and `islands.init` do; or the batch does not divide by the islands.
+        ValueError: as `islands.local` and `islands.init` do.
     """
     names = islands.names_of(axis)
-    count = islands.count(axis, mesh_)
-    if batch % count:
-        raise ValueError(
-            f"on_islands.prepare: the batch's sequences (batch={batch}) must divide by the {count} islands. "
-            f"Take batch={-(-batch // count) * count}."
-        )
-    made = decoder.local_step(
-        *(family, config, optimizer, layout, mesh_), batch=batch // count, key=key, axes=axes, compute=compute
-    )
+    sequences = local.batch * islands.count(axis, local.mesh)
     options = {"axis": axis, "stream": stream}
-    state = islands.planned(made.state.shapes, made.state.specs, outer, mesh_, **options, trainable=compute.trainable)
-    train = islands.local(made.step, outer, every=every, **options)
-    keys = lambda number: decoder.sequence_keys(made.dropout, number, batch) if family.drops(config) else None
-    train = decoder.compiled(*(train, state, mesh_, keys), split=P((*names, *layout.batch_axes)), of_info=P(names), options=2)
-    return Prepared(lambda model=None: state.init(made.state.init(model)), state.shapes, train)
+    state = islands.planned(local.state.shapes, local.state.specs, outer, local.mesh, **options, trainable=local.trainable)
+
+    def keys(number):
+        return local.keys(number, sequences)
+
+    train = decoder.compiled(
+        islands.local(local.step, outer, every=every, **options),
+        state,
+        local.mesh,
+        keys,
+        batch_spec=P((*names, *local.batch_axes)),
+        info_spec=P(names),
+        options=2,
+    )
+    return TrainStep(lambda model=None: state.init(local.state.init(model)), state.shapes, train)
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> dict[str, Callable[..., Any]]:

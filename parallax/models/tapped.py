@@ -10,9 +10,8 @@ from jaxtyping import Array, Int
 
 from parallax import taps
 from parallax.collectives.types import axes
-from parallax.layout.rows import Placed
 from parallax.tensor import Joins
-from parallax.typed import PyTree
+from parallax.typed import PyTree, Specs
 
 GATHERED = ("data", "context")  # over these a weight is whole when it is used
 
@@ -40,26 +39,28 @@ def loss(value: Any) -> Any:
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
-def block(apply: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
-    """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them."""
+def block(apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int) -> Callable[..., Any]:
+    """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
+
+    `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are looped over.
+    """
 
     def tapped(weights, x, layer):
-        specs = placed.where(placed.specs)
         with taps.at(layer=layer):
-            return apply(taps.tap_tree(weights, "blocks.*", specs, without=GATHERED, loops=placed.loops), x, layer)
+            return apply(taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops), x, layer)
 
     return tapped
 
 
-def ends(f: Callable[..., Any], name: str, placed: Placed) -> Callable[..., Any]:
-    """`enter` or `head`, with taps of the weights that are in no block."""
+def ends(f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`enter` or `head`, with taps of the weights that are in no block; `specs` and `where` as in `block`."""
 
     def tapped(model, *others):
         if not taps.is_on():
             return f(model, *others)
-        rest = eqx.tree_at(placed.where, model, None)
-        rest = taps.tap_tree(rest, name, placed.specs, without=GATHERED)
-        return f(eqx.tree_at(placed.where, rest, placed.where(model), is_leaf=lambda x: x is None), *others)
+        rest = eqx.tree_at(where, model, None)
+        rest = taps.tap_tree(rest, name, specs, without=GATHERED)
+        return f(eqx.tree_at(where, rest, where(model), is_leaf=lambda x: x is None), *others)
 
     return tapped
 

@@ -5,18 +5,15 @@ Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tenso
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 
-from parallax import mesh, precision, rules
-from parallax.layout import Layout, words
-from parallax.layout.rows import Stages
-from parallax.models import decoder, gpt2
+from parallax import mesh, rules
+from parallax.layout import Layout
+from parallax.models import gpt2, recipe
 
 
 class Leaf(NamedTuple):
@@ -46,25 +43,25 @@ class Leaf(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def shapes(config: gpt2.Config, stages: Stages, chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The path and shape of each array of the whole model, its blocks cut for these stages. Nothing is computed."""
+def shapes(config: gpt2.Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks are given."""
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
-    blocks = jax.eval_shape(lambda: stages.cut(jax.tree.map(jnp.zeros_like, model.blocks), chunks))
-    return tuple((path, leaf.shape) for path, leaf in rules.paths(eqx.tree_at(gpt2.FAMILY.where, model, blocks)))
+    if chunks is not None:
+        model = jax.eval_shape(functools.partial(gpt2.chunked, chunks=chunks), model)
+    return tuple((path, leaf.shape) for path, leaf in rules.paths(model))
 
 
 def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:
     """The model's arrays as a device of `layout` has them."""
-    replicas = words.read(layout).replicas.state(whole=1, share=layout.data * layout.context)
-    return _leaves(config, replicas, layout.stage, layout.tensor, layout.chunks)
+    return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _leaves(config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
     layout = Layout(data=data, stage=stage, tensor=tensor, chunks=chunks, microbatches=stage, zero=1 if data > 1 else 0)
-    rule, shared = decoder.rules_of(gpt2.FAMILY, layout)
+    rule, shared = recipe.rules_of(gpt2.FAMILY, layout)
     found = []
-    for path, shape in shapes(config, words.read(layout).stages, chunks):
+    for path, shape in shapes(config, chunks if layout.pipelined else None):
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
         names = [name for entry in rule(path, leaf) or () for name in mesh.entry_axes(entry)]
         elements = leaf.size // math.prod(layout.axes[name] for name in names)
@@ -75,14 +72,13 @@ def _leaves(config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int
 
 def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -> int:
     """Bytes of the parameters on a device, of `itemsize` bytes each."""
-    held = words.read(layout).replicas.parameters
-    return itemsize * sum(held(whole=leaf.elements, share=leaf.share) for leaf in leaves(config, layout))
+    return itemsize * sum(leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout))
 
 
 def optimizer_bytes(config: gpt2.Config, layout: Layout, optimizer: optax.GradientTransformation, *, itemsize: int = 4) -> int:
     """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of `itemsize` bytes each."""
-    (copies, rest), held = _state(optimizer, itemsize), words.read(layout).replicas.state
-    return copies * sum(held(whole=leaf.elements, share=leaf.share) for leaf in leaves(config, layout)) + rest
+    copies, rest = _state(optimizer, itemsize)
+    return copies * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout)) + rest
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,10 +94,6 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
     """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number and the loss scale."""
-    return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + _scale(words.read(layout).numbers.scale)
-
-
-@functools.cache
-def _scale(make: Callable[[], precision.Scale | None]) -> int:
-    """Bytes of the loss scale."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make)))
+    scale = jax.eval_shape(lambda: recipe.first_scale(layout))
+    scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
+    return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from parallax.collectives import AxisLike, quantized, ring
 from parallax.collectives.axis import Axis
 from parallax.collectives.int8 import ErrorFeedback
-from parallax.layout import Layout, words
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import arguments
 from parallax.plan.quantities import quantity
@@ -29,11 +29,11 @@ def terms(
     """
 
     def found() -> Iterator[Term]:
-        held, wide = words.read(layout).replicas.parameters, max(itemsize, 4)
+        wide = max(itemsize, 4)
         along = quantized("island") if isinstance(axis, ErrorFeedback) else ring("island") if axis is None else axis
         move = Axis.of(along).mover.all_reduce
         for leaf in arguments.leaves(config, layout):
-            count = held(whole=leaf.elements, share=leaf.share)
+            count = leaf.share if layout.zero == 3 else leaf.elements
             yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)
 
     return [term for term in found() if islands > 1]

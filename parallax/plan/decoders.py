@@ -33,13 +33,13 @@ def traced(
         layout: which devices share what.
         hardware: a device, such as `hardware.H100`.
         batch: sequences in the global batch.
-        optimizer: as `decoder.prepare` takes it.
-        options: `axes` and `compute`, as `decoder.prepare` takes them.
+        optimizer: as `decoder.train_step` takes it.
+        options: `compute`, as `decoder.train_step` takes it.
 
     Raises:
-        ValueError: as `decoder.prepare` does.
+        ValueError: as `decoder.train_step` does.
     """
     world = mesh.abstract(**layout.axes)
-    prepared = decoder.prepare(family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options)
+    prepared = decoder.train_step(family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options)
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     return trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware)

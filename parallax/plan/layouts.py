@@ -12,13 +12,13 @@ from typing import Any
 import optax
 
 from parallax.layout import Layout
-from parallax.layout.nearest import KNOWN, divisors
 from parallax.models import gpt2
 from parallax.plan import arguments, temporaries
 from parallax.plan.compilers import Number
 from parallax.plan.hardware import Hardware
 from parallax.plan.planned import ADAMW, Plan, counts, known, plan
 from parallax.plan.quantities import quantity
+from parallax.validate import CHOICES, divisors
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
 CHUNKS = (1, 2, 3, 4)
@@ -132,12 +132,12 @@ def _families(config, devices, batch, precision, sequences, schedules) -> Iterat
             orders = schedules if stage > 1 else ("one_f_one_b",)
             for split_sends, schedule in itertools.product(splits, orders):
                 fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision, "schedule": schedule}
-                yield [_remats(**fields, zero=zero) for zero in KNOWN["zero"]]
+                yield [_remats(**fields, zero=zero) for zero in CHOICES["zero"]]
 
 
 def _remats(**fields: Any) -> list[tuple[int, Layout]]:
     """The layouts of these fields by remat, each with its place among all of them."""
-    every = (fields | {"remat": remat} for remat in KNOWN["remat"])
+    every = (fields | {"remat": remat} for remat in CHOICES["remat"])
     admitted = [(place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)]
     return [(place, layout) for place, layout in admitted if counts(layout)]
 

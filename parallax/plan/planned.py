@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import optax
 
 from parallax.collectives import AxisLike, cost
-from parallax.layout import Layout, words
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import temporaries, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
@@ -209,8 +209,8 @@ def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) 
     Where each stage has its own job in a tick, all wait for the dearest: a fold over the table, with the seconds of the products
     and of the passes over memory of F, I and W.
     """
-    size, order = traffic.sizes(config, layout, batch), words.read(layout).order
-    if order.waited is None:
+    size = traffic.sizes(config, layout, batch)
+    if in_lockstep(layout):
         return size
     none = size._replace(forward=0, backward=0, weights=0, heads=0)
     rate = _rate(hardware, layout) * hardware.efficiency
@@ -220,7 +220,7 @@ def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) 
         return _flops(config, layout, once) / rate + _passes(config, layout, batch, hardware, once) / hardware.bandwidth
 
     costs = seconds(forward=1), seconds(backward=1), seconds(weights=1)
-    forward, backward, weights = order.waited(layout.stage, layout.microbatches, layout.chunks, costs)
+    forward, backward, weights = timed_ticks(layout, costs)
     return size._replace(forward=forward, backward=backward, weights=weights)
 
 
@@ -249,9 +249,8 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
 
 def counts(layout: Layout) -> bool:
     """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must compute nothing again."""
-    does = words.read(layout)
-    waits = does.order.handed(layout.stage, layout.microbatches, layout.chunks)
-    return not waits or not (does.again.passes or does.again.gathers_alone or does.kept.gathers)
+    again = recomputed(layout)
+    return not jobs(layout).deferred or not (again.passes or again.gathers)
 
 
 def memory(
@@ -288,11 +287,11 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
 def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
-    of_pairs = words.read(layout).contexts.of(whole=1, share=(2 * n + 1) / (4 * n))  # zigzag leaves out those after the query
+    of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1  # zigzag leaves out the keys after the query
     weights, scores = 24 * D * D * size.tokens / t, of_pairs * 4 * D * T * size.tokens / t  # a layer's forward pass
     forward = weights + scores
-    does = words.read(layout).again
-    again = does.weights * weights + does.scores * scores
+    recompute = recomputed(layout)
+    again = recompute.matmuls * weights + recompute.scores * scores
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
@@ -318,22 +317,22 @@ def span(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:
-    return words.read(layout).numbers.of(full=hardware.full_rate, short=hardware.rate)
+    return hardware.full_rate if layout.precision == "full" else hardware.rate
 
 
 def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes) -> Number:
     """Bytes between products and memory: what a layer makes, forward, backward, and where it is made again."""
     # What is computed again, attention's scores among it, is made whatever is kept.
     kept = temporaries.everything(config, dataclasses.replace(layout, remat="none"), batch, hardware.short)
-    does = words.read(layout)
-    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + does.again.passes))
-    if does.again.in_stages:
+    again = recomputed(layout)
+    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
+    if again.whole_stage or not layout.pipelined:
         return passes
     slots = 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
-    if does.order.handed(layout.stage, layout.microbatches, layout.chunks):
+    if jobs(layout).deferred:
         handed = temporaries.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
-    return passes + does.stages.of(alone=0, piped=slots)  # into the slots, and out of them
+    return passes + slots  # into the slots, and out of them
 
 
 def _updated(config: gpt2.Config, layout: Layout) -> int:

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from parallax.layout import Layout, words
-from parallax.layout.rows import Functions
+from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import arguments
 from parallax.plan.compilers import IN_PLACE, Compiler, Number
+from parallax.plan.jobs import jobs
+from parallax.plan.recomputed import layers_in_body, recomputed
 from parallax.plan.traffic import BLOCK_TOKENS
 
 FLOAT = 4  # bytes of what is summed
@@ -77,12 +78,12 @@ class Sizes(NamedTuple):
 def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     """The sizes of a microbatch on a device; `batch` and `short` are those of `temporary`."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
-    does = words.read(layout)
     tile = min(TILE, T) ** 2  # around the ring, scores are made a tile at a time
-    A, S = b * T * config.width, b * config.heads * does.contexts.of(whole=T * T, share=tile)
-    stream = does.tokens.of(whole=A, share=A / t)
-    narrow = does.numbers.of(full=FLOAT, short=short)
-    return Sizes(A, A / t, S / t, narrow, stream, does.kept.gathered(whole=A, share=stream))
+    scores = tile if layout.context > 1 else T * T
+    A, S = b * T * config.width, b * config.heads * scores
+    stream = A / t if layout.sequence else A
+    narrow = FLOAT if layout.precision == "full" else short
+    return Sizes(A, A / t, S / t, narrow, stream, A if recomputed(layout).keeps_gathered else stream)
 
 
 def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
@@ -92,17 +93,17 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
     some of four times the width; the softmax its result in both types and two numbers a row.
     """
     size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context // layout.context
-    does = words.read(layout)
-    own = does.tokens.of(whole=1, share=layout.tensor)
     kept = (
         (2 * FLOAT + 2 * size.narrow) * size.stream
         + 2 * size.narrow * size.gathered
         + 4 * (1 + results_of_gelu()) * size.narrow * size.split
     )
-    kept += 4 * FLOAT * b * T / own
+    kept += 4 * FLOAT * b * T / layout.token_shards
     rows = FLOAT * b * config.heads * T / layout.tensor  # a number for each query and head
     scores = (FLOAT + size.narrow) * size.scores + 2 * rows
-    return kept + does.contexts.of(whole=does.kept.scores * scores, share=rows)
+    if layout.context > 1:
+        return kept + rows
+    return kept + recomputed(layout).keeps_scores * scores
 
 
 @functools.cache
@@ -117,11 +118,12 @@ def results_of_gelu() -> int:
 def layer(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
     """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
     size = sizes(config, layout, batch, short)
-    return words.read(layout).kept.of(
-        everything=everything(config, layout, batch, short),
-        products=size.narrow * (size.stream + size.whole + 7 * size.split),
-        inputs=size.narrow * size.stream,
-    )
+    keeps = recomputed(layout).keeps
+    if keeps == "products":
+        return size.narrow * (size.stream + size.whole + 7 * size.split)
+    if keeps == "inputs":
+        return size.narrow * size.stream
+    return everything(config, layout, batch, short)
 
 
 def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
@@ -134,7 +136,7 @@ def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> N
     return size.narrow * (7 * size.split + 2 * size.whole + 7 * D / layout.tensor + 6 * D)
 
 
-def taken_apart(kept: Number, size: Sizes, does: Functions, compiler: Compiler) -> tuple[Number, Number]:
+def taken_apart(kept: Number, size: Sizes, layout: Layout, compiler: Compiler) -> tuple[Number, Number]:
     """Bytes that are taken out of a loop's stacks before the backward pass of what is in its body: the last layer's; the others'.
 
     XLA reads a layer's share of a stack where it is used. It cannot where a body has several layers (ZeRO-3), whose shares are
@@ -145,13 +147,14 @@ def taken_apart(kept: Number, size: Sizes, does: Functions, compiler: Compiler) 
     Args:
         kept: bytes that a layer keeps.
         size: of a microbatch.
-        does: the layout's functions.
+        layout: says what is computed again.
         compiler: how often it holds things.
     """
-    in_body = does.replicas.unroll
+    in_body = layers_in_body(layout)
     taken = compiler.apart[in_body > 1]
     last = taken * kept + bool(taken) * 2 * 4 * size.narrow * size.split
-    behind = (does.kept.gathers > 0) * does.kept.of(everything=last, products=0.0, inputs=0.0)
+    again = recomputed(layout)
+    behind = last if again.gathers and again.keeps == "everything" else 0.0
     return behind, taken * kept * (in_body - 1)
 
 
@@ -165,44 +168,48 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
         compiler: how often it holds things.
         short: bytes of a number in a short precision.
     """
-    size, c, does = sizes(config, layout, batch, short), compiler, words.read(layout)
-    replicas, again, leaves = does.replicas, does.again, arguments.leaves(config, layout)
+    size, c, leaves = sizes(config, layout, batch, short), compiler, arguments.leaves(config, layout)
+    again, counts = recomputed(layout), jobs(layout)
+    shares_parameters = layout.zero == 3
     total = lambda block, share: FLOAT * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
     B, E, B_share = total(True, False), total(False, False), total(True, True)
-    sums, state = replicas.sums(whole=B, share=B_share), replicas.state(whole=B, share=B_share)
-    many, chunks = layout.microbatches > 1, does.chunks
+    sums = B_share if layout.zero >= 2 else B
+    state = B_share if layout.zero >= 1 else B
+    many, chunks = layout.microbatches > 1, layout.chunks
     layers = config.layers // (layout.stage * chunks)
-    loop = layers // replicas.unroll > 1  # where XLA leaves none, nothing is stacked: what a layer keeps goes as it is used
-    held = does.kept.of(everything=c.kept, products=1.0, inputs=1.0)
-    one = size.narrow * size.stream if again.in_stages else held * layers * layer(config, layout, batch, short)
-    in_flight = does.stages.of(alone=1, piped=does.order.slots(layout.stage, does.microbatches, chunks))
-    waiting = does.stages.of(alone=0, piped=does.order.handed(layout.stage, does.microbatches, chunks))
-    waiting = waiting * layers * handed(config, layout, batch, short)
-    arrivals = does.stages.of(alone=0, piped=does.order.arrivals(layout.stage, does.microbatches, chunks))
-    waiting += arrivals * size.narrow * does.sends.of(whole=size.stream, share=size.stream / layout.tensor)
-    split, whole = does.kept.of(everything=c.block[0], products=c.block[1], inputs=c.block[2])
+    loop = layers // layers_in_body(layout) > 1  # without a loop nothing is stacked: a layer's results are freed as they are used
+    held = c.kept if again.keeps == "everything" else 1.0
+    one = size.narrow * size.stream if again.whole_stage else held * layers * layer(config, layout, batch, short)
+    in_flight, waiting = 1, 0
+    if layout.pipelined:
+        in_flight = counts.slots
+        arrived = size.narrow * (size.stream / layout.tensor if layout.split_sends else size.stream)
+        waiting = counts.deferred * layers * handed(config, layout, batch, short) + counts.arrivals * arrived
+    split, whole = c.block[("everything", "products", "inputs").index(again.keeps)]
     block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
-    first, others = taken_apart(layer(config, layout, batch, short), size, does, c) if loop else (0.0, 0.0)
+    first, others = taken_apart(layer(config, layout, batch, short), size, layout, c) if loop else (0.0, 0.0)
     block = max(0.0, block - c.near, first) + others
-    if again.in_stages:  # all its layers are kept while its backward pass runs
+    if again.whole_stage:  # all its layers are kept while its backward pass runs
         full = everything(config, layout, batch, short)
-        early = c.early * (does.order.ticks(layout.stage, does.microbatches, chunks)[3] == 1)  # one tick alone is no loop
-        copies = early + max(does.tokens.of(whole=1, share=c.copied), replicas.parameters(whole=1, share=c.copied))
+        early = c.early * (counts.last == 1)  # one tick alone is no loop
+        copies = early + (max(1, c.copied) if layout.sequence or shares_parameters else 1)
         block = block + layers * full * copies if loop else max(block, full) + (layers - 1) * full
     two_layers = min(2 * B / (layers * chunks), B)
-    gathered = does.numbers.of(full=0.0, short=size.narrow / FLOAT * (B_share + E))
-    gathered += replicas.parameters(whole=0.0, share=c.gathered * does.stages.of(alone=1, piped=1.1) * two_layers)
-    block = does.stages.of(alone=block, piped=block + c.slots * one if loop else max(block, one))
+    gathered = 0.0 if layout.precision == "full" else size.narrow / FLOAT * (B_share + E)
+    if shares_parameters:
+        gathered += c.gathered * (1.1 if layout.pipelined else 1) * two_layers
+    if layout.pipelined:
+        block = block + c.slots * one if loop else max(block, one)
 
-    of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * replicas.state(whole=0, share=B)
-    of_stage += replicas.parameters(whole=c.chunk * B / chunks, share=0.0)
+    of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * (B if layout.zero >= 1 else 0)
+    of_stage += 0.0 if shares_parameters else c.chunk * B / chunks
     of_whole = c.gradients * B + many * c.gradients_again * sums + (c.ends + many * c.ends_again) * E
     of_whole += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data * layout.context > 2)
     of_shares = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
-    gradients = does.stages.of(alone=replicas.parameters(whole=of_whole, share=of_shares), piped=of_stage)
-    update = c.update[0] * state + c.update[1] * replicas.parameters(whole=B, share=B_share)
+    gradients = of_stage if layout.pipelined else of_shares if shares_parameters else of_whole
+    update = c.update[0] * state + c.update[1] * (B_share if shares_parameters else B)
     update += (c.update[3] if layout.data * layout.context > 1 else c.update[2]) * E
-    update = does.stages.of(alone=update, piped=0.0)
+    update = 0.0 if layout.pipelined else update
     logits = (
         min(BLOCK_TOKENS, layout.sequences(batch) * config.context // layout.context)
         * config.rows

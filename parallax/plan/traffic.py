@@ -8,7 +8,6 @@ Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv
 (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,10 +17,11 @@ from jax import lax
 from parallax.collectives import AxisLike, cost, halving, ring, send_next
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import axes as axes_of
-from parallax.layout import Layout, words
-from parallax.layout.rows import Choice
-from parallax.models import gpt2
+from parallax.layout import Layout
+from parallax.models import gpt2, recipe
 from parallax.plan import arguments
+from parallax.plan.jobs import jobs
+from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # of `cross_entropy.mean`
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
@@ -107,13 +107,20 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
 
     Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all ticks in which it runs anywhere.
     """
-    b, P, M, v = layout.sequences(batch), layout.stage, layout.microbatches, layout.chunks
-    order = words.read(layout).order
-    ticks = order.ticks(P, M, v)
-    forward, backward, heads, last = ticks
-    hops, embeds, leaves = order.ends(ticks, P, M, v)
-    layers, tokens = config.layers // (P * v), b * config.context // layout.context
-    return Sizes(b, tokens, layers, forward, backward, heads, embeds, leaves, hops, last, order.weights(P, M, v))
+    b, counts = layout.sequences(batch), jobs(layout)
+    return Sizes(
+        sequences=b,
+        tokens=b * config.context // layout.context,
+        layers=config.layers // (layout.stage * layout.chunks),
+        forward=counts.forward,
+        backward=counts.backward,
+        heads=counts.heads,
+        embeds=counts.embeds,
+        leaves=counts.leaves,
+        hops=counts.hops,
+        last=counts.last,
+        weights=counts.weights,
+    )
 
 
 def terms(
@@ -158,12 +165,13 @@ class _Step:
 
     def __init__(self, config, layout, size, axes, short, itemsize):
         self.config, self.layout, self.size = config, layout, size
-        self.does = words.read(layout, axes)
-        self.axes = self.does.axes
+        self.axes = recipe.axes_of(layout, recipe.Compute(axes=axes or {}))
+        self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
+        self.again = recomputed(layout)
         self.wide, self.itemsize = max(itemsize, 4), itemsize
-        self.compute = self.does.numbers.of(full=itemsize, short=short)
+        self.compute = itemsize if layout.precision == "full" else short
         self.leaves = arguments.leaves(config, layout)
-        self.parts = self.does.tokens.of(whole=1, share=layout.tensor)
+        self.parts = layout.token_shards
         self.stream = self.size.tokens * config.width // self.parts * self.compute  # the residual stream, bytes on a device
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
@@ -201,15 +209,15 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
-        size, kept, stage = self.size, self.does.kept, int(self.does.again.in_stages)
+        size, again, stage = self.size, self.again, int(self.again.whole_stage)
         both = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again runs its forward pass as it stands; of a single layer, the last sum is not needed.
-        gathers = both + size.backward * (size.layers * kept.gathers + stage * 2 * size.layers)
-        sums = both + size.backward * (size.layers * kept.sums + stage * (2 * size.layers - (size.layers == 1)))
-        yield from self.does.tokens.of(
-            whole=self.all_reduce("activations in layers", ("tensor",), self.stream, sums),
-            share=self.halves("tokens gathered", gathers, "sums scattered", sums),
-        )
+        gathers = both + size.backward * (size.layers * again.gathers + stage * 2 * size.layers)
+        sums = both + size.backward * (size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1)))
+        if self.layout.sequence:
+            yield from self.halves("tokens gathered", gathers, "sums scattered", sums)
+        else:
+            yield from self.all_reduce("activations in layers", ("tensor",), self.stream, sums)
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """All-gathers and reduce-scatters of the residual stream over the tensor axis."""
@@ -218,9 +226,9 @@ class _Step:
 
     def around_context(self) -> Iterator[Term]:
         """Keys and values, which go round the ring in each pass, and their gradients, which follow them in float32 or wider."""
-        size, kept, n = self.size, self.does.kept, self.layout.context
+        size, n = self.size, self.layout.context
         keys = size.tokens * self.config.width // self.layout.tensor  # numbers on a device; of values as many, sent beside them
-        again = size.backward * size.layers * (kept.sums > 0 or self.does.again.in_stages)
+        again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
         # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
@@ -232,11 +240,11 @@ class _Step:
         """The embedding and the head, whose vocabulary is split over stage and tensor."""
         size, both = self.size, ("stage", "tensor")
         ends = size.embeds + size.heads
-        of_tokens = itertools.chain(
-            self.halves("tokens at the ends", size.leaves + size.heads, "sums at the ends", ends),
-            self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends),
-        )
-        yield from self.does.tokens.of(whole=self.all_reduce("vocabulary", both, self.stream, ends), share=of_tokens)
+        if self.layout.sequence:
+            yield from self.halves("tokens at the ends", size.leaves + size.heads, "sums at the ends", ends)
+            yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
+        else:
+            yield from self.all_reduce("vocabulary", both, self.stream, ends)
         blocks = -(-size.tokens // BLOCK_TOKENS)
         part = -(-size.tokens // blocks)
         calls = size.heads * blocks
@@ -246,45 +254,45 @@ class _Step:
     def between_stages(self) -> Iterator[Term]:
         """The pipeline's hops, what enters the first stage and leaves the last, and the gradients that all stages share."""
         size, part = self.size, self.stream // self.layout.tensor
-        sent = self.does.sends.of(whole=self.stream, share=part)
+        sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
-        yield from self.does.sends.of(
-            whole=(), share=self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward)
-        )
+        if self.layout.split_sends:
+            yield from self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward)
         yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads)
-        split_too = self.does.tokens.of(whole=(), share=("tensor",))
         for leaf in self.leaves:
             if "stage" not in leaf.axes:
                 yield from self.gradient("shared gradients", leaf, "stage")
-            for axis in set(split_too) - set(leaf.axes):
-                yield from self.gradient("gradients of token parts", leaf, axis)
+            if self.layout.sequence and "tensor" not in leaf.axes:
+                yield from self.gradient("gradients of token parts", leaf, "tensor")
 
-    def summed(self, leaf: arguments.Leaf) -> Choice:
-        """Whether the sums of a leaf's gradients are held whole, or scattered to shares each microbatch."""
-        return self.does.replicas.sums if leaf.block else self.does.replicas.sums_of_ends
+    def shares_sums(self, leaf: arguments.Leaf) -> bool:
+        """Whether a leaf's gradients are scattered to shares in each microbatch, or held whole."""
+        return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
         """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered all but a share already."""
-        count = self.summed(leaf)(whole=leaf.elements, share=leaf.share)
+        count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
         """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
-        held, over, chunks = self.does.replicas.parameters, axes_of(self.does.parts.names), self.does.chunks
+        over, chunks, shares_parameters = axes_of(self.shards), self.layout.chunks, self.layout.zero == 3
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            gathered = held(whole=self.itemsize, share=self.compute)
-            scatters, gathers, part = self.summed(leaf)(whole=1, share=self._scatters(leaf)), 1, whole
+            gathered = self.compute if shares_parameters else self.itemsize
+            scatters, gathers, part = self._scatters(leaf) if self.shares_sums(leaf) else 1, 1, whole
             if leaf.block:
                 # ZeRO-3 gathers and scatters each layer by itself, in the loop over the layers.
-                layers = held(whole=1, share=self.size.layers)
-                part = self.summed(leaf)(whole=whole, share=whole // chunks // layers)
+                layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
-                gathers = held(whole=1, share=self._gathers(leaf) * layers)
-                share = held(whole=share, share=share // chunks // layers)
+                if self.shares_sums(leaf):
+                    part = whole // chunks // layers
+                if shares_parameters:
+                    gathers = self._gathers(leaf) * layers
+                    share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
             yield from self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
@@ -293,11 +301,12 @@ class _Step:
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-3 gathers a leaf of the layers: once forward, and again backward where the backward pass needs it."""
-        size, does, name = self.size, self.does, leaf.path.removeprefix("blocks.")
-        again = size.backward * (name not in does.kept.of(everything=IDLE | ADDED, products=IDLE, inputs=IDLE))
-        if size.layers <= does.replicas.unroll and does.chunks == 1:  # no loop is left: XLA gathers once for all forward passes
-            return 1 + again
-        return size.forward + again + size.backward * does.again.in_stages
+        size, name = self.size, leaf.path.removeprefix("blocks.")
+        unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
+        again = size.backward * (name not in unread)
+        if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
+            return 1 + again  # no loop is left: XLA gathers once for all forward passes
+        return size.forward + again + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each tick of a lane that makes them.
@@ -305,15 +314,16 @@ class _Step:
         A lane that does not make them scatters zeros, which XLA does once for all that look alike.
         """
         size = self.size
+        if not self.layout.pipelined:
+            return size.backward
         made = {"wte": size.leaves + size.heads, "wpe": size.leaves + 1, "norm.weight": size.heads + 1}
-        in_lanes = size.weights if leaf.block else made.get(leaf.path, size.heads)
-        return self.does.stages.of(alone=size.backward, piped=in_lanes)
+        return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
         """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them."""
         sets = {}
         for leaf in self.leaves:
-            axes = set(leaf.axes) | (set(axes_of(self.does.parts.names)) if leaf.split else set())
+            axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
             sets[frozenset(axes)] = None
         for axes in sets:
             yield from self.all_reduce("squared norms", axes, self.wide, 1, self.wide)

@@ -15,14 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the modules 
 
 import examples_text
 import imports
-import layout_words
 import mutants_apply
 import notebooks
 import pages
 import readme
 import sweeps
 
-MODULES = (imports, layout_words, pages, notebooks, readme, examples_text, mutants_apply, sweeps)
+MODULES = (imports, pages, notebooks, readme, examples_text, mutants_apply, sweeps)
 
 
 def checks(module: ModuleType) -> list[Callable[[], Iterator[str]]]:

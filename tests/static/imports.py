@@ -36,8 +36,8 @@ ORDER = (
         "optimizers",
         "cross_entropy",
     ),
-    *("split_backward", "pipeline"),
-    *("step", "islands", "layout", "models", "compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
+    *("split_backward", "pipeline", "step", "islands", "validate", "layout", "models"),
+    *("compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
 )
 
 

@@ -1,7 +1,9 @@
-"""How many devices each axis gets, and how a batch is cut: a frozen record, checked against the model, the batch and the machine.
+"""How many devices each axis gets, and how a batch is cut: a frozen record of numbers and words.
 
-layout = Layout(data=2, tensor=4, zero=1)
-Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
+    layout = Layout(data=2, tensor=4, zero=1)
+    Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
+
+It imports nothing of the core. `models.recipe` reads it from top to bottom, `validate` refuses sizes that do not fit.
 """
 
 import dataclasses
@@ -12,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from parallax.layout import nearest
-from parallax.layout.nearest import ALWAYS, AXES, BATCH, JSON, TEXT, USUAL, Order, Precision, Remat, Terms
+from parallax import validate
+from parallax.validate import ALWAYS, AXES, BATCH_AXES, DEFAULTS, Precision, Remat, ScheduleName, Wording
 
-__all__ = ["AXES", "Layout", "Order", "Precision", "Remat"]
+__all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Layout:
     sequence: bool = False
     precision: str = "full"  # one of `Precision`
     remat: str = "none"  # one of `Remat`
-    schedule: str = "one_f_one_b"  # one of `Order`
+    schedule: str = "one_f_one_b"  # one of `ScheduleName`
     split_sends: bool = False
     processes: int = 1
     context: int = 1
@@ -80,51 +82,46 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
-        for name, value in _plain(vars(self)).items():
+        for name, value in _as_python(vars(self)).items():
             object.__setattr__(self, name, value)
         self._refuse({})
 
+    # Devices
+
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and the others where they are more than 1."""
+        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and each other axis above 1."""
         sizes = {name: getattr(self, name) for name in AXES}
         return {name: size for name, size in sizes.items() if name in ALWAYS or size > 1}
 
     @property
     def devices(self) -> int:
-        """How many devices it takes."""
+        """The number of devices."""
         return math.prod(self.axes.values())
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, of all but what experts it splits, each of which sees a part of the batch."""
+        """Copies of the model (but for the experts that it splits), each of which sees a part of the batch."""
         return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that split the batch by sequences, for its `PartitionSpec`: `P(layout.batch_axes)`."""
-        return tuple(name for name in BATCH if name in self.axes)
-
-    def global_batch(self, sequences: int) -> int:
-        """The sequences of a step in which each microbatch has `sequences` on a device."""
-        return sequences * self.microbatches * self.replicas
-
-    def sequences(self, batch: int) -> int:
-        """The sequences of one microbatch on a device, of a global batch that `check` admits."""
-        return batch // (self.microbatches * self.replicas)
+        return tuple(name for name in BATCH_AXES if name in self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Where a device stands along each axis. Devices are numbered with the last axis running fastest, as meshes are.
+        """The place of a device along each axis. Devices are numbered with the last axis fastest, as in a mesh.
 
         Raises:
             ValueError: there is no such device.
         """
-        found, left = {}, device
+        places, number = {}, device
         for name in reversed(self.axes):
-            left, found[name] = divmod(left, self.axes[name])
-        if left or device < 0:
-            raise ValueError(f"Layout has devices 0 to {self.devices - 1}; got device={device}. Take device={self.devices - 1}.")
-        return {name: found[name] for name in self.axes}
+            number, places[name] = divmod(number, self.axes[name])
+        if number or device < 0:
+            last = self.devices - 1
+            raise ValueError(f"Layout has devices 0 to {last}; got device={device}. Take device={last}.")
+        return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
         """The devices that `device` works with along these axes, itself among them, in the order of their ring.
@@ -135,17 +132,50 @@ class Layout:
         unknown = [name for name in axis_names if name not in AXES]
         if unknown:
             raise ValueError(f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those.")
-        own = self.coordinates(device)
-        return [
-            other
-            for other in range(self.devices)
-            if all(place == own[name] for name, place in self.coordinates(other).items() if name not in axis_names)
-        ]
+        fixed = {name: place for name, place in self.coordinates(device).items() if name not in axis_names}
+        return [other for other in range(self.devices) if fixed.items() <= self.coordinates(other).items()]
+
+    # The batch and the shards, as the recipe and the plan ask for them
+
+    def global_batch(self, sequences: int) -> int:
+        """The sequences of a step in which each microbatch has `sequences` on a device."""
+        return sequences * self.microbatches * self.replicas
+
+    def sequences(self, batch: int) -> int:
+        """The sequences of one microbatch on a device, of a global batch that `check` admits."""
+        return batch // (self.microbatches * self.replicas)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the layers are split over stages."""
+        return self.stage > 1
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Devices among which the optimizer's state is split: 1 without ZeRO."""
+        return self.data * self.context if self.zero >= 1 else 1
+
+    @property
+    def gradient_shards(self) -> int:
+        """Devices among which the sums of gradients are split: more than 1 from ZeRO-2 on."""
+        return self.data * self.context if self.zero >= 2 else 1
+
+    @property
+    def parameter_shards(self) -> int:
+        """Devices among which the parameters are split: more than 1 for ZeRO-3."""
+        return self.data * self.context if self.zero == 3 else 1
+
+    @property
+    def token_shards(self) -> int:
+        """Devices of the tensor axis among which the residual stream is split by tokens."""
+        return self.tensor if self.sequence else 1
+
+    # Checks
 
     @classmethod
     def admits(cls, **fields: Any) -> bool:
-        """Whether there is a layout of these fields; the rest are as by default."""
-        return nearest.fits(USUAL, {}, _plain(fields))
+        """Whether there is a layout of these fields, the others at their defaults."""
+        return validate.fits(DEFAULTS | _as_python(fields), {})
 
     def check(
         self,
@@ -160,66 +190,71 @@ class Layout:
         devices: int | None = None,
         processes: int | None = None,
     ) -> None:
-        """Refuse with a `ValueError` a model, a global batch (in sequences of `tokens`) or a machine that these sizes do not fit.
+        """Refuse a model, a global batch (in sequences of `tokens`) or a machine that this layout does not fit.
 
-        The message says what was needed, what came, and the nearest sizes that work in every respect. The processes of the
-        machine have as many of its devices each.
+        Raises:
+            ValueError: what was needed, what came, and the nearest sizes that work in every respect.
         """
         sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
-        more = {"experts": experts, "devices": devices, "processes": processes}
-        self._refuse(sizes | {name: size for name, size in more.items() if size is not None})
+        optional = {"experts": experts, "devices": devices, "processes": processes}
+        self._refuse(sizes | {name: size for name, size in optional.items() if size is not None})
 
     def _refuse(self, sizes: dict[str, Any]) -> None:
-        message = nearest.refusal(vars(self), _plain(sizes))
+        message = validate.refusal(vars(self), _as_python(sizes))
         if message is not None:
             raise ValueError(message)
 
+    # Text and JSON
+
     def __str__(self) -> str:
-        """What differs from the default, as `parse` reads it: `data=2,tensor=4`."""
-        return nearest.spelt({name: value for name, value in vars(self).items() if value != USUAL[name]})
+        """The fields that differ from their defaults, as `parse` reads them: `data=2,tensor=4`."""
+        return validate.as_text({name: value for name, value in vars(self).items() if value != DEFAULTS[name]})
 
     @classmethod
-    def parse(cls, text: str, sizes: Mapping[str, int] | None = None, terms: Terms = TEXT) -> "Layout":
-        """The layout that `text` spells, as a command line does: `data=2,tensor=4,sequence=True`.
+    def parse(cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT) -> "Layout":
+        """The layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
-            text: parts set apart by commas.
-            sizes: the sizes that it must fit, by the names of `check`'s arguments; any of them.
-            terms: of the message; by default it proposes the whole text.
+            text: parts separated by commas.
+            sizes: sizes that it must fit, by the names of `check`'s arguments; any of them.
+            wording: of the message; by default it proposes the whole text.
 
         Raises:
-            ValueError: a part that is no `name=value`, a name or value that is not known, a name twice; or as the layout's own.
+            ValueError: a part that is no `name=value`, an unknown name or value, a name twice; or as `Layout` does.
         """
-        wrong, values = [], {}
+        misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
             if not equals:
-                wrong.append(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}.")
-            name = _known(name, wrong)
-            if name in values:
-                wrong.append(f"Layout.parse: {name} is given twice, as {values[name]} and {value}.")
-            values[name] = _typed(name, value) if equals else _alone(name)
-        return cls._of(values, dict(sizes or {}), terms, wrong)
+                misread.append(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}.")
+            name = _known_name(name, misread)
+            if name in fields:
+                misread.append(f"Layout.parse: {name} is given twice, as {fields[name]} and {value}.")
+            fields[name] = _typed(name, value) if equals else _value_of_bare(name)
+        return cls._read(fields, dict(sizes or {}), wording, misread)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """The layout that `to_json` wrote; what it leaves out is as by default. Raises `ValueError`, as `parse` does."""
+        """The layout that `to_json` wrote; fields that are absent have their defaults.
+
+        Raises:
+            ValueError: as `parse` does.
+        """
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {Layout().to_json()}") from error
+            example = Layout().to_json()
+            raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {example}") from error
         if not isinstance(values, dict):
             raise ValueError(f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}")
-        wrong: list[str] = []
-        known: dict[str, Any] = {}
-        for name, value in values.items():
-            known[_known(name, wrong)] = value
-        return cls._of(known, {}, JSON, wrong)
+        misread: list[str] = []
+        fields = {_known_name(name, misread): value for name, value in values.items()}
+        return cls._read(fields, {}, validate.JSON, misread)
 
     @classmethod
-    def _of(cls, written: dict[str, Any], sizes: dict[str, Any], terms: Terms, wrong: list[str]) -> "Layout":
-        """The layout of the fields that were read; `wrong` is what was put right in them."""
-        message = nearest.refusal(USUAL | written, sizes, terms, written=written, read="".join(wrong[:1]))
+    def _read(cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]) -> "Layout":
+        """The layout of the fields that were read; `misread` are the faults of the text that they already mend."""
+        message = validate.refusal(DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1]))
         if message is not None:
             raise ValueError(message)
         return cls(**written)
@@ -229,27 +264,28 @@ class Layout:
         return json.dumps(dataclasses.asdict(self))
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with Python's whole numbers and truth values in the place of NumPy's."""
     return {name: value.item() if isinstance(value, np.integer | np.bool_) else value for name, value in values.items()}
 
 
 def _typed(name: str, text: str) -> Any:
-    """`text` in the type of the field `name`; as it is where it is not of that type."""
-    kind = type(USUAL[name])
+    """`text` in the type of the field `name`; unchanged where it is not of that type."""
+    kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if kind is int and text.removeprefix("-").isdecimal() and len(text) < 20 else text
+    is_number = text.removeprefix("-").isdecimal() and len(text) < 20
+    return int(text) if kind is int and is_number else text
 
 
-def _alone(name: str) -> Any:
+def _value_of_bare(name: str) -> Any:
     """The value of a field that is named without one."""
-    return True if isinstance(USUAL[name], bool) else USUAL[name]
+    return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 
-def _known(name: str, wrong: list[str]) -> str:
-    """The field of this `name`; else the one that is spelt most like it, and `wrong` tells."""
-    if name in USUAL:
+def _known_name(name: str, misread: list[str]) -> str:
+    """The field of this `name`; else the one with the closest spelling, with a fault added to `misread`."""
+    if name in DEFAULTS:
         return name
-    wrong.append(f"Layout has the fields {', '.join(USUAL)}; got {name!r}.")
-    return nearest.most_like(name, list(USUAL))
+    misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")
+    return validate.most_like(name, list(DEFAULTS))

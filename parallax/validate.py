@@ -1,0 +1,472 @@
+"""Whether the sizes of a run fit together, and what to change where they do not.
+
+Plain dicts go in: `fields` are those of a `layout.Layout`, `sizes` are those of the model, the batch and the machine. A proposal
+starts from the change that cures the first fault, and is repaired fault by fault until nothing is wrong any more.
+
+Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+Precision = Literal["full", "bfloat16", "float16"]
+Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
+ScheduleName = Literal["one_f_one_b", "gpipe", "zero_bubble", "one_f_one_b_in_turns", "zero_bubble_in_turns"]
+Fields = Mapping[str, Any]
+
+AXES = ("replica", "data", "expert", "stage", "context", "tensor")
+BATCH_AXES = ("replica", "data", "expert")  # those that split the batch by sequences
+ALWAYS = ("data", "stage", "tensor")  # every mesh has these axes, the others only where they split something
+COUNTS = (*AXES, "microbatches", "chunks", "processes")
+CHOICES: dict[str, tuple] = {  # the default first; zero and remat in the order of what they save
+    "zero": (0, 1, 2, 3),
+    "sequence": (False, True),
+    "precision": get_args(Precision),
+    "remat": get_args(Remat),
+    "schedule": get_args(ScheduleName),
+    "split_sends": (False, True),
+}
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(COUNTS, 1),
+    **{name: choices[0] for name, choices in CHOICES.items()},
+}
+KINDS = {bool: "True or False", int: "a whole number", str: "a word"}
+MOST_DEVICES = 2**20  # more than any run has of devices, microbatches or processes
+MOST = 2**31 - 1  # of layers, tokens and other sizes
+MOST_REPAIRS = 50
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        needed: what was needed and what came, as a sentence; a name in braces stands for that name with its value.
+        changes: cures, the best first: new values by name.
+        note: words behind the first cure in the message.
+    """
+
+    needed: str
+    changes: tuple[dict[str, Any], ...]
+    note: str = ""
+
+
+class Wording(NamedTuple):
+    """How the caller writes sizes, and which of them the caller can change.
+
+    Attributes:
+        value: `(name, value)` to text: `data=4`, or `--data 4`.
+        change: `(fields that the caller wrote, new values)` to the text that makes the change.
+        fixed: sizes that the caller cannot change.
+        accepts: whether a change is right in everything else that the caller checks.
+    """
+
+    value: Callable[[str, Any], str]
+    change: Callable[[Fields, Fields], str]
+    fixed: Collection[str] = ()
+    accepts: Callable[[Fields], bool] = lambda change: True
+
+
+def as_text(fields: Fields) -> str:
+    """Fields as a command line has them: `data=2,remat=block`."""
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _python_value(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+def _python_change(written: Fields, change: Fields) -> str:
+    return ",".join(_python_value(name, value) for name, value in change.items())
+
+
+def _text_value(name: str, value: Any) -> str:
+    return f"{name}={value}"
+
+
+def _text_change(written: Fields, change: Fields) -> str:
+    return as_text({**written, **change}) or repr("")
+
+
+def _json_change(written: Fields, change: Fields) -> str:
+    return json.dumps({**written, **change})
+
+
+PYTHON = Wording(_python_value, _python_change, fixed=("devices",))
+TEXT = Wording(_text_value, _text_change)
+JSON = Wording(_python_value, _json_change)
+
+
+def refusal(
+    fields: Fields,
+    sizes: Fields,
+    wording: Wording = PYTHON,
+    *,
+    written: Fields | None = None,
+    misread: str = "",
+) -> str | None:
+    """Why a layout of `fields` cannot be, or does not fit `sizes`, and what to take instead; None if it fits.
+
+    Args:
+        fields: a layout's fields by name.
+        sizes: none; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and processes.
+        wording: of the message.
+        written: those of the fields that the caller wrote.
+        misread: a fault of the text that the caller wrote, which `fields` already mends.
+    """
+    sizes = _with_experts(sizes)
+    fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
+    if fault is None:
+        return None
+    values = {name: wording.value(name, value) for name, value in {**fields, **sizes}.items()}
+    needed = fault.needed.format_map(values)
+    repairs = [repaired(fields, sizes, change, wording.fixed) for change in fault.changes]
+    works = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
+    if not works:
+        return needed
+    first_cure = fault.changes[0]
+    note = ""
+    if not misread and works[0] != first_cure:
+        note = ", the nearest that works"
+    if fault.note and first_cure.items() <= works[0].items():
+        note = fault.note
+    texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in works))
+    return f"{needed} {proposal(texts[:2], note)}"
+
+
+def proposal(texts: Sequence[str], note: str = "") -> str:
+    """The sentence that proposes the first of `texts`, which works as it is typed, and the others in brackets."""
+    first, *others = texts
+    alternatives = "".join(f" (or {other})" for other in others)
+    return f"Take {first}{note}{alternatives}."
+
+
+def fits(fields: Fields, sizes: Fields) -> bool:
+    """Whether nothing is wrong."""
+    return next(faults(fields, _with_experts(sizes)), None) is None
+
+
+def repaired(fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()) -> dict[str, Any] | None:
+    """`change`, and what else must then change so that nothing is wrong; None where that would need a size that is `fixed`."""
+    sizes = _with_experts(sizes)
+    new_fields, new_sizes = dict(fields), dict(sizes)
+    cure = change
+    for _ in range(MOST_REPAIRS):
+        for name, value in cure.items():
+            changed = new_fields if name in new_fields else new_sizes
+            changed[name] = value
+        fault = next(_faults_in_repair_order(new_fields, new_sizes), None)
+        if fault is None:
+            before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
+            differing = {name: value for name, value in after.items() if _differs(value, before[name])}
+            return None if set(differing) & set(fixed) else differing
+        cures = [cure for cure in fault.changes if not set(cure) & set(fixed)]
+        if not cures:
+            return None
+        cure = cures[0]
+    return None
+
+
+def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """All that is wrong, in the order in which a reader would mend it."""
+    unreadable = list(_values(fields)) or list(_counts(fields, sizes))
+    if unreadable:
+        yield from unreadable
+        return
+    yield from _choices(fields)
+    yield from _processes(fields, sizes)
+    yield from _model_and_batch(fields, sizes)
+    yield from _machine(fields, sizes)
+
+
+def _faults_in_repair_order(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """The same faults; what decides the number of devices comes before what must divide by it."""
+    unreadable = list(_values(fields)) or list(_counts(fields, sizes))
+    if unreadable:
+        yield from unreadable
+        return
+    yield from _choices(fields)
+    yield from _machine(fields, sizes)
+    yield from _processes(fields, sizes)
+    yield from _model_and_batch(fields, sizes)
+
+
+# Values
+
+
+def _values(fields: Fields) -> Iterator[Fault]:
+    """Values that a field cannot have."""
+    for name, default in DEFAULTS.items():
+        value, kind = fields[name], type(default)
+        if type(value) is not kind:
+            needed = f"Layout needs {name} to be {KINDS[kind]}; got {_shown(value)}."
+            yield Fault(needed, ({name: _meant(value, default)},))
+        elif name in CHOICES and value not in CHOICES[name]:
+            choices = ", ".join(map(str, CHOICES[name]))
+            needed = f"Layout needs {name} to be one of {choices}; got {_shown(value)}."
+            yield Fault(needed, ({name: _closest_choice(value, CHOICES[name])},))
+        elif name in COUNTS and not 1 <= value <= MOST_DEVICES:
+            bound = "1 or more" if value < 1 else f"{MOST_DEVICES} or less"
+            yield Fault(f"Layout needs {name} of {bound}; got {_shown(value)}.", ({name: 1},))
+
+
+def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """Sizes that count nothing, and a machine whose processes cannot have as many devices each."""
+    least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
+    for name, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= MOST:
+            cure = {name: least.get(name, 1)}
+            yield Fault(f"Layout: {{{name}}} is no whole number from 1 to {MOST}.", (cure,))
+            return
+    devices, processes = sizes.get("devices", 0), sizes.get("processes", 1)
+    if devices % processes:
+        more_devices = -(-devices // processes) * processes
+        yield Fault(
+            "Layout: each process must have as many devices as the others; the run has "
+            f"{devices} devices and {processes} processes. Start {closest_divisor(devices, processes)}, "
+            f"or take {more_devices} devices.",
+            (),
+        )
+
+
+# Choices that need something to act on, and choices that exclude each other
+
+
+def _choices(fields: Fields) -> Iterator[Fault]:
+    shards_state = fields["zero"] > 0
+    if shards_state and fields["data"] * fields["context"] == 1:
+        yield Fault("Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2}))
+    if fields["sequence"] and fields["tensor"] == 1:
+        needed = "Layout: {sequence} splits tokens over the tensor axis; got {tensor}."
+        yield Fault(needed, ({"sequence": False}, {"tensor": 2}))
+    if fields["replica"] > 1 and not shards_state:
+        needed = "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+        yield Fault(needed, ({"replica": 1}, {"zero": 1}))
+    if fields["remat"] == "gathers" and not fields["sequence"] and fields["zero"] < 3:
+        needed = "Layout: {remat} gathers again what sequence or ZeRO-3 gathered, and neither is on."
+        yield Fault(needed, ({"remat": "none"},))
+    yield from _pipeline_choices(fields)
+
+
+def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
+    """Choices for pipelines, without one or with others that exclude them."""
+    P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
+    if fields["chunks"] > 1 and P == 1:
+        needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
+        yield Fault(needed, ({"chunks": 1},))
+    if fields["schedule"] != default and P == 1:
+        needed = "Layout: {schedule} orders the jobs of several stages; got {stage}."
+        yield Fault(needed, ({"schedule": default}, {"stage": 2}))
+    if fields["remat"] == "stage" and P == 1:
+        yield Fault("Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2}))
+    if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b_in_turns"):
+        needed = "Layout: {schedule} has one chunk a stage; got {chunks}."
+        yield Fault(needed, ({"schedule": default},))
+    for name in ("stage", "tensor"):
+        if fields["split_sends"] and fields[name] == 1:
+            needed = f"Layout: {{split_sends}} shares what goes from stage to stage among the tensor axis; got {{{name}}}."
+            yield Fault(needed, ({"split_sends": False}, {name: 2}))
+    if fields["sequence"] and fields["split_sends"]:
+        needed = "Layout: {split_sends} has nothing to split where {sequence} has split it by tokens."
+        yield Fault(needed, ({"split_sends": False},))
+    if fields["chunks"] > 1 and M % P:
+        needed = "Layout: with {chunks} the microbatches must be a multiple of the stages; got {microbatches} and {stage}."
+        yield Fault(needed, _multiples("microbatches", M, P))
+
+
+# The model and the batch
+
+
+def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """Sizes that do not divide by the devices among which they are split."""
+    t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
+    heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
+    for name, what in (("heads", "the model's heads"), ("hidden", "the feed-forward's hidden units")):
+        if name in sizes and sizes[name] % t:
+            needed = f"Layout: {what} ({{{name}}}) must divide by {{tensor}}."
+            cure = {"tensor": closest_divisor(heads_and_hidden, t)}
+            yield Fault(needed, (cure,), ", which divides it")
+    if "layers" in sizes and sizes["layers"] % (P * v):
+        fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}
+        yield Fault(
+            "Layout: the model's layers ({layers}) must divide by {stage} x {chunks}.",
+            (*_multiples("layers", sizes["layers"], P * v), fewer_stages),
+        )
+    if "rows" in sizes and sizes["rows"] % (P * t):
+        padded = _multiples("rows", sizes["rows"], P * t)[0]
+        smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
+        fewer_stages = closest_divisor(math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P)
+        yield Fault(
+            "Layout: the vocabulary's padded rows ({rows}) must divide by {stage} x {tensor}.",
+            (padded, {"tensor": smaller_tensor, "stage": fewer_stages, "chunks": 1}),
+            f", the vocabulary padded to a multiple of {P * t}",
+        )
+    if "experts" in sizes and sizes["experts"] % fields["expert"]:
+        cure = {"expert": closest_divisor(sizes["experts"], fields["expert"])}
+        needed = "Layout: the model's experts ({experts}) must divide by {expert}."
+        yield Fault(needed, (cure,), ", which divides it")
+    if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
+        names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
+        factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
+        needed = f"Layout: the batch's sequences ({{batch}}) must divide by {factors}."
+        yield Fault(needed, _multiples("batch", sizes["batch"], _batch_divisor(fields)))
+    divisor, needed = _tokens_divisor(fields)
+    if "tokens" in sizes and sizes["tokens"] % divisor:
+        cures = _multiples("tokens", sizes["tokens"], divisor)
+        yield Fault(needed, (*cures, {"context": 1, "sequence": False}))
+
+
+def _tokens_divisor(fields: Fields) -> tuple[int, str]:
+    """The number by which a sequence's tokens must divide, and the sentence for tokens that do not."""
+    c = fields["context"]
+    t = fields["tensor"] if fields["sequence"] else 1
+    if c == 1:
+        return t, "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}."
+    # Each of the c devices holds two chunks of the sequence, and splits them by tokens over the tensor axis.
+    if t <= 2:
+        factors = "2 x {context}"
+    elif t % 2 == 0:
+        factors = "{context} x {tensor}"
+    else:
+        factors = "2 x {context} x {tensor}"
+    return c * math.lcm(2, t), f"Layout: the tokens of a sequence ({{tokens}}) must divide by {factors}."
+
+
+def _batch_divisor(fields: Fields) -> int:
+    return math.prod(fields[name] for name in (*BATCH_AXES, "microbatches"))
+
+
+# The machine
+
+
+def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """Processes that cannot have as many devices each."""
+    devices, processes = _devices(fields), fields["processes"]
+    if devices % processes == 0:
+        return
+    fewer_processes = {"processes": closest_divisor(devices, processes)}
+    # Where the machine says how many processes there are, the devices change instead.
+    others = devices // fields["data"]
+    data = fields["data"]
+    more_devices = _multiples("data", data, processes // math.gcd(others, processes))
+    yield Fault(
+        f"Layout: each process must have as many devices as the others; got {{processes}} for {devices} devices.",
+        more_devices[::-1] if "processes" in sizes else (fewer_processes,),
+    )
+
+
+def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """Axes that do not multiply to the devices, and another number of processes than the run has."""
+    devices = _devices(fields)
+    if sizes.get("devices", devices) != devices:
+        names = [name for name in AXES if name in ALWAYS or fields[name] > 1]
+        product = " x ".join(f"{{{name}}}" for name in names)
+        yield Fault(
+            f"Layout: {product} multiply to {devices}, and there are {sizes['devices']} devices.",
+            (_on_devices(fields, sizes), {"devices": devices}),
+        )
+    processes = sizes.get("processes", fields["processes"])
+    if processes != fields["processes"]:
+        needed = f"Layout: it is for processes={fields['processes']}, and the run has {processes}."
+        yield Fault(needed, ({"processes": processes},))
+
+
+def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
+    """Sizes of the axes that multiply to the machine's devices: `data` takes what the others leave.
+
+    Where the others do not divide the devices, each becomes the closest divisor that the model can be split by.
+    """
+    devices = sizes["devices"]
+    others = _devices(fields) // fields["data"]
+    if devices % others == 0:
+        return {"data": devices // others}
+    splits = {
+        "tensor": math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes)),
+        "stage": sizes.get("layers", 0),
+        "expert": sizes.get("experts", 0),
+    }
+    new, devices_left = {}, devices
+    for name in ("tensor", "context", "expert", "stage", "replica"):
+        new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])
+        devices_left //= new[name]
+    return {**new, "data": devices_left}
+
+
+def _devices(fields: Fields) -> int:
+    return math.prod(fields[name] for name in AXES)
+
+
+# Numbers and words close to others
+
+
+def closest_divisor(number: int, size: int) -> int:
+    """The divisor of `number` that is closest to `size`, the smaller of two."""
+    size = min(number, size)
+    for distance in range(size):
+        for near in (size - distance, size + distance):
+            if number % near == 0:
+                return near
+    return 1
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide `number`, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def most_like(word: str, choices: list[str]) -> str:
+    """The choice with the spelling closest to `word`."""
+    return difflib.get_close_matches(word, choices, n=1, cutoff=0)[0]
+
+
+def escaped(text: str) -> str:
+    """`text` as it stands in `Fault.needed`, where braces are for names."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
+    """The multiples of `divisor` next to `size`: the one above, and the one below unless it is 0."""
+    below = size // divisor * divisor
+    above = -(-size // divisor) * divisor
+    return ({name: above}, {name: below}) if below else ({name: above},)
+
+
+def _meant(value: Any, default: Any) -> Any:
+    """The value that one of another type may have been meant for; the default where that is not plain."""
+    text = str(value) if isinstance(value, str | bool | int | float) else ""
+    if isinstance(default, bool):
+        return text.lower() in ("true", "yes", "on", "1")
+    number = text.removesuffix(".0")
+    if isinstance(default, int) and number.isdecimal() and len(number) < 10:
+        return int(number)
+    return default
+
+
+def _closest_choice(value: Any, choices: tuple) -> Any:
+    """The closest number, or the word with the closest spelling."""
+    if isinstance(value, int) and isinstance(choices[0], int):
+        return min(choices, key=lambda choice: abs(choice - value))
+    by_text = {str(choice): choice for choice in choices}
+    return by_text[most_like(str(value), list(by_text))]
+
+
+def _with_experts(sizes: Fields) -> Fields:
+    """The sizes; a model that does not name experts has none to split."""
+    return {"experts": 1, **sizes} if "layers" in sizes else sizes
+
+
+def _without_fields(sizes: Fields) -> dict[str, Any]:
+    return {name: value for name, value in sizes.items() if name not in DEFAULTS}
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Whether two values differ in value or in type: True is not 1."""
+    return type(one) is not type(other) or one != other
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return escaped(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")
