@@ -216,8 +216,7 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=4),
             {"processes": 3},
-            "Layout: it is for processes=1, and the run has 3. "
-            "Take data=3,processes=3, the nearest that works.",
+            "Layout: it is for processes=1, and the run has 3. Take data=3,processes=3, the nearest that works.",
         ),
         (
             Layout(),

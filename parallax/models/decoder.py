@@ -196,7 +196,9 @@ def local_step(
 
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, recipe.along(axes, recipe.SHARDED_OVER), specs)
-    step = make_scaled(grad_of, optimizer, max_norm=compute.max_norm, reduce_norm_over=tuple(axes.values()), specs=state.specs.model)
+    step = make_scaled(
+        grad_of, optimizer, max_norm=compute.max_norm, reduce_norm_over=tuple(axes.values()), specs=state.specs.model
+    )
 
     def keys(number, sequences):
         return sequence_keys(dropout_key, number, sequences) if family.drops(config) else None
