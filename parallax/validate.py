@@ -126,12 +126,7 @@ def refusal(
     works = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
     if not works:
         return needed
-    first_cure = fault.changes[0]
-    note = ""
-    if not misread and works[0] != first_cure:
-        note = ", the nearest that works"
-    if fault.note and first_cure.items() <= works[0].items():
-        note = fault.note
+    note = fault.note if fault.changes[0].items() <= works[0].items() else ""
     texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in works))
     return f"{needed} {proposal(texts[:2], note)}"
 

@@ -196,14 +196,14 @@ LAYERS = (
     Mutant("ZeRO", "if self.stage == 3 else self.inside", "if self.stage == 2 else self.inside", "test_zero_said_once.py"),
     Mutant("reduced_in_backward", "ct.astype(wide(ct.dtype))", "ct", "test_reduced_in_backward.py::test_sums_are_wide"),
     Mutant(
-        "summed_in_blocks",
-        "grads.averaged(grad, axis, reduced=placed.where)",
-        "grads.averaged(grad, axis)",
+        "grad_of",
+        ", reduced=already_summed)",
+        ")",
         "test_reduced_in_backward.py::test_the_recipe_sums_in_the_loop",
     ),
-    Mutant("_check_sums", " or does.replicas.needs", "", "test_reduced_in_backward.py::test_refusals"),
-    Mutant("_check_sums", " or does.microbatches > 1", "", "test_reduced_in_backward.py::test_refusals"),
-    Mutant("_check_joins", "not does.tokens.needs", "False", "test_reduced_in_backward.py::test_refusals"),
+    Mutant("_check", " or layout.zero)", ")", "test_reduced_in_backward.py::test_refusals"),
+    Mutant("_check", " or layout.microbatches > 1", "", "test_reduced_in_backward.py::test_refusals"),
+    Mutant("_check", "not layout.sequence", "False", "test_reduced_in_backward.py::test_refusals"),
     Mutant(
         "overlapping",
         "matmul_reduce_scatter=matmul.matmul_reduce_scatter",
@@ -395,7 +395,12 @@ PIPELINE = (
         "backward=size.backward",
         PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job",
     ),
-    Mutant("counts", "not waits or ", "True or ", PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job"),
+    Mutant(
+        "counts",
+        "not jobs(layout).deferred or ",
+        "True or ",
+        PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job",
+    ),
     Mutant("_from_0", "job.microbatch - 1", "job.microbatch", "test_foreign_schedules.py::test_torchs_1f1b_is_ours"),
     Mutant("_products", "trips * sum(", "sum(", IN_TWO + "test_the_work_of_a_stage_is_counted_in_its_jaxpr"),
 )
@@ -434,11 +439,11 @@ PLACEMENT = (
     Mutant(
         "sequence_keys", "jax.random.fold_in(key, step)", "key", "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own"
     ),
-    Mutant("loss_step", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
+    Mutant("loss_of", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
     Mutant(
         "_on_blocks",
-        "change(family.where(model))",
-        "family.where(model)",
+        "change(family.where(leaf))",
+        "family.where(leaf)",
         "test_families.py::test_it_goes_on_elsewhere_and_writes",
     ),
     Mutant(
@@ -448,15 +453,15 @@ PLACEMENT = (
         "test_families.py::test_frozen_leaves_and_auxiliary_values",
     ),
     Mutant(
-        "Functions.block",
-        "self.kept.block(self.replicas",
-        "(self.replicas",
+        "functions_of",
+        "return keep(block)",
+        "return block",
         "test_plan.py::test_what_a_layer_keeps_is_what_jax_keeps",
     ),
     Mutant(
-        "rows",
-        'STAGES[fields["stage"] > 1]',
-        "STAGES[0]",
+        "grad_of",
+        "if layout.pipelined:",
+        "if False:",
         "test_families.py::test_three_steps_are_those_of_one_device[data=2,stage=4,microbatches=2,zero=1,schedule=gpipe]",
     ),
     Mutant(
@@ -807,11 +812,11 @@ TOLD = (
         "max, initial=1",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
-    Mutant("handed_of_zero_bubble", "min(M * v + 1, P)", "P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
+    Mutant("jobs", "M * v, min(M * v + 1, P)", "M * v, P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
     Mutant(
-        "ticks_of_one_f_one_b",
-        "M * v + P - 1, M * v + P - 1, M, v * P - 1",
-        "M * v + P - 1, M * v + P - 1, M * v, v * P - 1",
+        "jobs",
+        "Jobs(ticks, ticks, M, last",
+        "Jobs(ticks, ticks, M * v, last",
         "test_plan.py::test_closed_forms_are_those_of_the_tables",
     ),
     Mutant(
@@ -819,14 +824,14 @@ TOLD = (
     ),
     Mutant(
         "everything",
-        "4 * FLOAT * b * T / own",
-        "2 * FLOAT * b * T / own",
+        "4 * FLOAT * b * T / layout.token_shards",
+        "2 * FLOAT * b * T / layout.token_shards",
         "test_plan.py::test_what_a_layer_keeps_is_what_jax_keeps",
     ),
     Mutant(
         "optimizer_bytes",
-        "held(whole=leaf.elements, share=leaf.share)",
-        "held(whole=leaf.elements, share=leaf.elements)",
+        "leaf.share if layout.zero else leaf.elements",
+        "leaf.elements",
         "test_plan.py::test_state_is_that_of_the_prepared_step",
     ),
     Mutant("_life", "offsets[buffer.stop + 1]", "offsets[buffer.stop]", "test_draw_memory.py"),
@@ -857,22 +862,28 @@ TOLD = (
         "for name in self.axes:",
         "test_layout.py::test_groups_are_those_of_the_mesh",
     ),
-    Mutant("_misfits", '"the vocabulary\'s padded rows", P * t', '"the vocabulary\'s padded rows", t', "test_layout.py"),
+    Mutant("_model_and_batch", 'sizes["rows"] % (P * t)', 'sizes["rows"] % t', "test_layout.py"),
     Mutant(
         "refusal",
-        "for change in fault.changes if fits(fields, sizes, change))",
-        "for change in fault.changes)",
+        "[repaired(fields, sizes, change, wording.fixed) for change in fault.changes]",
+        "[dict(change) for change in fault.changes]",
         "test_layout.py::test_what_a_refusal_proposes_works",
     ),
-    Mutant("_taken", "not set(change) & set(terms.fixed) and ", "", "test_main.py::test_what_cannot_be_ends_with_a_sentence"),
-    Mutant("_unknown", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
-    Mutant("_uncounted", "if devices % processes:", "if False:", "test_layout.py"),
     Mutant(
-        "nearest",
-        "change = known | _consistent(known, alone)",
-        "change = _consistent(known, alone)",
+        "repaired",
+        "None if set(differing) & set(fixed) else differing",
+        "differing",
         "test_main.py::test_what_cannot_be_ends_with_a_sentence",
     ),
+    Mutant(
+        "repaired",
+        "[cure for cure in fault.changes if not set(cure) & set(fixed)]",
+        "list(fault.changes)",
+        "test_main.py::test_what_cannot_be_ends_with_a_sentence",
+    ),
+    Mutant("_values", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
+    Mutant("_counts", "if devices % processes:", "if False:", "test_layout.py"),
+    Mutant("_on_devices", "devices_left //= new[name]", "pass", "test_layout.py::test_what_a_refusal_proposes_works"),
     Mutant("_flags", "{**written, **own}", "own", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"),
     Mutant(
         "Clock.goodput",
@@ -1146,10 +1157,10 @@ COMPILED = (
     ),
     Mutant("_sum", "left.element is None and sign > 0", "left.element is None", "test_targets.py::test_a_step_may_be_taken_away"),
     Mutant("taken_apart", "(in_body - 1)", "0", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
-    Mutant("taken_apart", "(does.kept.gathers > 0) * ", "", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
+    Mutant("taken_apart", "again.gathers and ", "", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
     Mutant(
         "temporary",
-        "layers // replicas.unroll > 1",
+        "layers // layers_in_body(layout) > 1",
         "layers > 1",
         "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
     ),
@@ -1167,8 +1178,8 @@ COMPILED = (
     ),
     Mutant(
         "temporary",
-        "chunks)[3] == 1",
-        "chunks)[3] >= 1",
+        "counts.last == 1",
+        "counts.last >= 1",
         "test_plan.py::test_the_last_tick_has_its_place_early_where_it_is_no_loop",
     ),
     Mutant(
@@ -1290,9 +1301,9 @@ EXPERTS = (
         "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
     ),
     Mutant(
-        "Functions.reduced",
-        '("data", "expert", "context")',
-        '("data", "context")',
+        "grad_of",
+        "along(axes, REDUCED_OVER), reduced=",
+        "along(axes, SHARDED_OVER), reduced=",
         "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k sequence",
     ),
     Mutant(
@@ -1302,7 +1313,7 @@ EXPERTS = (
         "test_llama_experts.py::test_what_finds_no_room_is_counted_in_the_info_of_a_step",
     ),
     Mutant(
-        "_by_layer",
+        "_with_aux_by_layer",
         "leaf.reshape(-1, *leaf.shape[2:])",
         "leaf.reshape(-1, *leaf.shape[2:])[::-1]",
         "test_llama_experts.py::test_the_info_of_a_step_tells_of_each_layer -k interleaved",
@@ -1310,15 +1321,15 @@ EXPERTS = (
     ),
     Mutant(
         "_scaled",
-        " * scale.astype(wide(made.loss.dtype))",
+        " * scale.astype(dtype)",
         "",
         "test_llama_experts.py::test_auxiliary_losses_are_scaled_in_float16",
         long=True,
     ),
     Mutant(
-        "_own_loss",
-        "varying(made.loss, over.names)",
-        "made.loss",
+        "_with_local_loss",
+        "varying(result.loss, axis.names)",
+        "result.loss",
         "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k 'stage and context'",
     ),
     Mutant("mixed", "normalised=True", "normalised=False", "test_llama_weights.py -k whole"),
@@ -1434,7 +1445,10 @@ CONTEXT = (
     Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
     Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
     Mutant(
-        "Functions.parts", "_over(PARTS)", "_over(PARTS[:1])", "test_context_layouts.py::test_a_context_axis_trains_as_one_device"
+        "grad_of",
+        "along(axes, SHARDED_OVER)",
+        "along(axes, SHARDED_OVER[:1])",
+        "test_context_layouts.py::test_a_context_axis_trains_as_one_device",
     ),
     Mutant(
         "checked",
@@ -1444,12 +1458,12 @@ CONTEXT = (
     ),
     Mutant("_moves_along", "found <= names", "found & names", "test_context_layouts.py -k gathered_weights"),
     Mutant(
-        "_check_attention",
+        "_check",
         "family.around is not None and compute.attend is None",
         "family.around is not None",
         "test_context_layouts.py -k ignores_the_axis",
     ),
-    Mutant("_tokens_split", "math.lcm(2, by)", "by", "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit"),
+    Mutant("_tokens_divisor", "math.lcm(2, t)", "t", "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit"),
     Mutant("ended_by", "jnp.cumsum(ends, axis=1) - ends", "jnp.cumsum(ends, axis=1)", "test_documents.py -k packed_window"),
     Mutant("apart", "jnp.where(same, weights, jnp.zeros_like(weights))", "weights", "test_documents.py -k packed_window"),
     Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context", long=True),
@@ -1470,7 +1484,6 @@ ISLANDS = (
     Mutant("_stacked", "eqx.tree_at(lambda state: state.step, stacked, inner.step)", "stacked", BY_NUMPY),
     Mutant("_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"),
     Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
-    Mutant("prepare", "if batch % count:", "if False:", "test_islands_models.py -k does_not_split_over_the_islands"),
 )
 
 DRAWN = (
@@ -1496,7 +1509,7 @@ TRACED = (
     ),
     Mutant(
         "_Step.over_replicas",
-        "layers = held(whole=1, share=self.size.layers)",
+        "layers = self.size.layers if shares_parameters else 1",
         "layers = 1",
         "test_trace.py::test_zero_3_gathers_each_layer_by_itself",
     ),

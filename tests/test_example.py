@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 
 
 MISTAKES = {
-    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4, the nearest that works (or",
+    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4 (or",
     "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. Take --batch 16 (or --batch 8).",
     "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. Take --layers 4 (or --layers 2).",
     "--schedule=pipedream": "--schedule must be one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns",

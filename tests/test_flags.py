@@ -190,17 +190,18 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     [
         (
             "--tensor 3",
-            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4, the nearest "
-            "that works (or --data 4 --stage 1 --tensor 2).",
+            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 4 --stage 1 --tensor 2, which "
+            "divides it.",
         ),
         (
             "--data 3",
-            "Layout: the batch's sequences (--batch 16) must divide by --data 3 x --microbatches 4. Take --data 4 --stage 2 "
-            "--tensor 1, the nearest that works (or --data 4 --stage 1 --tensor 2).",
+            "Layout: the batch's sequences (--batch 16) must divide by --data 3 x --microbatches 4. Take --data 8 --stage 1 "
+            "--tensor 1 --batch 32.",
         ),
         (
             "--data 2",
-            "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 devices. Take --devices 2.",
+            "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 devices. Take --data 8 --stage 1 "
+            "--tensor 1 --batch 32 (or --devices 2).",
         ),
         ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132)."),
         (
@@ -209,7 +210,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
             "file that ends in .csv; got pipedram. Take --schedule gpipe.",
         ),
         ("--zero 1 --data 1 --devices 1", "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0."),
-        ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 16 --microbatches 2."),
+        ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 32."),
         ("--heads 0 --steps 0", "--heads must be 1 or more; got 0. Take --steps 700 and leave out --heads."),
         ("--learning-rate nan", "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003."),
         ("--profile 7", "--profile must be FIRST:LAST, two steps such as 10:12; got 7. Take --profile 10:12."),

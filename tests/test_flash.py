@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh
 from parallax.models import flash, gpt2, llama
 from parallax.models.attention import grouped
-from parallax.models.decoder import Compute, attention_of
+from parallax.models.recipe import Compute, attention_of
 
 # Of the largest number. float32: sums of some hundred terms in another order; bfloat16: its rounding, 2^-8, of the scores and of
 # what they weigh, forward and backward.

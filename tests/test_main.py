@@ -46,7 +46,7 @@ def test_prints(arguments, words, capsys):
         ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take --layout tensor=2, which divides it."),
         (
             "plan --model xl --layout tensr=8",
-            "got 'tensr'. Take --layout tensor=1, the nearest that works (or --layout tensor=1,data=2).",
+            "got 'tensr'. Take --layout tensor=1.",
         ),
         (
             "plan --model xl --layout data=8 --devices 16",
@@ -55,11 +55,11 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model xl --layout tensor=5",
-            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1, the nearest that works (or",
+            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1.",
         ),
         (
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
-            "got 'blocks'. Take --layout stage=1,schedule=one_f_one_b,remat=block,data=6 --batch 18, the nearest that works.",
+            "got 'blocks'. Take --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch 18.",
         ),
         ("plan --layout data=2 --batch 0", "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2."),
         ("plan --layout data=2 --devices -3", "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 "),

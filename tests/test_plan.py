@@ -182,7 +182,7 @@ def residuals(layout, dtype):
     rule, _ = recipe.rules_of(gpt2.FAMILY, layout)
     specs = rules.specs(model, rule, world)
     compute = decoder.Compute(dtype=dtype)
-    axes = recipe.axes_of(layout, compute)
+    axes = recipe.axes_with_algorithms(layout, compute)
     # A stage without a pipeline runs all blocks.
     _, stage, _ = recipe.functions_of(gpt2.FAMILY, config, layout, specs, axes, compute, "cpu")
 

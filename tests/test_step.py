@@ -255,7 +255,7 @@ def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError, match=r"axes needs movers along data, stage, tensor, such as axes={'data': ring\('data'\)}; got"
     ):
-        recipe.axes_of(Layout(), decoder.Compute(axes=axes))
+        recipe.axes_with_algorithms(Layout(), decoder.Compute(axes=axes))
 
 
 @pytest.mark.sweep(2)

@@ -89,7 +89,7 @@ def run(
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state_of(0))
     prepared = SimpleNamespace(init=lambda model=None: state_of(0), shapes=shapes, train=Step(losses))
-    decoder = SimpleNamespace(prepare=lambda *_, **__: prepared, stored=lambda *_, **__: {}, Compute=lambda **_: None)
+    decoder = SimpleNamespace(train_step=lambda *_, **__: prepared, stored=lambda *_, **__: {}, Compute=lambda **_: None)
     finish = lambda session, *_: train.write_whole(session.plan.settings.out / "sample.txt", "done\n")
     replaced = {"Checkpoints": Told, "decoder": decoder, "finish": finish, "describe": lambda *_: "", "chosen": lambda _: {}}
     replaced |= {"held_out_loss": lambda *_: lambda model: 1.0, "certificate": SimpleNamespace(read=lambda *_: None)}

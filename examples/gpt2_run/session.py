@@ -43,7 +43,7 @@ class Session:
 
     plan: Plan
     watch: Watchdog
-    prepared: decoder.Prepared
+    prepared: decoder.TrainStep
     train: Any  # the compiled step
     held_out: Any
     checkpoints: Checkpoints

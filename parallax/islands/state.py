@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax import rules, step, trees
@@ -75,7 +74,7 @@ def init(
     state: step.State,
     specs: step.State,
     outer: optax.GradientTransformation,
-    mesh_: Mesh,
+    mesh_: trees.AnyMesh,
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
@@ -103,7 +102,7 @@ def planned(
     state: step.State,
     specs: step.State,
     outer: optax.GradientTransformation,
-    mesh_: Mesh,
+    mesh_: trees.AnyMesh,
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
@@ -166,7 +165,7 @@ def names_of(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def count(axis: AxisLike | ErrorFeedback, mesh_: Mesh) -> int:
+def count(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
     """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
     names = names_of(axis)
     if strange := [name for name in names if name not in mesh_.shape]:

@@ -184,7 +184,7 @@ def local_step(
     def init(model=None):
         return state.init() if model is None else state.init(split_blocks(model))
 
-    axes = recipe.axes_of(layout, compute)
+    axes = recipe.axes_with_algorithms(layout, compute)
     # Gradients and optimizer work on shards where the state is split, whether or not the parameters are.
     specs = rules.specs(state.shapes.model, state_rule, mesh)
     functions = recipe.functions_of(family, config, layout, specs, axes, compute, platform_of(mesh))
@@ -279,7 +279,7 @@ def loss_step(
     model = eqx.filter_eval_shape(lambda: split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32)))
     rule, _ = recipe.rules_of(family, layout)
     specs = rules.specs(model, rule, mesh)
-    axes = recipe.axes_of(layout, compute)
+    axes = recipe.axes_with_algorithms(layout, compute)
     functions = recipe.functions_of(family, config, layout, specs, axes, compute, platform_of(mesh))
     loss = recipe.loss_of(functions, layout, family, specs, axes, compute)
 

@@ -249,7 +249,7 @@ def first_scale(layout: Layout) -> precision.Scale | None:
     return precision.Scale() if layout.precision == "float16" else None
 
 
-def axes_of(layout: Layout, compute: Compute) -> dict[str, Axis]:
+def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     """Each axis of the layout with its algorithm.
 
     Raises:
@@ -306,8 +306,12 @@ def joins_of(layout: Layout, family: Family, axes: Mapping[str, Axis], compute: 
     """How the blocks communicate."""
     joins = compute.joins or (sequence.joins if layout.sequence else tensor.joins)
     if layout.context > 1:
-        around = compute.around or family.around  # `decoder` refuses a context axis without one
-        attend_around = lambda attend: around(attend, axes["context"])
+        around = compute.around or family.around
+        assert around is not None  # `decoder` refuses a context axis without one
+
+        def attend_around(attend):
+            return around(attend, axes["context"])
+
         joins = functools.partial(context.joins, context=axes["context"], inner=joins, around=attend_around)
     return functools.partial(experts.joins, experts=axes.get("expert", ()), inner=joins, dispatch=compute.dispatch)
 

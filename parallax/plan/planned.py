@@ -28,7 +28,9 @@ from parallax.plan import temporaries, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.compilers import Number
 from parallax.plan.hardware import Hardware
+from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
 from parallax.plan.quantities import quantity
+from parallax.plan.recomputed import recomputed
 from parallax.plan.temporaries import FLOAT, Temporary
 from parallax.plan.traffic import Sizes, Term
 
@@ -173,7 +175,7 @@ def plan(
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: who moves data along which axis, as in `decoder.prepare`: movers that `cost` has a formula for.
+        axes: who moves data along which axis, as in `Compute`: movers that `cost` has a formula for.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest that does.

@@ -139,7 +139,7 @@ def terms(
         config: the model's sizes.
         layout: which devices share what.
         batch: sequences in the global batch.
-        axes: who moves data along which axis, as in `decoder.prepare`.
+        axes: who moves data along which axis, as in `Compute`.
         short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU backend sends 4).
         itemsize: bytes of a parameter, and of a number that is computed in full precision.
         size: with these calls; by default `sizes`, those of the step.
@@ -165,7 +165,7 @@ class _Step:
 
     def __init__(self, config, layout, size, axes, short, itemsize):
         self.config, self.layout, self.size = config, layout, size
-        self.axes = recipe.axes_of(layout, recipe.Compute(axes=axes or {}))
+        self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
         self.again = recomputed(layout)
         self.wide, self.itemsize = max(itemsize, 4), itemsize
