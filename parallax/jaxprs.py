@@ -50,6 +50,11 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     return found[0] if fits else None
 
 
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than compute its results. To name a mesh axis, as JAX's sums do, is nothing more."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Each equation of a jaxpr and of those inside."""
     for eqn in jaxpr.eqns:

@@ -29,10 +29,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests may queue.
 os.environ.setdefault("NPROC", "32")
 
+import checked
 import flags
 import hypothesis
 import jax
 import pytest
+
+checked.install()  # before the package is imported
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)

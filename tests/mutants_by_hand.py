@@ -1494,6 +1494,7 @@ DRAWN = (
 
 
 TRACED = (
+    Mutant("has_effects", '!= "NamedAxisEffect"', '!= ""', "test_trace.py::test_a_sum_that_nothing_reads_is_not_sent"),
     Mutant(
         "Reading._loop",
         "self.times *= trips",

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import Phase, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
@@ -92,38 +93,50 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
 }
 
 
-MOVERS = st.sampled_from([ring, halving, two_rings, xla])
+ALGORITHMS = {"ring": ring, "halving": halving, "two_rings": two_rings, "xla": xla}
+COUNTED = [  # a layout, and what moves data along each of its axes
+    "data=4,zero=3,remat=block",
+    "data=4,zero=3,remat=gathers data:halving",
+    "data=2,context=2,tensor=2,zero=3 data:two_rings",
+    "tensor=2,stage=2,microbatches=2 tensor:xla",
+    "data=2,tensor=2,stage=2,microbatches=2,zero=1 data:halving",
+]
 
 
-@st.composite
-def counted_layouts(draw):
-    """Words of a layout, and who moves data along each axis. The test makes them: beartype's dice are not for a strategy."""
-    one_or_two, stage = st.sampled_from([1, 2]), draw(st.sampled_from([1, 1, 2]))
-    microbatches = draw(one_or_two) * stage
-    given_words = {
-        "replica": draw(one_or_two) if stage == 1 else 1,
-        "data": draw(st.sampled_from([2, 4])),
-        "context": draw(one_or_two),
-        "tensor": draw(one_or_two),
-        "stage": stage,
-        "microbatches": microbatches,
-        "zero": draw(st.sampled_from([0, 1, 2, 3, 3] if microbatches > 1 else [0, 1, 3, 3])),
-        "remat": draw(st.sampled_from(["none", "products", "block"])),
-    }
-    return given_words, {name: draw(MOVERS) for name in ("replica", "data", "tensor")}
+def counted_layouts(count, seed=0):
+    """So many layouts of every way to split that the formulas count, drawn, with an algorithm for some of their axes."""
+    draw, lines = random.Random(seed), {}
+    while len(lines) < count:
+        stage = draw.choice([1, 1, 2])
+        microbatches = draw.choice([1, 2]) * stage
+        words_drawn = {
+            "replica": draw.choice([1, 2]) if stage == 1 else 1,
+            "data": draw.choice([2, 4]),
+            "context": draw.choice([1, 2]),
+            "tensor": draw.choice([1, 2]),
+            "stage": stage,
+            "microbatches": microbatches,
+            "zero": draw.choice([0, 1, 2, 3, 3] if microbatches > 1 else [0, 1, 3, 3]),
+            "remat": draw.choice(["none", "products", "block"]),
+        }
+        if not Layout.admits(**words_drawn):
+            continue
+        layout = Layout(**words_drawn)
+        axes = [name for name in ("replica", "data", "tensor") if layout.axes.get(name, 1) > 1]
+        algorithms = ",".join(f"{name}:{draw.choice(list(ALGORITHMS))}" for name in axes)
+        lines[f"{layout} {algorithms}"] = None
+    return list(lines)
 
 
-@pytest.mark.sweep
-@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
-@given(counted_layouts())
-@example(({"data": 4, "zero": 3, "remat": "block"}, {}))
-@example(({"data": 4, "zero": 3, "remat": "gathers"}, {"data": halving}))
-@example(({"data": 2, "context": 2, "tensor": 2, "zero": 3}, {"data": two_rings}))
-def test_messages_are_as_many_as_the_traced_step_sends(case):
+@pytest.mark.sweep(30)
+@pytest.mark.parametrize("line", COUNTED + counted_layouts(85))
+def test_messages_are_as_many_as_the_traced_step_sends(line):
     """Of each set of axes: as many, and as many bytes. By rings each message waits for the one before: as long a chain."""
-    layout = Layout(**case[0])
+    listed, _, algorithms = line.partition(" ")
+    layout = Layout.parse(listed)
     batch = layout.replica * layout.data * layout.microbatches
-    movers = {name: mover(name) for name, mover in case[1].items() if layout.axes.get(name, 1) > 1}
+    named = [pair.split(":") for pair in algorithms.split(",") if pair]
+    movers = {name: ALGORITHMS[algorithm](name) for name, algorithm in named}
     world = mesh.abstract(**layout.axes)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         options = {"batch": batch, "key": jax.random.key(0), "compute": decoder.Compute(axes=movers)}
@@ -132,7 +145,7 @@ def test_messages_are_as_many_as_the_traced_step_sends(case):
         traced = plan.trace(prepared.train, (prepared.shapes, windows), world, platform="cpu").messages
     terms = [term for term in traffic.terms(TINY, layout, batch, axes=movers) if term.axes]
     # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts all.
-    unclear = set(layout.batch_axes) if layout.stage > 1 and layout.zero >= 2 else set()
+    unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()
     for axes in {term.axes for term in terms} | {message.axes for message in traced}:
         if axes and not unclear & set(axes):
             here = [term for term in terms if term.axes == axes]

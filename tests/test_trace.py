@@ -124,6 +124,21 @@ def test_what_is_not_needed_or_done_twice_counts_once():
     assert on_one(lambda x: x @ x + x @ x, SHAPE).operations == {"float32": 2 * 256**3}
 
 
+def test_a_sum_that_nothing_reads_is_not_sent():
+    """Neither by itself nor in a loop, though JAX writes down the axis that it names as an effect."""
+
+    def unread(x):
+        looped, _ = lax.scan(lambda total, _: (total + lax.psum(x, "data"), None), x, None, length=3)
+        return x, lax.psum(looped, "data")
+
+    world = mesh.abstract(data=8)
+    first = lambda x: unread(x)[0]
+    split, whole = P("data"), P()
+    read = plan.trace(jax.jit(mesh.spmd(unread, mesh=world, in_specs=split, out_specs=(split, whole))), [SHAPE], world)
+    assert sum(read.messages.values()) == 4
+    assert not plan.trace(jax.jit(mesh.spmd(first, mesh=world, in_specs=split, out_specs=split)), [SHAPE], world).messages
+
+
 @pytest.mark.parametrize(
     ("f", "words"),
     [

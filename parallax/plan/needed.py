@@ -27,7 +27,7 @@ class Needed:
         found: list[tuple[bool, ...] | None] = []
         for eqn in reversed(jaxpr.eqns):
             used = tuple(var in live for var in eqn.outvars)
-            counts = any(used) or bool(eqn.effects)
+            counts = any(used) or jaxprs.has_effects(eqn)
             found.append(used if counts else None)
             if counts:
                 operands = self.operands(eqn, used)

@@ -180,10 +180,9 @@ class _Step:
         return Term(what, axes, collective, nbytes, times, math.prod(sizes[name] for name in axes), itemsize or self.compute)
 
     def groups(self, axes) -> list[list[str]]:
-        """The axes that one call works along: all of them where one mover moves them, otherwise each, one after the other."""
-        sizes = self.layout.axes
-        used = [name for name in sizes if name in axes and sizes[name] > 1]
-        return [used] if len({self.axes[name].mover for name in used}) < 2 else [[name] for name in used]
+        """The axes that each call works along: neighbours that one mover moves together, one call after the other."""
+        used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
+        return [list(group) for _, group in itertools.groupby(used, key=lambda name: self.axes[name].mover)]
 
     def mover(self, group):
         return self.axes[group[0]].mover if group else ring
@@ -320,11 +319,14 @@ class _Step:
         return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
-        """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them."""
+        """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them.
+
+        Both go along the axes in the order of the alphabet, in which a type lists them.
+        """
         sets = {}
         for leaf in self.leaves:
             axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
             sets[frozenset(axes)] = None
         for axes in sets:
-            yield from self.all_reduce("squared norms", axes, self.wide, 1, self.wide)
-        yield from self.all_reduce("whether all is finite", set().union(*sets), self.wide, 1, self.wide)
+            yield from self.all_reduce("squared norms", sorted(axes), self.wide, 1, self.wide)
+        yield from self.all_reduce("whether all is finite", sorted(set().union(*sets)), self.wide, 1, self.wide)
