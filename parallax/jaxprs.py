@@ -136,6 +136,7 @@ class _Ways:
     def __init__(self, axis: str, data: int, index: int):
         self.axis, self.data, self.index = axis, data, index
         self.passed_on = self.summed = 0
+        self.sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}  # by an equation's id: a loop's body is read several times
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Reach], constants: Sequence[Reach] = ()) -> list[Reach]:
         known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -169,7 +170,7 @@ class _Ways:
         joined = functools.reduce(operator.or_, operands, Reach())
         if name == "axis_index" and eqn.params["axis_name"] == self.axis:
             return Reach(self.index)
-        if self.axis in (sent_over(eqn) if joined.alone else ()):
+        if joined.alone and self.axis in self.axes_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone
             if "all_gather" not in name and not differs:
@@ -181,6 +182,12 @@ class _Ways:
             joined = joined._replace(unchosen=0)
         # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
         return joined if differs else Reach(joined.at_all)
+
+    def axes_sent(self, eqn: JaxprEqn) -> frozenset[str]:
+        """`sent_over` of an equation, whose collectives are opened once."""
+        if id(eqn) not in self.sent:
+            self.sent[id(eqn)] = eqn, sent_over(eqn)
+        return self.sent[id(eqn)][1]
 
     def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:
         while True:
