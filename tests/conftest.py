@@ -5,9 +5,9 @@ processes: an example, a benchmark, a page, a job of several ranks. A test marke
 beside another: `-m "long and programs"` selects jobs that are killed on purpose, which need a quiet machine and `-n 0`.
 
 **Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, of a
-`long` test one third of that, and successive values of `--seed` take every case once. Tests of a file that are marked
-`sweep(n, "together")` are cases of one sweep. A test marked `sweep` alone lets hypothesis draw other examples for each seed. No
-sweep has more than 30 slices; `--all` runs them whole.
+`long` test one third of that, and successive values of `--seed` take every case once. All tests marked `sweep(n, "name")` with
+one name are cases of one sweep: "steps" are those that compile whole steps of a model and run several, some seconds each. A test
+marked `sweep` alone lets hypothesis draw other examples for each seed. No sweep has more than 30 slices; `--all` runs them whole.
 
 **Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told not to optimise. Collectives
 and memory are those of the programs that users get. The bits are not: a product and a sum that a user's program fuses into one
@@ -101,11 +101,9 @@ def sweeps(items):
     for item in items:
         mark = item.get_closest_marker("sweep")
         long = item.get_closest_marker("long")
-        number, *together = (mark.args if mark else ()) or (1,)
-        name = item.nodeid.partition("[")[0]
-        if together:
-            name = str(item.path)
-        elif long and not mark:
+        number, *named = (mark.args if mark else ()) or (1,)
+        name = named[0] if named else item.nodeid.partition("[")[0]
+        if long and not mark:
             name = "long"  # all of them, or the tests of one case would all fall on one seed
         found[name, min(number * (OF_LONG if long else 1), SLICES)].append(item)
     return [Sweep(name, slices, cases) for (name, slices), cases in found.items()]

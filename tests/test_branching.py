@@ -137,13 +137,13 @@ def test_a_tick_takes_as_long_as_its_dearest_job_and_an_exchange():
     assert max(span.stop for span in spans) + 0.5 == table.makespan(1, 4, 2, hop=0.5)
 
 
-@pytest.mark.sweep(4, "together")
+@pytest.mark.sweep(4, "branching")
 @pytest.mark.parametrize("make", MAKERS)
 def test_small(make):
     lockstep.check(lockstep.pairs, make(4, 3), beside=(1, 2))
 
 
-@pytest.mark.sweep(4, "together")
+@pytest.mark.sweep(4, "branching")
 def test_garbage_never_leaks():
     """Stages that rest have zeros, of which this model makes 0 / 0; none of it is in any sum."""
     lockstep.check(lockstep.fragile, zero_bubble_in_turns(2, 3))
@@ -175,7 +175,7 @@ def test_up_to_eight_stages_are_as_one_device(P_, M, v):
     trees.check(trees.Case(counts, M, make=in_turns, keep=trees.KEEP[M % 2]))
 
 
-@pytest.mark.sweep(4, "together")
+@pytest.mark.sweep(4, "branching")
 def test_much_at_once_is_as_on_one_device():
     trees.check(trees.Case(((2, 1), (1, 1)), 3, tensor=2, make=in_turns))
 
@@ -199,7 +199,7 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
     return (found[0], back), eqx.filter_value_and_grad(plain)(params, batch)
 
 
-@pytest.mark.sweep(4, "together")
+@pytest.mark.sweep(4, "branching")
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_chunks_may_be_in_the_shape_of_a_v(arrow):
     """The last place is on stage 0, and its neighbour is on its own stage."""
@@ -237,8 +237,9 @@ def placements(draw):
     return np.array(places).reshape(stages, chunks).T
 
 
+@pytest.mark.sweep
 @given(placement=placements(), each=st.integers(1, 3), uneven=st.booleans(), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=15)
 def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, data):
     """Whatever the placement, and with AdamW's moments: what one run wrote, a run with any other placement goes on with."""
     counts = [data.draw(st.integers(1, 3)) if uneven else each for _ in range(placement.size)]
@@ -280,7 +281,7 @@ def test_what_is_no_placement_is_refused(placement):
             refused()
 
 
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "branching")
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
@@ -553,7 +554,7 @@ def assert_memory_is_that_of_the_slots(table):
     assert taken(table) == pytest.approx(slot_bytes(table) + work, rel=0.05)
 
 
-@pytest.mark.sweep(4, "together")
+@pytest.mark.sweep(4, "branching")
 @pytest.mark.parametrize(("make", "M"), [(zero_bubble_in_turns, 8), (one_f_one_b_in_turns, 32)])
 def test_memory_is_that_of_the_slots(make, M):
     """P microbatches for 1F1B, whatever M is."""

@@ -102,7 +102,7 @@ def documents(T):
     return st.one_of(ids, hnp.arrays(np.int32, T, elements=st.integers(0, 2))).map(np.int32)
 
 
-@pytest.mark.sweep(20, "together")
+@pytest.mark.sweep(20, "context")
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12)
@@ -117,7 +117,7 @@ def test_equals_one_device(way, n, data):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=reference.EXACT, atol=64 * reference.EXACT), ours, plain)
 
 
-@pytest.mark.sweep(20, "together")
+@pytest.mark.sweep(20, "context")
 @pytest.mark.parametrize("name", ["checkpoint", "scan", "vmap"])
 def test_transformations(name):
     """Inside `checkpoint`, `scan` and `vmap`, over two axes that form one ring."""

@@ -41,7 +41,7 @@ def check(layout, kind, mover=ring, **compute):
     reference.assert_same_run(run, plain)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("data=2,context=2,zero=2,microbatches=2", "gpt2"), ("context=2,stage=2,microbatches=2", "llama")],
@@ -110,6 +110,7 @@ def test_drawn_layouts_train_as_one_device(sizes, microbatches, chunks, words, k
     check(Layout(**fields), kind, mover=xla)
 
 
+@pytest.mark.sweep(30, "steps")
 def test_the_loss_to_evaluate_with_is_that_of_one_device():
     layout, (module, config) = Layout(data=2, context=2, microbatches=2), KINDS["llama"]
     model = module.FAMILY.model(config, key=jax.random.key(0), dtype=reference.FLOAT64)

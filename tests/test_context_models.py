@@ -58,7 +58,7 @@ def on_one_device(of, weighted):
     return model, *jax.jit(jax.value_and_grad(family.loss))(model, batch)
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("of", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_one_device(layout, of):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 from test_route import MOVERS
 
@@ -246,6 +246,8 @@ def test_rounds_name_steps():
     assert cost.rounds(two_rings.all_gather, 12, 3) == (Round(2, (Message(8, (-1,)), Message(4, (1,)))),)
 
 
+@pytest.mark.sweep
+@settings(max_examples=30)
 @given(st.integers(1, 500), st.integers(0, 10**6))
 def test_no_all_reduce_beats_the_bounds(n, size):
     """Every device must hear of every other, and send and add its share."""

@@ -305,7 +305,7 @@ def check(case):
         assert np.any(plain.model["blocks"]["mixture"].bias)
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "experts")
 def test_a_gradient_that_was_summed_twice_is_refused():
     """An expert's gradient is the sum over the tokens of all devices already."""
     case, plain = CASES["data, accumulated by 2"], Plain(1)
@@ -455,7 +455,7 @@ def test_refusals():
         experts.blocks(size=0)
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "experts")
 def test_experts_of_any_kind():
     """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
     count, k = 4, 2

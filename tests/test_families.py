@@ -91,7 +91,7 @@ def promoting():
         yield
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_three_steps_are_those_of_one_device(layout):
     models, losses = alone(3)
@@ -106,7 +106,7 @@ def test_three_steps_are_those_of_one_device(layout):
     np.testing.assert_allclose(evaluate(state.model, windows(3)), expected, rtol=EXACT)
 
 
-@pytest.mark.sweep(5, "together")
+@pytest.mark.sweep(30, "steps")
 def test_it_goes_on_elsewhere_and_writes(tmp_path):
     """From ZeRO-3 over four replicas to a pipeline in two chunks, through a checkpoint; and the text is that of one device."""
     first, second = Layout(data=4, zero=3), Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2)
@@ -129,7 +129,7 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     )
 
 
-@pytest.mark.sweep(5, "together")
+@pytest.mark.sweep(30, "steps")
 def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
     """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3 goes on without stages."""
     first = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble_in_turns")
@@ -156,7 +156,7 @@ TRAINED = lambda leaf: mesh.is_array(leaf) and leaf.ndim != 2  # not embedding a
 APART = [Layout(data=2, tensor=2, microbatches=2, zero=3), Layout(data=4, microbatches=2, zero=1), Layout(data=2, tensor=2)]
 
 
-@pytest.mark.sweep(5, "together")
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", APART, ids=str)
 def test_frozen_leaves_and_auxiliary_values(layout):
     models, losses = alone(2, trainable=TRAINED)
@@ -180,7 +180,7 @@ def test_frozen_leaves_of_a_pipeline():
     close(decoder.joined(bare.FAMILY, layout, jax.device_get(state.model)), models[2])
 
 
-@pytest.mark.sweep(5, "together")
+@pytest.mark.sweep(30, "steps")
 def test_auxiliary_values_of_a_pipeline():
     models, _ = alone(0)
     made = prepared(Layout(data=2, stage=2, tensor=2, microbatches=2), dataclasses.replace(CONFIG, told=True))

@@ -31,7 +31,7 @@ def after_two_steps(words):
 @pytest.mark.parametrize(
     "words",
     [
-        "data=2,zero=3",
+        pytest.param("data=2,zero=3", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in ("data=2,remat=block", "data=2,zero=3,remat=products", "stage=2,microbatches=2,remat=block")

@@ -57,7 +57,7 @@ def numbers(text: str, pattern: str) -> list[float]:
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     text = printed("linear_regression")
     for name in ("slope", "intercept"):
@@ -69,7 +69,7 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
     text = printed("three_ways_to_split")
@@ -83,7 +83,7 @@ def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_each_mistake_has_a_number_and_a_message(printed):
     text = printed("wrong_on_purpose")
@@ -104,7 +104,7 @@ def test_each_mistake_has_a_number_and_a_message(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     text = printed("lenet")
@@ -114,7 +114,7 @@ def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
     text = printed("tensor_parallel_vae")
@@ -123,7 +123,7 @@ def test_the_vae_on_8_devices_has_the_loss_of_one(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(printed):
     text = printed("gpt2_ddp_profile")
@@ -137,7 +137,7 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     text = printed("custom_training")
@@ -147,7 +147,7 @@ def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     text = printed("lora")
@@ -163,7 +163,7 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printed):
     text = printed("experts")
@@ -176,7 +176,7 @@ def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printe
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(printed):
     text = printed("long_context", "--quick")
@@ -187,7 +187,7 @@ def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(p
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
     text = printed("inside_jit")
     assert numbers(text, "differ by # of the loss at most")[0] < ROUNDING
@@ -224,7 +224,7 @@ def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
 
 
 @pytest.mark.programs
-@pytest.mark.sweep(3, "together")
+@pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
 def test_islands_talk_seldom_and_learn_as_much(printed):
     text = printed("islands")

@@ -346,7 +346,8 @@ machines = (
 )
 
 
-@settings(max_examples=250)  # each is refused
+@pytest.mark.sweep
+@settings(max_examples=60)  # each is refused
 @given(fields=any_fields | good_fields, sizes=st.just({}) | st.builds(dict.__or__, model_sizes, machines))
 def test_what_a_refusal_proposes_works(fields, sizes):
     """Refused exactly where it does not fit, by our error; and each proposal, taken, fits in every respect."""

@@ -433,7 +433,7 @@ def findings(layout, mover=ring):
         return lint.program(prepared.train, prepared.shapes, windows, compute=recipe.DTYPES[layout.precision])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
 def test_our_steps_are_silent(layout):
     assert findings(layout) == []

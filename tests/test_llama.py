@@ -42,7 +42,7 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-@pytest.mark.sweep(21)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_one_device(config, layout):

@@ -69,7 +69,7 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-@pytest.mark.sweep(19, "together")
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_all_experts_on_all_tokens(config, layout):
@@ -84,7 +84,7 @@ TOLD = {
 }
 
 
-@pytest.mark.sweep(19, "together")
+@pytest.mark.sweep(30, "steps")
 def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
     """A dropped token goes on by the residual alone: the loss is that of one device that drops the same."""
     check_info("dropping")

@@ -1,5 +1,6 @@
 """The command of mutants tells what is caught from what is not (`static/mutants_apply.py`: each still applies)."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -68,8 +69,11 @@ def test_every_operator_is_drawn_and_messages_and_annotations_are_left_alone(tmp
 def test_a_draw_is_the_same_again_and_after_a_move(tmp_path):
     here, there = written(tmp_path / "here", "a.py", PACKAGE), written(tmp_path / "there", "b.py", "import os\n" + PACKAGE)
     assert [mutant.key for mutant in drawn(here, 1, 0)] == [mutant.key for mutant in drawn(there, 1, 0)]
-    assert drawn(ROOT, 24, 0) == drawn(ROOT, 24, 0)
-    assert {mutant.key for mutant in drawn(ROOT, 24, 0)} != {mutant.key for mutant in drawn(ROOT, 24, 1)}
+    shutil.copytree(ROOT / "parallax" / "collectives", tmp_path / "part" / "parallax")
+    (tmp_path / "part" / "tests").mkdir()
+    first, again, other = (drawn(tmp_path / "part", 24, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert {mutant.key for mutant in first} != {mutant.key for mutant in other}
 
 
 def test_a_run_takes_those_of_what_changed_and_a_part_of_the_others():

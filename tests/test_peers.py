@@ -277,6 +277,7 @@ def let_in(port, rank, **more):
     return connection, answer
 
 
+@pytest.mark.programs
 def test_no_message_names_what_is_killed():
     """A process id of -1 is every process of the user. Whoever is let in, and then is silent, once had it killed."""
     program = f"""
@@ -342,6 +343,7 @@ def test_each_field_of_a_message_is_checked(status, about):
             assert about["rank"] == 1
 
 
+@pytest.mark.programs
 def test_a_malformed_message_is_dropped_in_a_line_and_the_job_goes_on():
     with Members(IDLE, IDLE, IDLE, start=(0, 2)) as members:
         until(lambda: connects(members.port))
@@ -363,6 +365,7 @@ def test_a_malformed_message_is_dropped_in_a_line_and_the_job_goes_on():
     assert "Traceback" not in said
 
 
+@pytest.mark.programs
 def test_silent_connections_keep_no_rank_out():
     """The oldest of them goes, and not the one that comes last."""
     with Members(IDLE, IDLE, IDLE, start=(0,)) as members, contextlib.ExitStack() as stack:

@@ -256,7 +256,7 @@ def test_slots_need_not_be_filled(table, beside, monkeypatch):
     assert made
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "pipeline")
 def test_a_table_written_by_hand(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)
     check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), mover=ring)
@@ -296,7 +296,7 @@ def test_the_forward_lane_alone_is_the_loss(table):
     assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "pipeline")
 def test_five_steps_of_adamw():
     """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
     table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)

@@ -297,6 +297,7 @@ def test_a_split_exchange_sends_its_part():
     assert (over(sent), over(less)) == (9 * (stream + odd) + 5 * count, 9 * (stream // 2 + odd) + 5 * count)
 
 
+@pytest.mark.sweep(30, "steps")
 def test_the_example_of_skip_connections_is_as_on_one_device():
     """The functions of `examples/pipeline.py`, which train there."""
     names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "pipeline.py"))

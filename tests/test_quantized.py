@@ -440,7 +440,7 @@ def by_hand(all_reduce):
         return trained((state, jax.jit(start)(state.model)), train, steps=40)[0].model
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "quantized")
 @pytest.mark.long
 def test_gpt2_learns_as_with_exact_sums():
     """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too."""
@@ -450,7 +450,7 @@ def test_gpt2_learns_as_with_exact_sums():
     assert by_the_step("data 4 x tensor 2", quantized) == pytest.approx(exact, rel=0.01)  # whose exact run is the same
 
 
-@pytest.mark.sweep(2, "together")
+@pytest.mark.sweep(2, "quantized")
 @pytest.mark.long
 def test_error_feedback_keeps_to_the_exact_run():
     """What is linear in the gradients, as SGD is, forgets nothing: 9 times as near as without, where 4 is asked for."""

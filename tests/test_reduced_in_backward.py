@@ -154,7 +154,7 @@ def trains_as_one_device(text, mover=ring, **compute):
 @pytest.mark.parametrize(
     "text",
     [
-        "data=4,tensor=2",
+        pytest.param("data=4,tensor=2", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(text, marks=pytest.mark.long)
             for text in ["data=8,remat=block", "data=4,tensor=2,sequence=True", "data=2,context=2,tensor=2", "data=1"]
@@ -168,7 +168,7 @@ def test_the_recipe_trains_as_one_device(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "tensor=4,sequence=True",
+        pytest.param("tensor=4,sequence=True", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(text, marks=pytest.mark.long)
             for text in ["data=2,tensor=2,sequence=True,zero=3", "stage=2,tensor=2,sequence=True,microbatches=2"]
@@ -200,6 +200,7 @@ def test_the_recipe_sums_in_the_loop():
     assert (CONFIG.layers, D, 4 * D) not in found[False]
 
 
+@pytest.mark.sweep(30, "steps")
 def test_products_while_tokens_travel_gather_nothing():
     """Each layer's gathers and scatters are hops; those round the layers are left to `lax`."""
     kinds = lambda **compute: collections.Counter(

@@ -35,7 +35,7 @@ def trains_as_one_device(text, mover=ring):
 @pytest.mark.parametrize(
     "text",
     [
-        "replica=2,data=2,zero=3",
+        pytest.param("replica=2,data=2,zero=3", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(text, marks=pytest.mark.long)
             for text in [
@@ -106,7 +106,10 @@ def sent_along(text):
     return found, traffic.by_axes(traffic.terms(config, layout, 8)), config
 
 
-@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.long) for zero in (2, 3))])
+@pytest.mark.parametrize(
+    "zero",
+    [pytest.param(1, marks=pytest.mark.sweep(30, "steps")), *(pytest.param(zero, marks=pytest.mark.long) for zero in (2, 3))],
+)
 def test_between_groups_the_shares_move(zero):
     """An all-reduce between 2 groups of n = 4: of 1/n of what is split, of what is whole, and of the loss."""
     found, planned, config = sent_along(f"replica=2,data=4,zero={zero}")

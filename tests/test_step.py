@@ -62,7 +62,7 @@ def train(data_tensor, mover, microbatches, config, seed):
     assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(("data_tensor", "mover", "microbatches"), [((4, 2), xla, 4), ((2, 4), ring, 2)])
 def test_twenty_steps_are_those_of_one_device(data_tensor, mover, microbatches):
     train(data_tensor, mover, microbatches, SHAPES[0], 0)
@@ -274,7 +274,7 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
     "layout",
     [

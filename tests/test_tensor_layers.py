@@ -78,7 +78,8 @@ def trained(make, data, devices, shares):
     return state.model, losses
 
 
-@settings(max_examples=6)
+@pytest.mark.sweep
+@settings(max_examples=2)
 @given(data=st.data())
 def test_replaced_layers_train_as_on_one_device(data):
     inputs, outputs = (data.draw(st.sampled_from([3, 8]), label=name) for name in ("inputs", "outputs"))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import user
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,7 @@ def test_a_state_and_the_steps():
     np.testing.assert_array_equal(total(jnp.arange(8.0)), [28.0])
 
 
+@pytest.mark.sweep(30, "steps")
 def test_gpt2(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         state, info = user.gpt2_step(mesh.make(data=4, stage=1, tensor=2), tmp_path)

@@ -36,7 +36,7 @@ def trains_as_one_device(layout, mover=ring):
 @pytest.mark.parametrize(
     ("layout", "mover"),
     [
-        (Layout(data=2, zero=1, microbatches=2), ring),
+        pytest.param(Layout(data=2, zero=1, microbatches=2), ring, marks=pytest.mark.sweep(30, "steps")),
         pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), xla, marks=pytest.mark.long),
         pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), ring, marks=pytest.mark.long),
         pytest.param(
@@ -135,7 +135,7 @@ def sizes(config, n):
 @pytest.mark.parametrize(
     ("n", "zero_", "microbatches"),
     [
-        (2, 3, 2),
+        pytest.param(2, 3, 2, marks=pytest.mark.sweep(30, "steps")),
         *(pytest.param(*case, marks=pytest.mark.long) for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]),
     ],
 )

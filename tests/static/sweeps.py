@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ class Case:
     """A collected test, as far as `conftest.sweeps` asks it."""
 
     def __init__(self, test: collected.Test):
-        self.nodeid, self.path, self._test = test.nodeid, Path(test.nodeid.partition("::")[0]), test
+        self.nodeid, self._test = test.nodeid, test
 
     def get_closest_marker(self, name: str) -> Any:
         """The mark of that name, or None."""
