@@ -5,7 +5,6 @@ of a test that traces. Here beartype runs once, and only what has an array's sha
 sizes of its dims. What is checked is the same.
 """
 
-import contextlib
 import functools
 import inspect
 import typing
@@ -34,16 +33,24 @@ def checked(function: Any, *, typechecker: Callable[[Any], Any]) -> Any:
     if not function.__annotations__:
         return function
     with_types = typechecker(function)
-    if any(map(has_dims, function.__annotations__.values())):
-        return sizes()(with_types)
-    return with_types
+    if with_types is function:  # no annotation rules anything out
+        return function
+    hide(with_types)
+    if not any(map(has_dims, function.__annotations__.values())):
+        return with_types
+
+    @functools.wraps(function)
+    def with_sizes(*args, **kwargs):
+        with jaxtyped("context"):
+            return with_types(*args, **kwargs)
+
+    hide(with_sizes)
+    return with_sizes
 
 
-@contextlib.contextmanager
-def sizes():
-    """Sizes of dims of one call. (As a decorator it adds no frame of ours to a traceback, which would count as the caller's.)"""
-    with jaxtyped("context"):
-        yield
+def hide(wrapper: Any) -> None:
+    """Counts a wrapper's frames as jaxtyping's own, which all who look for the caller's line in a traceback leave out."""
+    wrapper.__code__ = wrapper.__code__.replace(co_filename=jaxtyped.__code__.co_filename)
 
 
 def has_dims(annotation: Any) -> bool:
