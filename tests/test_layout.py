@@ -277,7 +277,7 @@ def wrong(fields, sizes) -> bool:
     pipelined = f["stage"] > 1
     idle = (
         (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b") and not pipelined,
-        f["schedule"] == "gpipe" and f["chunks"] > 1,
+        f["schedule"] in ("gpipe", "one_f_one_b_in_turns") and f["chunks"] > 1,
         f["zero"] > 0 and f["data"] * f["context"] == 1,
         f["replica"] > 1 and f["zero"] == 0,
         f["sequence"] and f["tensor"] == 1,

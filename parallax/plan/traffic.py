@@ -8,6 +8,7 @@ Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv
 (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
