@@ -1,4 +1,4 @@
-"""Pipelines in turn: 1F1B (stored, with remat), interleaved, zero bubble, both in turns, GPipe, a tutorial's, one device.
+"""Pipelines in turn: 1F1B and zero bubble, in lockstep and per stage, interleaved, GPipe, a tutorial's, one device.
 
     python benchmarks/pipeline.py [--quick]
 
@@ -27,9 +27,9 @@ from parallax.schedule import (
     Schedule,
     gpipe,
     one_f_one_b,
-    one_f_one_b_in_turns,
+    one_f_one_b_lockstep,
     zero_bubble,
-    zero_bubble_in_turns,
+    zero_bubble_lockstep,
 )
 
 
@@ -86,12 +86,12 @@ def main():
     before: dict[str, tuple[float, float]] = {}
     for M in arguments.microbatches:
         rivals = {
+            "1F1B lockstep": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M)),
+            "1F1B lockstep, remat": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M), remat=True),
+            "interleaved, 2 chunks": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M, chunks=2)),
+            "zero bubble lockstep": ours(task, mesh_, M, zero_bubble_lockstep(task.stages, M)),
             "1F1B": ours(task, mesh_, M, one_f_one_b(task.stages, M)),
-            "1F1B, remat": ours(task, mesh_, M, one_f_one_b(task.stages, M), remat=True),
-            "interleaved, 2 chunks": ours(task, mesh_, M, one_f_one_b(task.stages, M, chunks=2)),
             "zero bubble": ours(task, mesh_, M, zero_bubble(task.stages, M)),
-            "1F1B in turns": ours(task, mesh_, M, one_f_one_b_in_turns(task.stages, M)),
-            "zero bubble in turns": ours(task, mesh_, M, zero_bubble_in_turns(task.stages, M)),
             "GPipe": ours(task, mesh_, M, gpipe(task.stages, M)),
             "tutorials' (naive twin)": naive(task, mesh_, M),
             "one device": one_device(task, M),
@@ -114,12 +114,12 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
         lambda blocks, x, part: jnp.mean((x - part[1]) ** 2),
         schedule,
         ring("stage"),
-        where=lambda blocks: blocks,
-        keep=pipeline.inputs if remat else pipeline.residuals,
+        blocks=lambda blocks: blocks,
+        save=pipeline.inputs if remat else pipeline.residuals,
     )
     time = schedule.makespan(1, 3 if remat else 2) if schedule.weight is None else schedule.makespan(1, 1, 1)
     held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))
-    held += schedule.handed_count * handed_bytes(task, v * task.stages)
+    held += schedule.deferred_count * handed_bytes(task, v * task.stages)
     if schedule.per_stage:  # a stage that rests computes nothing, and what came may wait
         time, held = 3 * M, held + (schedule.arrival_count + 1) * input_bytes(task)
     return spread(task, mesh_, M, grad, P(None, "stage"), chunked, Ideal(schedule.ticks, time, held))

@@ -41,17 +41,17 @@ def main():
 def ours(P, M):
     """Every schedule of the package, and some of any number in flight."""
     made = {
+        "1F1B lockstep": schedule.one_f_one_b_lockstep(P, M),
+        "1F1B lockstep, 2 chunks": schedule.one_f_one_b_lockstep(P, M, 2),
+        "zero bubble lockstep": schedule.zero_bubble_lockstep(P, M),
+        "zero bubble lockstep, 2 chunks": schedule.zero_bubble_lockstep(P, M, 2),
         "1F1B": schedule.one_f_one_b(P, M),
-        "1F1B, 2 chunks": schedule.one_f_one_b(P, M, 2),
-        "zero bubble": schedule.zero_bubble(P, M),
-        "zero bubble, 2 chunks": schedule.zero_bubble(P, M, 2),
-        "1F1B in turns": schedule.one_f_one_b_in_turns(P, M),
     }
     for chunks, held in ((1, P), (1, 2 * P - 1), (2, P), (2, 2 * P - 1)):
-        name = f"zero bubble in turns, {'2 chunks, ' * (chunks == 2)}{held} in flight"
-        made[name] = schedule.zero_bubble_in_turns(P, M, chunks, in_flight=held)
+        name = f"zero bubble, {'2 chunks, ' * (chunks == 2)}{held} in flight"
+        made[name] = schedule.zero_bubble(P, M, chunks, in_flight=held)
     for held in (P, 2 * P - 1):
-        made[f"V in turns, {held} in flight"] = schedule.as_soon_as_can_be(schedule.there_and_back(P), M, [2 * held] * P)
+        made[f"V, {held} in flight"] = schedule.greedy(schedule.v_placement(P), M, [2 * held] * P)
     return made
 
 

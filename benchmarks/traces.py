@@ -89,7 +89,7 @@ def of_mixer(axis):
 
 
 def mixer_loss(model, batch, axis):
-    return pipeline.unsplit(custom_training.enter, of_mixer(axis), custom_training.head)(model, batch)
+    return pipeline.unpipelined(custom_training.embed, of_mixer(axis), custom_training.head)(model, batch)
 
 
 def digits_of(rows: int):
@@ -116,7 +116,7 @@ MODELS = {
         digits_of,
         16,
         {"**.up": P(None, None, None, "tensor"), "**.down": P(None, None, "tensor")},
-        (custom_training.enter, of_mixer, custom_training.head),
+        (custom_training.embed, of_mixer, custom_training.head),
     ),
     "mixture": Model(
         lambda: experts.decoder(experts.EXPERTS, experts.HIDDEN, jax.random.key(0)),
@@ -206,9 +206,9 @@ def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
     whole = jax.checkpoint(whole) if settings.remat == "block" else whole
     if settings.stage > 1:
         assert model.stages is not None
-        enter, stage, head = model.stages
-        table = schedule.one_f_one_b(settings.stage, settings.microbatches)
-        grad = pipeline.value_and_grad(enter, stage(axis), head, table, ring("stage"))
+        embed, stage, head = model.stages
+        table = schedule.one_f_one_b_lockstep(settings.stage, settings.microbatches)
+        grad = pipeline.value_and_grad(embed, stage(axis), head, table, ring("stage"))
     else:
         grad = jax.value_and_grad(zero.gathered(whole, data, specs) if settings.zero == 3 else whole)
     parts = functools.partial(grads.accumulated, microbatches=settings.microbatches if settings.stage == 1 else 1)

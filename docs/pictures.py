@@ -15,12 +15,12 @@ from parallax.plan import hardware
 
 PICTURES = {
     "gpipe.svg": schedule.gpipe(stages=4, microbatches=8),
+    "one_f_one_b_lockstep.svg": schedule.one_f_one_b_lockstep(stages=4, microbatches=8),
+    "interleaved.svg": schedule.one_f_one_b_lockstep(stages=4, microbatches=8, chunks=2),
+    "zero_bubble_lockstep.svg": schedule.zero_bubble_lockstep(stages=4, microbatches=8),
     "one_f_one_b.svg": schedule.one_f_one_b(stages=4, microbatches=8),
-    "interleaved.svg": schedule.one_f_one_b(stages=4, microbatches=8, chunks=2),
     "zero_bubble.svg": schedule.zero_bubble(stages=4, microbatches=8),
-    "one_f_one_b_in_turns.svg": schedule.one_f_one_b_in_turns(stages=4, microbatches=8),
-    "zero_bubble_in_turns.svg": schedule.zero_bubble_in_turns(stages=4, microbatches=8),
-    "there_and_back.svg": schedule.as_soon_as_can_be(schedule.there_and_back(4), 8, held=[8] * 4),
+    "v_placement.svg": schedule.greedy(schedule.v_placement(4), 8, held=[8] * 4),
 }
 
 ROUTES = {
@@ -55,7 +55,7 @@ if __name__ == "__main__":
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
         draw.timeline(table, folder / name, **costs)
         print(f"{name}: {draw.summary(table, **costs)}")
-    held = draw.in_flight(PICTURES["one_f_one_b.svg"], folder / "in_flight.svg")
+    held = draw.in_flight(PICTURES["one_f_one_b_lockstep.svg"], folder / "in_flight.svg")
     print(f"in_flight.svg: {held.splitlines()[1]}")
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")

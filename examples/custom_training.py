@@ -37,7 +37,7 @@ class Mixer(eqx.Module):
         self.blocks = {"patches": pair(PATCHES), "channels": pair(WIDTH)}
 
 
-def enter(model, part):  # an image of 8 x 8 pixels: 16 patches of 4
+def embed(model, part):  # an image of 8 x 8 pixels: 16 patches of 4
     return part[0].reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, PATCHES, 4).astype(model.embed.dtype) @ model.embed
 
 
@@ -63,7 +63,7 @@ def head(model, x, part):  # the loss, on the last stage
 @jax.jit
 def right(model, images, labels):  # the share of digits told right: the same functions on one device
     share = lambda model, x, part: jnp.mean(jnp.argmax(logits(model, x), axis=1) == labels)
-    return pipeline.unsplit(enter, lambda *of: stage(*of, axis=()), share)(model, (images,))
+    return pipeline.unpipelined(embed, lambda *of: stage(*of, axis=()), share)(model, (images,))
 
 
 def session(folder, fresh, train, learn, held_out):
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     rule = rules.first(*(rules.match(pattern, spec) for pattern, spec in split.items()))
     shared = rules.fsdp("data", size=2, keep={"blocks.**": (0, 1)}, inside=rule)  # what ZeRO-1 splits over the replicas
     shares = rules.specs(eqx.filter_eval_shape(make_model), shared, devices)
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(2, M), STAGE)
+    grad = pipeline.value_and_grad(embed, stage, head, schedule.one_f_one_b_lockstep(2, M), STAGE)
     grad = zero.reduce_scattered(precision.mixed(grad, jnp.bfloat16), DATA, shares)
     fresh, specs = step.init(make_model, optimizer, rule, devices, optimizer_rule=shared)
     train = step.make(grad, zero.sharded(optimizer, DATA, shares), max_norm=1.0)

@@ -23,7 +23,7 @@ class Net(eqx.Module):
     out: jax.Array
 
 
-def enter(net, part):  # what goes from stage to stage is any tree: here the stream, and what the way down leaves for the way up
+def embed(net, part):  # what goes from stage to stage is any tree: here the stream, and what the way down leaves for the way up
     x = part[0] @ net.embed
     return {"x": x, "skips": jnp.zeros((4, *x.shape))}
 
@@ -40,7 +40,7 @@ def head(net, at, part):  # the loss, on the last stage
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    devices, plan = mesh.make(data=2, stage=4), schedule.one_f_one_b(stages=4, microbatches=16)
+    devices, plan = mesh.make(data=2, stage=4), schedule.one_f_one_b_lockstep(stages=4, microbatches=16)
     print(draw.summary(plan), draw.text(plan), sep="\n")
 
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     inputs = normal(3, 256, 16)
     targets = jnp.sin(10 * inputs[:, :1])
 
-    grad = grads.averaged(pipeline.value_and_grad(enter, stage, head, plan, ring("stage")), ring("data"))
+    grad = grads.averaged(pipeline.value_and_grad(embed, stage, head, plan, ring("stage")), ring("data"))
     rule = rules.first(rules.match("blocks", P(None, "stage")), rules.match("**", P()))
     state, specs = step.init(lambda: net, optax.adam(1e-2), rule, devices)
     train = step.make(grad, optax.adam(1e-2))

@@ -29,7 +29,7 @@ class Net(eqx.Module):
     out: jax.Array  # [width, outputs]
 
 
-def enter(net, part):
+def embed(net, part):
     return part[0] @ net.embed
 
 
@@ -46,13 +46,13 @@ def head(net, x, part):
 
 
 def loss(net, batch, axis=()):
-    return pipeline.unsplit(enter, functools.partial(stage, axis=axis), head)(net, batch)
+    return pipeline.unpipelined(embed, functools.partial(stage, axis=axis), head)(net, batch)
 
 
 GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times
     "data": grads.averaged(jax.value_and_grad(loss), ring("data")),
     "tensor": jax.value_and_grad(functools.partial(loss, axis=ring("tensor"))),
-    "stage": pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(N, M), ring("stage")),
+    "stage": pipeline.value_and_grad(embed, stage, head, schedule.one_f_one_b_lockstep(N, M), ring("stage")),
 }
 UP, DOWN, WHOLE = P(None, None, None, "tensor"), P(None, None, "tensor"), rules.match("**", P())
 HELD = {  # by each device, in words and as a rule for the weights

@@ -53,8 +53,10 @@ class Layout:
         remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was gathered over devices),
             `attention`, all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See
             `parallax.remat`.
-        schedule: the order of a pipeline's jobs: `one_f_one_b` (with chunks, interleaved), `gpipe`, `zero_bubble`, or, with fewer
-            microbatches in flight and no ring inside a stage, `one_f_one_b_in_turns` or `zero_bubble_in_turns`.
+        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved), `gpipe`,
+            `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring inside a stage, `one_f_one_b` or
+            `zero_bubble`. The default allows any collectives in a stage, chunks, and recomputation, which makes the others
+            slower; docs/pipeline.md has the measured times of all.
         split_sends: whether each of the t devices of the tensor axis, which all have what goes from stage to stage, sends 1/t of
             it, and gathers what came: for stages on different machines. See `pipeline.split_over`.
         processes: that drive the devices, each as many as the others.
@@ -74,7 +76,7 @@ class Layout:
     sequence: bool = False
     precision: str = "full"  # one of `Precision`
     remat: str = "none"  # one of `Remat`
-    schedule: str = "one_f_one_b"  # one of `ScheduleName`
+    schedule: str = "one_f_one_b_lockstep"  # one of `ScheduleName`
     split_sends: bool = False
     processes: int = 1
     context: int = 1

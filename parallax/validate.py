@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
-ScheduleName = Literal["one_f_one_b", "gpipe", "zero_bubble", "one_f_one_b_in_turns", "zero_bubble_in_turns"]
+ScheduleName = Literal["one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep", "one_f_one_b", "zero_bubble"]
+PER_STAGE = ("one_f_one_b", "zero_bubble")  # schedules in which each stage runs its own job; in the others all keep step
 Fields = Mapping[str, Any]
 
 AXES = ("replica", "data", "expert", "stage", "context", "tensor")
@@ -256,7 +257,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         yield Fault(needed, ({"schedule": default}, {"stage": 2}))
     if fields["remat"] == "stage" and P == 1:
         yield Fault("Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2}))
-    if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b_in_turns"):
+    if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b"):
         needed = "Layout: {schedule} has one chunk a stage; got {chunks}."
         yield Fault(needed, ({"schedule": default},))
     for name in ("stage", "tensor"):

@@ -30,8 +30,8 @@ from mutants_drawn import drawn
 
 ROOT = Path(__file__).parents[1]
 OWN, GPT2 = "own; data=2,tensor=2,microbatches=2", "gpt2; data=2,tensor=2,microbatches=2"
-ONE_BEHIND, WEIGHTS_LATER = "own; stage=2,microbatches=4", "own; stage=2,microbatches=4,schedule=zero_bubble"
-CHUNKS, TURNS = "own; stage=2,microbatches=4,chunks=2", "own; stage=2,microbatches=4,schedule=one_f_one_b_in_turns"
+ONE_BEHIND, WEIGHTS_LATER = "own; stage=2,microbatches=4", "own; stage=2,microbatches=4,schedule=zero_bubble_lockstep"
+CHUNKS, TURNS = "own; stage=2,microbatches=4,chunks=2", "own; stage=2,microbatches=4,schedule=one_f_one_b"
 EXPERTS, IN_STAGES = "experts; expert=2", "experts; stage=2,microbatches=2"
 RUNS = {  # of the mutants of a module, by the first words of its name
     "collectives.axis": OWN,
@@ -63,7 +63,7 @@ RUN_OF = {  # of functions that act in another run than their module's
     "_exchange": EXPERTS,
     "_own_loss": "experts; context=2,stage=2,microbatches=2",
     "_shares": "own; data=6; two_rings",
-    "_at_the_head": TURNS,
+    "head": TURNS,
     "Jobs.backward_weight": WEIGHTS_LATER,
     "Jobs.forward": CHUNKS,
     "looked_up": "llama; context=2",
@@ -74,7 +74,7 @@ RUN_OF = {  # of functions that act in another run than their module's
     "rows": TURNS,
     "two_rings": "own; data=6; two_rings",
     "ulysses": "",
-    "zero_bubble": WEIGHTS_LATER,
+    "zero_bubble_lockstep": WEIGHTS_LATER,
 }
 NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run here computes
     "Axis.of": "a tuple of one axis and its mover: no run has one",
@@ -93,7 +93,7 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "_stacked_aux": "auxiliary values of a schedule in the shape of a V: likewise",
     "Jobs._with_blocks": "an idle tick whose numbers are not finite: likewise",
     "_traced": "refuses shares that are used as wholes",
-    "as_soon_as_can_be": "the order of jobs that do not depend on each other",
+    "greedy": "the order of jobs that do not depend on each other",
     "copied": "a step inside a loss: no run has one",
     "fewest": "likewise",
     "from_csv": "which errors of a file are told in a sentence",
@@ -108,7 +108,7 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "messages": "counts messages, for predictions",
     "missing": "the replication type of a gradient",
     "norm": "complex numbers",
-    "own_chunks": "what follows an update by auxiliary values",
+    "local_chunks": "what follows an update by auxiliary values",
     "slots_for": "what is in a slot before it is written",
     "splits_of": "a leaf that two axes split in one order: no run has one",
     "ticks_of_one_f_one_b": "counts ticks, for plans",

@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
     def prepared(self) -> Any:
         """What `bisect.record` takes."""
-        mover = collectives.xla if self.layout.schedule.endswith("in_turns") else MOVERS[self.mover]
+        mover = collectives.xla if self.layout.schedule in ("one_f_one_b", "zero_bubble") else MOVERS[self.mover]
         route.UNROLLED = 1 if self.mover == "looped" else 8
         if self.kind == "own":
             fields = {name: getattr(self.layout, name) for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")}

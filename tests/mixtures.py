@@ -151,7 +151,7 @@ def stage(model, x, part, position, *, mixed):
 def loss_of(mixed):
     """The loss arrow, with `pipeline.Aux` of all layers as one chunk beside it."""
     own = functools.partial(stage, mixed=mixed)
-    return pipeline.unsplit(enter, own, head, where=lambda model: model["blocks"])
+    return pipeline.unpipelined(enter, own, head, blocks=lambda model: model["blocks"])
 
 
 def grad_of(loss):
@@ -170,7 +170,7 @@ ONE_STAGE = np.zeros((1, 1), int)
 def after(model, aux, *, axis=(), placement=ONE_STAGE):
     """The bias moves once a step."""
     bias = lambda m: m["blocks"]["mixture"].bias
-    load = pipeline.own_chunks(aux.stages.load, axis, placement)
+    load = pipeline.local_chunks(aux.stages.load, axis, placement)
     return eqx.tree_at(bias, model, experts.rebalanced(bias(model), load, 0.01))
 
 

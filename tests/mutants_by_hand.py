@@ -358,18 +358,16 @@ PIPELINE = (
         IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",
     ),
     Mutant("_reach", "if with_carries == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
-    Mutant("zero_bubble", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
+    Mutant("zero_bubble_lockstep", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
     Mutant("fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"),
-    Mutant("as_soon_as_can_be", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant("greedy", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant(
         "rows", "arrival[lane][message.used, message.target]", "arrival[lane][message.sent, message.target]", IN_TURNS + PLAYED
     ),
     Mutant("rows", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
     Mutant("needs", 'Job("backward", m, place + 1) if place < last else ', "", IN_TURNS + PLAYED),
-    Mutant(
-        "_at_the_head", "jobs.schedule.stages - 1 - jobs.schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"
-    ),
+    Mutant("head", "jobs.schedule.stages - 1 - jobs.schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"),
     Mutant("_stacked_aux", "else by_chunk[:, order]", "else by_chunk", IN_TURNS + "test_auxiliary_values_are_in_order"),
     Mutant("refuse_crossing", "if crosses:", "if False:", IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused"),
     Mutant(
@@ -1259,26 +1257,26 @@ EXPERTS = (
         "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
     ),
     Mutant(
-        "own_chunks",
+        "local_chunks",
         "[:, axis.index()]",
         "[:, 0 * axis.index()]",
         "test_branching.py::test_one_device_equals_a_pipeline_of_any_placement",
     ),
     Mutant(
-        "unsplit",
-        "arrays = in_model_order(arrays, placement)",
+        "unpipelined",
+        "arrays = from_placement(arrays, placement)",
         "arrays = arrays",
         "test_branching.py::test_one_device_equals_a_pipeline_of_any_placement",
     ),
     Mutant(
         "stored",
-        "w = in_model_order(w, placement)",
+        "w = from_placement(w, placement)",
         "w = w",
         "test_branching.py::test_layers_are_stored_in_the_order_of_the_model",
     ),
     Mutant(
         "_into_stages",
-        "return blocks if schedule is None else pipeline.arranged(blocks, schedule.placed)",
+        "return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)",
         "return blocks",
         "test_families.py::test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere",
     ),

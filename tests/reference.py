@@ -22,11 +22,11 @@ FLOAT64 = jnp.dtype("float64")
 EXACT = 1e-11  # in float64: a few thousand roundings of 1e-16, with room
 
 
-def one_device(enter: Callable, stage: Callable, head: Callable, positions: int) -> Callable:
+def one_device(embed: Callable, stage: Callable, head: Callable, positions: int) -> Callable:
     """What a pipeline computes: the loss of the whole batch, each chunk of layers after the one before."""
 
     def loss(params, batch):
-        x = enter(params, batch)
+        x = embed(params, batch)
         blocks, functions = eqx.partition(params.blocks, eqx.is_array)
         blocks = jax.tree.map(lambda w: w.reshape(positions, -1, *w.shape[2:]), blocks)
         for k in range(positions):
@@ -42,7 +42,7 @@ def _with_blocks(params, blocks):
     return eqx.tree_at(lambda params: params.blocks, params, blocks)
 
 
-def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str) -> Callable:
+def naive_pipeline(embed: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str) -> Callable:
     """The same loss, pipelined as a first lesson does it: in tick t stage s runs microbatch t - s, if there is one.
 
     Inside `mesh.spmd`, with one chunk a stage. Its gradient is what `jax.grad` makes of it: all backward ticks after all
@@ -57,12 +57,12 @@ def naive_pipeline(enter: Callable, stage: Callable, head: Callable, microbatche
         def tick(carry, t):
             x, total = carry
             part = jax.tree.map(lambda leaf: leaf[jnp.clip(t - s, 0, microbatches - 1)], parts)
-            y = stage(_with_blocks(params, own), jnp.where(s == 0, enter(params, part), x), part, s)
+            y = stage(_with_blocks(params, own), jnp.where(s == 0, embed(params, part), x), part, s)
             counts = (s == P - 1) & (t >= s) & (t - s < microbatches)
             total += jnp.where(counts, head(params, y, part), jnp.zeros((), total.dtype))
             return (lax.ppermute(y, axis_name, [(i, i + 1) for i in range(P - 1)]), total), None
 
-        x = jnp.zeros_like(enter(params, jax.tree.map(lambda leaf: leaf[0], parts)))
+        x = jnp.zeros_like(embed(params, jax.tree.map(lambda leaf: leaf[0], parts)))
         zeros = lax.pcast((x, jnp.zeros((), x.dtype)), axis_name, to="varying")
         (_, total), _ = lax.scan(tick, zeros, jnp.arange(microbatches + P - 1, dtype=jnp.int32))
         return lax.psum(total, axis_name) / microbatches

@@ -105,9 +105,9 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
         if layout.stage > 1:
             interleaved = {"chunks": layout.chunks} if layout.chunks > 1 else {}
             table = getattr(schedule, layout.schedule)(layout.stage, layout.microbatches, **interleaved)
-            grad = pipeline.value_and_grad(enter, stage, head, table, mover("stage"), where=WHERE)
+            grad = pipeline.value_and_grad(enter, stage, head, table, mover("stage"), blocks=WHERE)
         else:
-            loss = pipeline.unsplit(enter, stage, head, where=WHERE)
+            loss = pipeline.unpipelined(enter, stage, head, blocks=WHERE)
             grad = jax.value_and_grad(jax.checkpoint(loss) if remat else loss)
             grad = parts.accumulated(grad, microbatches=layout.microbatches)
         optimizer = parts.update(OPTIMIZER)

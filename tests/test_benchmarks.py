@@ -46,11 +46,11 @@ RUNS = {
     ),
     "schedules": (
         ["--stages=2", "--microbatches=4"],
-        ["P = 2, M = 4", "F = I = W", "zero bubble in turns, 2 chunks, 3 in flight", "V in turns, 2 in flight"],
+        ["P = 2, M = 4", "F = I = W", "zero bubble, 2 chunks, 3 in flight", "V, 2 in flight"],
     ),
     "pipeline": (
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
-        ["1F1B", "1F1B, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
+        ["1F1B", "1F1B lockstep, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
     ),
     "checkpoint": (
         ["--quick"],

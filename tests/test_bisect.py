@@ -42,7 +42,7 @@ RIGHT = [
     {"data": 2, "tensor": 2, "zero": 1, "microbatches": 2},
     {"data": 4, "zero": 3},
     {"stage": 2, "microbatches": 4, "chunks": 2},
-    {"data": 2, "stage": 2, "tensor": 2, "microbatches": 2, "zero": 1, "schedule": "zero_bubble"},
+    {"data": 2, "stage": 2, "tensor": 2, "microbatches": 2, "zero": 1, "schedule": "zero_bubble_lockstep"},
 ]
 
 

@@ -27,7 +27,7 @@ DECODER = {
     "zero": (0, 1, 2, 3),
     "sequence": (False, True),
     "remat": ("none", "gathers", "attention", "products", "block", "stage"),
-    "schedule": ("one_f_one_b", "gpipe", "zero_bubble"),
+    "schedule": ("one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep"),
     "split_sends": (False, True),
 }
 WIDER = DECODER | {"context": (1, 2), "replica": (1, 2), "remat": ("none", "block"), "split_sends": (False,)}
@@ -49,7 +49,7 @@ def fits(kind, fields):
         layout.check(**(OWN if config is None else config.sizes | {"batch": bisected_run.BATCH}))
     except ValueError:
         return False
-    return layout.devices in (2, 4, 8) and not (layout.chunks > 1 and layout.schedule != "one_f_one_b")
+    return layout.devices in (2, 4, 8) and not (layout.chunks > 1 and layout.schedule != "one_f_one_b_lockstep")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import functools
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -30,22 +31,23 @@ from parallax.schedule import (
     LANES,
     Job,
     Schedule,
-    as_soon_as_can_be,
-    in_order,
-    looped,
-    one_f_one_b_in_turns,
-    there_and_back,
-    zero_bubble_in_turns,
+    from_orders,
+    greedy,
+    looped_placement,
+    one_f_one_b,
+    v_placement,
+    zero_bubble,
 )
 
-MAKERS = [one_f_one_b_in_turns, zero_bubble_in_turns]
+ROOT = Path(__file__).parents[1]
+MAKERS = [one_f_one_b, zero_bubble]
 LLAMA = llama.Config(layers=4, heads=4, groups=2, width=16, hidden=24, context=8, vocabulary=30, vocabulary_multiple=8)
 no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
 
 
 def in_turns(stages, microbatches, chunks=1):
     """Any number of chunks, one behind another around the ring, with no more in flight than it takes."""
-    return as_soon_as_can_be(looped(stages, chunks), microbatches, [stages * chunks] * stages)
+    return greedy(looped_placement(stages, chunks), microbatches, [stages * chunks] * stages)
 
 
 @st.composite
@@ -69,7 +71,7 @@ def tables(draw, stages, microbatches, chunks, loops=False):
         waiting.remove(job)
         done[job] = True
         orders[homes[job.place]].append(job)
-    return functools.partial(in_order, orders, places)
+    return functools.partial(from_orders, orders, places)
 
 
 @given(data=st.data(), P_=st.integers(1, 5), M=st.integers(1, 4), v=st.integers(1, 3))
@@ -111,10 +113,10 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
 @pytest.mark.parametrize(("P_", "M"), [(1, 1), (2, 5), (4, 8), (8, 24), (8, 3)])
 def test_as_many_in_flight_as_stages(P_, M):
     """1F1B holds P - s microbatches on stage s, and both take the time that the issue's formula says."""
-    table, zero = one_f_one_b_in_turns(P_, M), zero_bubble_in_turns(P_, M)
+    table, zero = one_f_one_b(P_, M), zero_bubble(P_, M)
     assert table.in_flight.tolist() == [min(P_ - s, M) for s in range(P_)]
     assert table.slot_count == min(P_, M)
-    assert table.handed_count == 1
+    assert table.deferred_count == 1
     assert zero.slot_count <= P_
     assert zero.makespan() <= table.makespan()
     if M >= P_:
@@ -124,13 +126,13 @@ def test_as_many_in_flight_as_stages(P_, M):
 
 def test_the_times_of_the_issue():
     """P 8, M 24, F = I = W = 1, of an ideal 72: 81 with P in flight, 79 with 2P - 1, and 75.5 in the shape of a V."""
-    assert zero_bubble_in_turns(8, 24).makespan() == 81
-    assert zero_bubble_in_turns(8, 24, in_flight=15).makespan() == 79
-    assert as_soon_as_can_be(there_and_back(8), 24, [16] * 8).makespan() == 75.5
+    assert zero_bubble(8, 24).makespan() == 81
+    assert zero_bubble(8, 24, in_flight=15).makespan() == 79
+    assert greedy(v_placement(8), 24, [16] * 8).makespan() == 75.5
 
 
 def test_a_tick_takes_as_long_as_its_dearest_job_and_an_exchange():
-    table = one_f_one_b_in_turns(2, 1)  # F, F, I, I and W, W
+    table = one_f_one_b(2, 1)  # F, F, I, I and W, W
     assert table.ticks == 5
     assert table.makespan(1, 4, 2, hop=0.5) == 1 + 1 + 4 + 4 + 2 + 5 * 0.5
     spans = table.lockstep(1, 4, 2, hop=0.5)
@@ -146,7 +148,7 @@ def test_small(make):
 @pytest.mark.sweep(4, "branching")
 def test_garbage_never_leaks():
     """Stages that rest have zeros, of which this model makes 0 / 0; none of it is in any sum."""
-    lockstep.check(lockstep.fragile, zero_bubble_in_turns(2, 3))
+    lockstep.check(lockstep.fragile, zero_bubble(2, 3))
 
 
 @st.composite
@@ -182,20 +184,20 @@ def test_much_at_once_is_as_on_one_device():
 
 def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
     """A small model whose chunks are at the places of a table, and the same on one device, in the order of the model."""
-    enter, stage, head = lockstep.functions(lockstep.perceptrons)
+    embed, stage, head = lockstep.functions(lockstep.perceptrons)
     stages, v = table.stages, table.chunks
     params, batch = lockstep.model(lockstep.perceptrons, v, 2 * v * stages, seed), lockstep.batch_of(2 * table.microbatches, seed)
     specs = lockstep.Model(P(), P(None, "stage"), P())
     out = P() if arrow is pipeline.value else (P(), specs)
     run = mesh.spmd(
-        arrow(enter, stage, head, table, "stage"), mesh=lockstep.on(1, stages, 1), in_specs=(specs, P()), out_specs=out
+        arrow(embed, stage, head, table, "stage"), mesh=lockstep.on(1, stages, 1), in_specs=(specs, P()), out_specs=out
     )
-    own = eqx.tree_at(lambda p: p.blocks, params, pipeline.arranged(params.blocks, table.placed))
+    own = eqx.tree_at(lambda p: p.blocks, params, pipeline.to_placement(params.blocks, table.placed))
     found = eqx.filter_jit(run)(own, batch)
-    plain = one_device(enter, stage, head, v * stages)
+    plain = one_device(embed, stage, head, v * stages)
     if arrow is pipeline.value:
         return found, plain(params, batch)
-    back = eqx.tree_at(lambda p: p.blocks, found[1], pipeline.in_model_order(found[1].blocks, table.placed))
+    back = eqx.tree_at(lambda p: p.blocks, found[1], pipeline.from_placement(found[1].blocks, table.placed))
     return (found[0], back), eqx.filter_value_and_grad(plain)(params, batch)
 
 
@@ -203,16 +205,37 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_chunks_may_be_in_the_shape_of_a_v(arrow):
     """The last place is on stage 0, and its neighbour is on its own stage."""
-    found, expected = anywhere(as_soon_as_can_be(there_and_back(2), 3, [4, 4]), arrow)
+    found, expected = anywhere(greedy(v_placement(2), 3, [4, 4]), arrow)
     assert_close(found, expected, EXACT)
+
+
+def test_the_schedule_of_the_contributors_page_is_as_one_device():
+    """The maker in CONTRIBUTING.md, as it stands there: at most 25 lines, and every gradient is right."""
+    (maker,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert len(maker.splitlines()) <= 25
+    names = {}
+    exec(maker, names)
+    table = names["breadth_first"](2, 3, 2)
+    first = [(job.lane, job.place, job.microbatch) for job in jobs_of(table, 0)][:6]
+    assert first == [("forward", place, m) for place in (0, 2) for m in range(3)]
+    found, expected = anywhere(table)
+    assert_close(found, expected, EXACT)
+
+
+def jobs_of(table, stage):
+    """A stage's jobs in their order."""
+    for lane, job in zip(table.kinds[:, stage], table.jobs[:, stage], strict=True):
+        if lane:
+            microbatch, chunk = divmod(int(job), table.chunks)
+            yield Job(LANES[lane - 1], microbatch, int(table.placed[chunk, stage]))
 
 
 def test_auxiliary_values_are_in_order():
     """Each chunk returns its place, in a pipeline in the shape of a V."""
-    table = as_soon_as_can_be(there_and_back(2), 3, [4, 4])
+    table = greedy(v_placement(2), 3, [4, 4])
     stage = lambda params, x, part, position: pipeline.Output(x + params["blocks"][0, 0], aux=position.astype(FLOAT64))
     head = lambda params, x, part: jnp.mean(x)
-    arrow = pipeline.value(lambda params, part: part, stage, head, table, "stage", where=lambda params: params["blocks"])
+    arrow = pipeline.value(lambda params, part: part, stage, head, table, "stage", blocks=lambda params: params["blocks"])
     specs, world = {"blocks": P(None, "stage")}, lockstep.on(1, 2, 1)
     run = jax.jit(mesh.spmd(arrow, mesh=world, in_specs=(specs, P()), out_specs=(P(), P())))
     loss, aux = run({"blocks": jnp.ones((2, 2, 1), FLOAT64)}, jnp.zeros((6, 3), FLOAT64))
@@ -265,7 +288,7 @@ def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, da
     back = form["from_disk"](disk)
     jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(state, mesh.is_array) for state in (back, held)))
     if not uneven:
-        elsewhere = looped(placement.shape[1], placement.shape[0])
+        elsewhere = looped_placement(placement.shape[1], placement.shape[0])
         moved = pipeline.stored(lambda model: model["blocks"], elsewhere)["from_disk"](disk)
         np.testing.assert_array_equal(moved.model["blocks"]["w"], on_stages(layers["w"], elsewhere))
 
@@ -274,8 +297,8 @@ def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, da
 def test_what_is_no_placement_is_refused(placement):
     for name, refused in (
         ("stored", lambda: pipeline.stored(lambda model: model, placement)),
-        ("arranged", lambda: pipeline.arranged(jnp.ones((1, 2)), placement)),
-        ("own_chunks", lambda: pipeline.own_chunks(jnp.ones(2), (), placement)),
+        ("to_placement", lambda: pipeline.to_placement(jnp.ones((1, 2)), placement)),
+        ("local_chunks", lambda: pipeline.local_chunks(jnp.ones(2), (), placement)),
     ):
         with pytest.raises(ValueError, match=rf"pipeline\.{name}: a placement is \[chunks, stages\]"):
             refused()
@@ -285,7 +308,7 @@ def test_what_is_no_placement_is_refused(placement):
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
-    """`unsplit` with the placement: loss, gradients and auxiliary values of each place; `own_chunks` has a stage's own."""
+    """`unpipelined` with the placement: loss, gradients and auxiliary values of each place; `local_chunks` has a stage's own."""
     table = data.draw(tables(data.draw(st.integers(2, 4)), 2, data.draw(st.integers(1, 2))))()
     v, stages = table.placed.shape
 
@@ -294,11 +317,11 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
         return pipeline.Output(y, loss=jnp.mean(y), aux=(position.astype(FLOAT64), jnp.sum(params["blocks"]["w"])))
 
     functions = lambda params, part: part, stage, lambda params, x, part: jnp.mean(x * x)
-    grad = pipeline.value_and_grad(*functions, table, "stage", where=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(*functions, table, "stage", blocks=lambda params: params["blocks"])
 
     def both(params, batch):
         (loss, aux), gradients = grad(params, batch)
-        return loss, aux.stages, gradients, pipeline.own_chunks(aux.stages, "stage", table.placed)
+        return loss, aux.stages, gradients, pipeline.local_chunks(aux.stages, "stage", table.placed)
 
     params = {"blocks": {"w": jax.random.normal(jax.random.key(seed), (v, stages, 3, 3), FLOAT64)}}
     batch = jax.random.normal(jax.random.key(seed + 1), (4, 3), FLOAT64)
@@ -311,7 +334,7 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
         out_specs=(P(), of_stages, specs, (P("stage"), P("stage"))),
     )
     loss, aux, gradients, own = jax.jit(run)(params, batch)
-    plain = pipeline.unsplit(*functions, where=lambda params: params["blocks"], placement=table.placed)
+    plain = pipeline.unpipelined(*functions, blocks=lambda params: params["blocks"], placement=table.placed)
     (expected, told), of_plain = jax.value_and_grad(plain, has_aux=True)(params, batch)
     assert_close((loss, aux, gradients), (expected, told.stages, of_plain), EXACT)
     np.testing.assert_array_equal(np.reshape(own[0], (stages, v)), table.placed.T)  # each chunk told its place
@@ -327,9 +350,9 @@ def test_a_schedule_without_a_job_is_refused(ticks, stages):
 
 def refused(stage, table, match, beside=(1, 2)):
     """A stage that some devices cannot run alone."""
-    enter, _, head = lockstep.functions(lockstep.pairs)
+    embed, _, head = lockstep.functions(lockstep.pairs)
     specs, over = lockstep.Model(P(), P(None, "stage"), P()), lockstep.on(beside[0], table.stages, beside[1])
-    arrow = pipeline.value_and_grad(enter, stage, head, table, "stage")
+    arrow = pipeline.value_and_grad(embed, stage, head, table, "stage")
     run = mesh.spmd(arrow, mesh=over, in_specs=(specs, P()), out_specs=P())
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, lockstep.model(lockstep.pairs, 1, 4), lockstep.batch_of(8))
@@ -337,7 +360,7 @@ def refused(stage, table, match, beside=(1, 2)):
 
 def test_what_all_devices_must_run_at_once_is_refused():
     """Rings inside a stage, by any wrapping, and sums over the stages; each with its line."""
-    table = one_f_one_b_in_turns(4, 4)
+    table = one_f_one_b(4, 4)
     along = lambda move: lambda params, x, part, position: x + jax.checkpoint(lambda x: lax.scan(move, x, None, length=2)[0])(x)
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
@@ -378,7 +401,7 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
         }[move]()
 
     kind = lockstep.Kind(lockstep.pair_weights, layer)
-    lockstep.check(kind, zero_bubble_in_turns(2, 3), beside=(1, 2))
+    lockstep.check(kind, zero_bubble(2, 3), beside=(1, 2))
 
 
 def inside(name):
@@ -388,7 +411,7 @@ def inside(name):
 
 @pytest.mark.sweep(2)
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_in_turns", "one_f_one_b_in_turns"])
+@pytest.mark.parametrize("schedule", ["zero_bubble_lockstep", "zero_bubble", "one_f_one_b"])
 @pytest.mark.parametrize("kind", [gpt2, llama])
 def test_models_train_as_on_one_device(kind, schedule):
     """Five steps of AdamW; the vocabulary is shared out over stage and tensor."""
@@ -406,7 +429,7 @@ def program(table, rows=32, layers=2, width=16):
 
 def lowered(table, rows=32, layers=2, width=16):
     """The same before it is compiled."""
-    grad = pipeline.value_and_grad(*scanned(), table, "stage", where=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
     world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
@@ -415,7 +438,7 @@ def lowered(table, rows=32, layers=2, width=16):
 
 
 def test_there_is_no_conditional_and_a_message_each_way_a_tick():
-    table = one_f_one_b_in_turns(4, 8)
+    table = one_f_one_b(4, 8)
     text = program(table).as_text()
     assert not re.search(r"\bconditional\(", text)
     sent = re.findall(r" collective-permute(?:-start)?\(", text)
@@ -444,7 +467,7 @@ def test_the_program_is_the_table(make):
     (ticks,), jobs = loops(program(table))
     assert ticks == table.ticks
     each = Fraction(table.microbatches, table.ticks)  # of each kind of job, on each stage
-    assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(("enter", "head", *LANES), each)
+    assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(("embed", "head", *LANES), each)
     # Which job is whose in a tick stands in the program as a constant, and the dearest of them are the fold over the table.
     for lane in LANES:
         assert table.lanes[lane].astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
@@ -457,7 +480,7 @@ def test_the_program_is_the_table(make):
 def of_a_stage(table, rows=32, layers=2, width=16):
     """The operations of F, I and W as the stage's jaxpr has them."""
     world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
-    count = pipeline.counted(*scanned(), table, "stage", where=lambda params: params["blocks"])
+    count = pipeline.counted(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
     return count({"blocks": blocks}, batch, mesh=world, in_specs=(specs, P()))
@@ -466,7 +489,7 @@ def of_a_stage(table, rows=32, layers=2, width=16):
 @pytest.mark.parametrize("placed", ["one behind another", "V"])
 def test_the_jobs_that_ran_are_those_of_the_table(placed):
     """Each stage tells its F, I and W as they run: its column of the table, in order."""
-    table = as_soon_as_can_be(there_and_back(2), 2, [4, 4]) if placed == "V" else zero_bubble_in_turns(2, 3)
+    table = greedy(v_placement(2), 2, [4, 4]) if placed == "V" else zero_bubble(2, 3)
     ran = [[] for _ in range(table.stages)]
 
     def told(lane):
@@ -490,8 +513,8 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
         x = telling(told("forward"), unseen)(x, where)
         return telling(unseen, told("backward"))(jnp.tanh(x @ w), where)
 
-    enter, head = lambda params, part: part["x"], lambda params, x, part: jnp.mean(x**2)
-    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=lambda params: params["blocks"])
+    embed, head = lambda params, part: part["x"], lambda params, x, part: jnp.mean(x**2)
+    grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=lambda params: params["blocks"])
     world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     batch = {"x": jnp.ones((table.microbatches, 3), FLOAT64), "number": jnp.arange(table.microbatches)}
@@ -503,12 +526,12 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
 
 
 def test_what_all_stages_run_runs_in_its_ticks_alone():
-    """The sums of the head, of enter and of its transpose over the stages: M times each, in more ticks than that together."""
-    table = one_f_one_b_in_turns(2, 3)
-    enter = lambda params, part: tensor.leave(part * params["scale"], "stage")
+    """The sums of the head, of embed and of its transpose over the stages: M times each, in more ticks than that together."""
+    table = one_f_one_b(2, 3)
+    embed = lambda params, part: tensor.leave(part * params["scale"], "stage")
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(pipeline.from_last(x, "stage") ** 2)
-    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=lambda params: params["blocks"])
     world, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"blocks": P(None, "stage"), "scale": P()}
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     params = {"blocks": jnp.ones((1, 2, 4, 4), FLOAT64), "scale": jnp.ones((), FLOAT64)}
@@ -519,10 +542,10 @@ def test_what_all_stages_run_runs_in_its_ticks_alone():
 
 def scanned():
     """A pipeline of scanned layers."""
-    enter, head = lambda params, part: part, lambda params, x, part: jnp.mean(x**2)
+    embed, head = lambda params, part: part, lambda params, x, part: jnp.mean(x**2)
     layer = lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) * x), None)
     stage = lambda params, x, part, position: lax.scan(layer, x, params["blocks"])[0]
-    return enter, stage, head
+    return embed, stage, head
 
 
 def slot_bytes(table, rows=32, layers=2, width=16):
@@ -531,7 +554,7 @@ def slot_bytes(table, rows=32, layers=2, width=16):
 
     def traced(params, batch):
         functions = Functions(*scanned(), lambda params: params["blocks"], lambda leaf: True)
-        jobs = Jobs(functions, table, Axis("stage"), params, batch, save=pipeline.residuals, send=pipeline.WHOLE, in_halves=True)
+        jobs = Jobs(functions, table, Axis("stage"), params, batch, save=pipeline.residuals, send=pipeline.whole, in_halves=True)
         sizes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         kinds = jobs.saved, jobs.handed, jobs.x
         found[:] = [sizes(kind) for kind in kinds]
@@ -542,20 +565,20 @@ def slot_bytes(table, rows=32, layers=2, width=16):
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
     jax.eval_shape(mesh.spmd(traced, mesh=world, in_specs=(specs, P()), out_specs=()), {"blocks": blocks}, batch)
     kept, handed, x = found
-    return table.slot_count * kept + table.handed_count * handed + (table.arrival_count + 1) * x
+    return table.slot_count * kept + table.deferred_count * handed + (table.arrival_count + 1) * x
 
 
 def assert_memory_is_that_of_the_slots(table):
     """The slots, and what one tick's work takes, which is that of another table on as many stages: within 5 % in all."""
     taken = lambda table: program(table).memory_analysis().temp_size_in_bytes
-    plain = one_f_one_b_in_turns(table.stages, 4)
+    plain = one_f_one_b(table.stages, 4)
     work = taken(plain) - slot_bytes(plain)
     # The work differs by a slot's worth at most: what I or W reads of a slot XLA copies, or not.
     assert taken(table) == pytest.approx(slot_bytes(table) + work, rel=0.05)
 
 
 @pytest.mark.sweep(4, "branching")
-@pytest.mark.parametrize(("make", "M"), [(zero_bubble_in_turns, 8), (one_f_one_b_in_turns, 32)])
+@pytest.mark.parametrize(("make", "M"), [(zero_bubble, 8), (one_f_one_b, 32)])
 def test_memory_is_that_of_the_slots(make, M):
     """P microbatches for 1F1B, whatever M is."""
     table = make(4, M)
@@ -565,6 +588,6 @@ def test_memory_is_that_of_the_slots(make, M):
 
 @pytest.mark.long
 def test_memory_is_that_of_the_slots_of_other_tables():
-    assert_memory_is_that_of_the_slots(zero_bubble_in_turns(4, 8, in_flight=7))
-    assert_memory_is_that_of_the_slots(as_soon_as_can_be(looped(4), 8, [8] * 4))
-    assert_memory_is_that_of_the_slots(as_soon_as_can_be(there_and_back(4), 8, [8] * 4))
+    assert_memory_is_that_of_the_slots(zero_bubble(4, 8, in_flight=7))
+    assert_memory_is_that_of_the_slots(greedy(looped_placement(4), 8, [8] * 4))
+    assert_memory_is_that_of_the_slots(greedy(v_placement(4), 8, [8] * 4))

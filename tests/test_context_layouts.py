@@ -59,13 +59,13 @@ def test_a_context_axis_trains_as_one_device(text, kind):
         ("data=2,context=2,tensor=2,zero=3,remat=products", "llama", ring),
         ("data=2,context=2,stage=2,microbatches=2,zero=3,remat=block", "gpt2", ring),
         ("data=2,context=2,stage=2,microbatches=2,zero=2", "llama", xla),
-        ("context=2,stage=2,tensor=2,microbatches=4,sequence=True,schedule=zero_bubble", "gpt2", xla),
+        ("context=2,stage=2,tensor=2,microbatches=4,sequence=True,schedule=zero_bubble_lockstep", "gpt2", xla),
         ("context=2,stage=2,tensor=2,microbatches=2,remat=stage,split_sends=True", "llama", ring),
         ("context=4,tensor=2,sequence=True,zero=1,remat=attention", "gpt2", ring),
         ("context=8,zero=3", "llama", xla),
         ("data=2,context=2,stage=2,microbatches=2,chunks=2,zero=1", "gpt2", ring),
         ("context=2,stage=2,tensor=2,microbatches=2,chunks=2,sequence=True", "llama", xla),
-        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble,zero=1", "llama", ring),
+        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble_lockstep,zero=1", "llama", ring),
     ],
 )
 def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
@@ -82,9 +82,9 @@ ULYSSES, GATHERED = {"around": context.ulysses}, {"attend": context.blockwise, "
     [
         ("context=2,tensor=2,microbatches=2", ULYSSES, ring),
         ("context=2,tensor=2,microbatches=2", GATHERED, ring),
-        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble_in_turns", GATHERED, xla),
+        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble", GATHERED, xla),
     ],
-    ids=["ulysses", "gathered", "gathered, in turns"],
+    ids=["ulysses", "gathered", "gathered, per stage"],
 )
 def test_with_other_attention(text, compute, mover):
     check(Layout.parse(text), "llama", mover, **compute)
@@ -99,7 +99,9 @@ def test_with_other_attention(text, compute, mover):
     chunks=st.sampled_from([1, 2]),
     words=st.fixed_dictionaries(
         {name: st.sampled_from(validate.CHOICES[name]) for name in ("zero", "sequence", "remat", "split_sends")}
-        | {"schedule": st.sampled_from(["one_f_one_b", "gpipe", "zero_bubble"])}  # those in turns refuse a ring in a stage
+        | {
+            "schedule": st.sampled_from(["one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep"])
+        }  # those per stage refuse a ring in a stage
     ),
     kind=st.sampled_from(sorted(KINDS)),
 )
@@ -174,7 +176,7 @@ def test_gathered_weights_are_no_attention():
 
 
 def test_keys_do_not_go_round_where_stages_do_other_jobs():
-    layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble_in_turns")
+    layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble")
     message = "a stage's forward pass runs ppermute over 'context' (.*), which all devices must run at once"
     with pytest.raises(ValueError, match=message):
         lowered(llama.FAMILY, KINDS["llama"][1], layout)

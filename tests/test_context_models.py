@@ -74,7 +74,7 @@ def test_gradients_equal_one_device(layout, of):
     if "stage" in axes:
         model, rule = chunked(model), rules_of("tensor", stage="stage")
         stages = family.stages(config, ring("stage"), t, joins=joins, attend=family.FAMILY.attend)
-        grad = pipeline.value_and_grad(*stages, schedule.one_f_one_b(stages=2, microbatches=2), ring("stage"))
+        grad = pipeline.value_and_grad(*stages, schedule.one_f_one_b_lockstep(stages=2, microbatches=2), ring("stage"))
     else:
         rule = rules_of("tensor" if "tensor" in axes else ())
         grad = grads.accumulated(jax.value_and_grad(functools.partial(family.loss, axis=t, joins=joins)), microbatches=2)

@@ -157,7 +157,7 @@ def test_as_the_head_of_a_pipeline(mover):
 
     enter = lambda params, part: part[0]
     stage = lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b(P_, M), axis)
+    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b_lockstep(P_, M), axis)
     specs = Stages(P("stage"), P(None, "stage"))
     run = mesh.spmd(grad, mesh=mesh.make(stage=P_, devices=jax.devices()[:P_]), in_specs=(specs, P()), out_specs=(P(), specs))
 

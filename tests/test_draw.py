@@ -10,19 +10,19 @@ import xml.etree.ElementTree
 import pytest
 
 from parallax import context, draw
-from parallax.schedule import Schedule, gpipe, one_f_one_b, zero_bubble
+from parallax.schedule import Schedule, gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
 SCHEDULES = {
     "gpipe": gpipe(4, 8),
-    "1f1b": one_f_one_b(4, 8),
-    "interleaved": one_f_one_b(4, 8, chunks=2),
-    "zero bubble": zero_bubble(4, 8, chunks=2),
-    "one stage": one_f_one_b(1, 1),
+    "1f1b": one_f_one_b_lockstep(4, 8),
+    "interleaved": one_f_one_b_lockstep(4, 8, chunks=2),
+    "zero bubble": zero_bubble_lockstep(4, 8, chunks=2),
+    "one stage": one_f_one_b_lockstep(1, 1),
 }
 
 
 def test_text_to_read():
-    assert draw.text(one_f_one_b(2, 3)).splitlines() == [
+    assert draw.text(one_f_one_b_lockstep(2, 3)).splitlines() == [
         "tick       0  1  2  3  4",
         "runs       F FB FB FB  B",
         "stage 0 F  0  1  2  .  .",
@@ -33,7 +33,7 @@ def test_text_to_read():
 
 
 def test_text_of_chunks_and_of_a_weight_lane():
-    lines = draw.text(zero_bubble(2, 2, chunks=2)).splitlines()
+    lines = draw.text(zero_bubble_lockstep(2, 2, chunks=2)).splitlines()
     assert lines[1].split() == ["runs", "F", "F", "F", "FI", "FIW", "IW", "IW", "IW"]
     assert lines[3] == "stage 0 I   .   .   .   . 0.1 1.1 0.0 1.0"
     assert lines[4] == "stage 0 W   .   .   .   . 0.1 1.1 0.0 1.0"
@@ -53,7 +53,7 @@ def test_text_holds_every_job_once_a_lane_and_stage(name):
 def test_summary():
     told = "4 stages x 2 chunks, 8 microbatches: time 28.5, bubble 4.5 (16%), at most 5.5 microbatches in flight"
     assert draw.summary(SCHEDULES["interleaved"]) == told
-    assert draw.summary(one_f_one_b(4, 16), 0, 0).startswith("4 stages, 16 microbatches: time 0, bubble 0, at most 7")
+    assert draw.summary(one_f_one_b_lockstep(4, 16), 0, 0).startswith("4 stages, 16 microbatches: time 0, bubble 0, at most 7")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -64,7 +64,7 @@ def test_microbatches_in_flight_are_at_most_those_that_the_tables_count(name):
 
 def test_microbatches_in_flight_over_time_by_hand(tmp_path):
     """Each microbatch is held from the start of its F to the end of its B, so the mean follows from these alone."""
-    schedule = one_f_one_b(2, 2)
+    schedule = one_f_one_b_lockstep(2, 2)
     spans = [(span.stage, span.lane, span.start, span.stop) for span in schedule.lockstep()]
     for stage, line in enumerate(draw.in_flight(schedule, tmp_path / "held.svg").splitlines()[1:]):
         starts, stops = ([at[i] for at in spans if at[:2] == (stage, lane)] for lane, i in (("forward", 2), ("backward", 3)))
@@ -75,7 +75,7 @@ def test_microbatches_in_flight_over_time_by_hand(tmp_path):
 
 def test_a_cost_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"needs costs above 0; got 0, 2 and 1. Give each job its time"):
-        draw.in_flight(one_f_one_b(2, 2), forward=0)
+        draw.in_flight(one_f_one_b_lockstep(2, 2), forward=0)
 
 
 def svg_text(path):
@@ -104,7 +104,7 @@ def test_timeline(tmp_path, name):
 
 
 def test_narrow_boxes_have_no_label(tmp_path):
-    draw.timeline(one_f_one_b(2, 64), tmp_path / "a.svg", forward=0.1)
+    draw.timeline(one_f_one_b_lockstep(2, 64), tmp_path / "a.svg", forward=0.1)
     assert svg_text(tmp_path / "a.svg").count("63") == 2  # the backward boxes alone
 
 
@@ -112,7 +112,7 @@ def test_timeline_of_another_run(tmp_path):
     draw.timeline(SCHEDULES["zero bubble"], tmp_path / "a.svg", backward=1, run=Schedule.asynchronous)
     assert any("drawn here: time 25.5, bubble 1.5)" in word for word in svg_text(tmp_path / "a.svg"))
     late = functools.partial(Schedule.asynchronous, hop=1)
-    draw.timeline(one_f_one_b(2, 1), tmp_path / "b.svg", run=late)
+    draw.timeline(one_f_one_b_lockstep(2, 1), tmp_path / "b.svg", run=late)
     assert any("drawn here: time 8, bubble 5)" in word for word in svg_text(tmp_path / "b.svg"))
 
 

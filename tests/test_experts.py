@@ -256,7 +256,7 @@ def prepared(case):
     trainable = mixtures.trained(eqx.filter_eval_shape(make_model))
     world = mesh.make(**case.sizes, devices=jax.devices()[: math.prod(case.sizes.values())])
     if stages := case.sizes.get("stage"):
-        table = schedule.one_f_one_b(stages, case.microbatches, case.chunks)
+        table = schedule.one_f_one_b_lockstep(stages, case.microbatches, case.chunks)
         options = {"where": where, "trainable": trainable}
         grad = pipeline.value_and_grad(mixtures.enter, own, mixtures.head, table, mover("stage"), **options)
         after = functools.partial(after, axis="stage", placement=table.placed)

@@ -27,7 +27,7 @@ LAYOUTS = [
     Layout(data=4, stage=2, microbatches=2, chunks=2, zero=2, remat="stage"),
     Layout(data=2, stage=4, microbatches=2, zero=1, schedule="gpipe"),
     Layout(stage=4, tensor=2, microbatches=4, split_sends=True),
-    Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, sequence=True, remat="attention", schedule="zero_bubble"),
+    Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, sequence=True, remat="attention", schedule="zero_bubble_lockstep"),
     Layout(data=2, tensor=2, stage=2, microbatches=2, sequence=True, remat="gathers"),
 ]
 
@@ -132,9 +132,9 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
 @pytest.mark.sweep(30, "steps")
 def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
     """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3 goes on without stages."""
-    first = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble_in_turns")
+    first = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble")
     second = Layout(data=4, zero=3)
-    table = schedule.as_soon_as_can_be(schedule.there_and_back(2), 2, [4, 4])
+    table = schedule.greedy(schedule.v_placement(2), 2, [4, 4])
     models, losses = alone(3)
     made = prepared(first, schedule=table)
     state, found = trained(first, made.init(), made.train, range(2))

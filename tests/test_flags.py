@@ -34,7 +34,7 @@ def example():
 def usual(example, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Four score and seven years ago our fathers brought forth. " * 400)
     monkeypatch.chdir(tmp_path)
-    schedule.to_csv(schedule.one_f_one_b(2, 4), "two_stages.csv")
+    schedule.to_csv(schedule.one_f_one_b_lockstep(2, 4), "two_stages.csv")
     return example.settings.Settings(text=tmp_path / "text.txt", steps=6, evaluate_tokens=512)
 
 
@@ -111,7 +111,7 @@ LAYOUTS = {
     "sequence": [False, True],
     "split_sends": [False, True],
     "remat": ["none", "gathers", "block", "stage"],
-    "schedule": ["gpipe", "one_f_one_b", "interleaved", "pipedream", "two_stages.csv"],
+    "schedule": ["gpipe", "one_f_one_b_lockstep", "interleaved", "pipedream", "two_stages.csv"],
     "fingerprint_every": [0, 0, 10],
 }
 
@@ -206,7 +206,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132)."),
         (
             "--schedule pipedram",
-            "--schedule must be one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns, interleaved or a "
+            "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble, interleaved or a "
             "file that ends in .csv; got pipedram. Take --schedule gpipe.",
         ),
         ("--zero 1 --data 1 --devices 1", "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0."),
@@ -244,10 +244,10 @@ def test_what_is_sent_is_said_by_axis(example):
 @pytest.mark.parametrize(
     ("make", "tensor", "asked", "said"),
     [
-        (schedule.one_f_one_b, 2, "ring", "ring"),
-        (schedule.one_f_one_b_in_turns, 1, "ring", "ring"),
-        (schedule.one_f_one_b_in_turns, 2, "ring", "ring (psum over tensor)"),
-        (schedule.one_f_one_b_in_turns, 2, "psum", "psum"),
+        (schedule.one_f_one_b_lockstep, 2, "ring", "ring"),
+        (schedule.one_f_one_b, 1, "ring", "ring"),
+        (schedule.one_f_one_b, 2, "ring", "ring (psum over tensor)"),
+        (schedule.one_f_one_b, 2, "psum", "psum"),
     ],
 )
 def test_it_is_said_who_moves_data(example, make, tensor, asked, said):

@@ -9,7 +9,7 @@ from reference import EXACT, assert_close
 from test_branching import anywhere, assert_memory_is_that_of_the_slots
 
 from parallax import draw
-from parallax.schedule import from_csv, one_f_one_b_in_turns, there_and_back, to_csv
+from parallax.schedule import from_csv, one_f_one_b, to_csv, v_placement
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "schedules").glob("*.csv"))}
 IN_FLIGHT = {  # the tables' own numbers, and the ticks in which all of it runs
@@ -57,7 +57,7 @@ def test_tables_of_torch_load_and_are_drawn(name, tmp_path):
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (8, 16)])
 def test_torchs_1f1b_is_ours(P, M):
     """Its last rank's forwards are numbered from 1."""
-    table, ours = from_csv(FILES[f"1f1b_{P}_{M}"]), one_f_one_b_in_turns(P, M)
+    table, ours = from_csv(FILES[f"1f1b_{P}_{M}"]), one_f_one_b(P, M)
     for lane in table.lanes:
         np.testing.assert_array_equal(table.lanes[lane], ours.lanes[lane])
 
@@ -65,7 +65,7 @@ def test_torchs_1f1b_is_ours(P, M):
 def test_a_v_is_a_v():
     for P, M in ((2, 4), (4, 8), (8, 16)):
         for name in ("zbv", "dualpipev"):
-            np.testing.assert_array_equal(from_csv(FILES[f"{name}_{P}_{M}"]).placed, there_and_back(P))
+            np.testing.assert_array_equal(from_csv(FILES[f"{name}_{P}_{M}"]).placed, v_placement(P))
 
 
 @pytest.mark.sweep(7)
@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "a long row": (
         f"0F0,{'x' * 9866}\n1F0\n",
-        f"row 1, cell 2: '{'x' * 40}... (9866 characters)' is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+        f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
     ),
     "a deadlock": (
         "0B0,0F0\n1F0,1B0\n",
@@ -130,18 +130,14 @@ REFUSED = {
         "without a gap, each on one stage.",
     ),
     "no job": ("tick,stage 0\n0,\n", "All stages need as many places of the model; got 0."),
-    "B in a tick": (
-        "tick,stage 0\n0,0F0\n1,0B0\n",
-        "line 3, stage 0: a tick has room for one job. Write I and W in two ticks for B.",
-    ),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
-        "tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. Move it to tick 1 "
-        "or later.",
+        "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. Move it "
+        "to tick 1 or later.",
     ),
     "twice": (
         "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",
-        "tick 1, stage 0: forward of microbatch 0 has already run in tick 0. Keep one.",
+        "line 3: tick 1, stage 0: forward of microbatch 0 has already run in tick 0. Keep one.",
     ),
     "a tick left out": ("tick,stage 0\n0,0F0\n2,0I0\n", "line 3: needs tick 1 and 2 cells, got '2,0I0'."),
 }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallax import mesh, validate
 from parallax.layout import Layout
 from parallax.models import recipe
-from parallax.schedule import gpipe, one_f_one_b, zero_bubble
+from parallax.schedule import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48, "experts": 12}
 FIELDS = {field.name: field.default for field in dataclasses.fields(Layout)}
@@ -70,10 +70,10 @@ def test_groups_are_those_of_the_mesh(layout):
 def test_the_schedule_is_a_table():
     same = lambda a, b: [x.tolist() for x in a.lanes.values()] == [x.tolist() for x in b.lanes.values()]
     table = lambda **fields: recipe.schedule_of(Layout(**fields), recipe.Compute())
-    assert same(table(stage=4, microbatches=8), one_f_one_b(4, 8))
-    assert same(table(stage=4, microbatches=8, chunks=2), one_f_one_b(4, 8, 2))
+    assert same(table(stage=4, microbatches=8), one_f_one_b_lockstep(4, 8))
+    assert same(table(stage=4, microbatches=8, chunks=2), one_f_one_b_lockstep(4, 8, 2))
     assert same(table(stage=4, microbatches=8, schedule="gpipe"), gpipe(4, 8))
-    assert same(table(stage=4, microbatches=8, chunks=2, schedule="zero_bubble"), zero_bubble(4, 8, 2))
+    assert same(table(stage=4, microbatches=8, chunks=2, schedule="zero_bubble_lockstep"), zero_bubble_lockstep(4, 8, 2))
     assert table(microbatches=3).stages == 1
 
 
@@ -94,8 +94,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"schedule": "1f1b"},
-            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns; got "
-            "'1f1b'. Take schedule='one_f_one_b'.",
+            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble; got "
+            "'1f1b'. Take schedule='one_f_one_b_lockstep'.",
         ),
         ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 (or data=2)."),
         (
@@ -123,11 +123,12 @@ def test_the_schedule_is_a_table():
         ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
         (
             {"schedule": "gpipe"},
-            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take schedule='one_f_one_b' (or stage=2).",
+            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take "
+            "schedule='one_f_one_b_lockstep' (or stage=2).",
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
-            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule='one_f_one_b'.",
+            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule='one_f_one_b_lockstep'.",
         ),
         (
             {"data": 6, "processes": 4},
@@ -145,8 +146,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"schedule": "{x}"},
-            "Layout needs schedule to be one of one_f_one_b, gpipe, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns; got "
-            "'{x}'. Take schedule='one_f_one_b'.",
+            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble; got "
+            "'{x}'. Take schedule='one_f_one_b_lockstep'.",
         ),
         ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
         (
@@ -276,8 +277,8 @@ def wrong(fields, sizes) -> bool:
         return True
     pipelined = f["stage"] > 1
     idle = (
-        (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b") and not pipelined,
-        f["schedule"] in ("gpipe", "one_f_one_b_in_turns") and f["chunks"] > 1,
+        (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b_lockstep") and not pipelined,
+        f["schedule"] in ("gpipe", "one_f_one_b") and f["chunks"] > 1,
         f["zero"] > 0 and f["data"] * f["context"] == 1,
         f["replica"] > 1 and f["zero"] == 0,
         f["sequence"] and f["tensor"] == 1,

@@ -415,8 +415,8 @@ MORE_LAYOUTS = [
     Layout(data=4, stage=2, microbatches=4, chunks=2, zero=2),
     Layout(data=2, stage=2, tensor=2, microbatches=2, zero=3, sequence=True, precision="bfloat16", remat="block"),
     Layout(data=2, stage=4, microbatches=4, zero=1, remat="stage"),
-    Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="zero_bubble"),
-    Layout(data=2, stage=4, microbatches=4, schedule="zero_bubble_in_turns"),
+    Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="zero_bubble_lockstep"),
+    Layout(data=2, stage=4, microbatches=4, schedule="zero_bubble"),
 ]
 
 

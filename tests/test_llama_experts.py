@@ -31,7 +31,7 @@ LAYOUTS = [
     Layout(data=2, expert=2, tensor=2, zero=1, sequence=True),
     Layout(data=2, expert=2, stage=2, zero=2, microbatches=2, chunks=2),
     Layout(data=2, expert=2, context=2, zero=2, remat="block"),
-    Layout(expert=2, stage=2, tensor=2, microbatches=2, schedule="zero_bubble"),
+    Layout(expert=2, stage=2, tensor=2, microbatches=2, schedule="zero_bubble_lockstep"),
     Layout(expert=2, context=2, tensor=2, microbatches=2, sequence=True),
     Layout(expert=2, stage=2, context=2, microbatches=2),
     Layout(replica=2, data=2, expert=2, zero=3),

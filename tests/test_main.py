@@ -91,7 +91,7 @@ FIELDS = {
     "zero": [0, 1, 3, 4],
     "sequence": ["True", "yes"],
     "remat": ["none", "block", "blocks", "stage"],
-    "schedule": ["gpipe", "one_f_one_b", "zero_bubble", "1f1b"],
+    "schedule": ["gpipe", "one_f_one_b_lockstep", "zero_bubble_lockstep", "1f1b"],
     "processes": [1, 2, 3],
     "dta": ["2"],
     "precision": ["bf16"],

@@ -42,9 +42,9 @@ from parallax.schedule import (
     from_csv,
     gpipe,
     one_f_one_b,
-    one_f_one_b_in_turns,
+    one_f_one_b_lockstep,
     zero_bubble,
-    zero_bubble_in_turns,
+    zero_bubble_lockstep,
 )
 
 WIDTH = 8
@@ -106,7 +106,7 @@ fragile = Kind(pair_weights, lambda x, w, part, **parallel: picky(x + NOT_TAG * 
 
 
 def functions(kind, axis=()):
-    """`enter`, `stage` and `head` of a small model."""
+    """`embed`, `stage` and `head` of a small model."""
 
     def stage(params, x, part, position):
         arrays, static = eqx.partition(params.blocks, eqx.is_array)
@@ -114,9 +114,9 @@ def functions(kind, axis=()):
         x = lax.scan(lambda x, w: (layer(x, w), None), x, arrays)[0]
         return x * (1 + NOT_TAG * jnp.cos(position.astype(x.dtype)) / 9)  # each chunk must know its place
 
-    enter = lambda params, part: NOT_TAG * (part["x"] @ params.w_in) + (1 - NOT_TAG) * part["tag"][:, None]
+    embed = lambda params, part: NOT_TAG * (part["x"] @ params.w_in) + (1 - NOT_TAG) * part["tag"][:, None]
     head = lambda params, x, part: jnp.mean((kind.last(x, part) @ params.w_out - part["y"]) ** 2)
-    return enter, stage, head
+    return embed, stage, head
 
 
 def model(kind, chunks, layers, seed=0):
@@ -139,7 +139,7 @@ def on(data, stages, tensor):
 
 def pipelined(kind, table, data=1, tensor=1, *, remat=False, mover=xla):
     """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
-    grad = pipeline.value_and_grad(*functions(kind, mover("tensor")), table, mover("stage"), keep=KEEP[remat])
+    grad = pipeline.value_and_grad(*functions(kind, mover("tensor")), table, mover("stage"), save=KEEP[remat])
     grad = grads.averaged(grad, mover("data"))
     specs, mesh_ = Model(P(), kind.specs, P()), on(data, table.stages, tensor)
     return eqx.filter_jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs)))
@@ -189,7 +189,9 @@ def cases(draw, biggest=8):
     stages = draw(st.integers(1, biggest))
     chunks = draw(st.sampled_from([1, 1, 2, 3])) if stages > 1 else 1
     microbatches = draw(st.integers(1, 6))
-    tables = [st.just(functools.partial(make, stages, microbatches, chunks)) for make in (one_f_one_b, zero_bubble)]
+    tables = [
+        st.just(functools.partial(make, stages, microbatches, chunks)) for make in (one_f_one_b_lockstep, zero_bubble_lockstep)
+    ]
     tables += [by_hand(stages, microbatches, chunks)]
     tables += [st.just(functools.partial(gpipe, stages, microbatches))] if chunks == 1 else []
     beside = [(d, t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t * stages <= 8]
@@ -197,14 +199,14 @@ def cases(draw, biggest=8):
 
 
 CSV = """\
-tick,forward 0,forward 1,backward 0,backward 1
-0,0,,,
-1,1,0,,
-2,,1,,1
-3,2,,1,0
-4,,2,0,
-5,,,,2
-6,,,2,
+tick,stage 0,stage 1
+0,0F0,
+1,0F1,1F0
+2,,1F1 1B1
+3,0F2 0B1,1B0
+4,0B0,1F2
+5,,1B2
+6,0B2,
 """
 
 draws = given(
@@ -238,8 +240,13 @@ def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, re
 @pytest.mark.parametrize(
     ("table", "remat"),
     [
-        *[(one_f_one_b(4, 3), False), (one_f_one_b(4, 3), True), (one_f_one_b(2, 4, chunks=2), False), (gpipe(4, 3), True)],
-        *[(zero_bubble(4, 3), False), (zero_bubble(2, 4, chunks=2), True)],
+        *[
+            (one_f_one_b_lockstep(4, 3), False),
+            (one_f_one_b_lockstep(4, 3), True),
+            (one_f_one_b_lockstep(2, 4, chunks=2), False),
+            (gpipe(4, 3), True),
+        ],
+        *[(zero_bubble_lockstep(4, 3), False), (zero_bubble_lockstep(2, 4, chunks=2), True)],
     ],
 )
 def test_garbage_never_leaks(table, remat):
@@ -247,7 +254,7 @@ def test_garbage_never_leaks(table, remat):
     check(fragile, table, remat=remat)
 
 
-@pytest.mark.parametrize(("table", "beside"), [(one_f_one_b(4, 3), (2, 1)), (zero_bubble(2, 3), (1, 2))])
+@pytest.mark.parametrize(("table", "beside"), [(one_f_one_b_lockstep(4, 3), (2, 1)), (zero_bubble_lockstep(2, 3), (1, 2))])
 def test_slots_need_not_be_filled(table, beside, monkeypatch):
     """On accelerators what lies in a slot at first may be anything, such as not a number."""
     made = []
@@ -268,7 +275,7 @@ def test_the_naive_pipeline_computes_the_same(stages, microbatches):
     """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the clever one must equal."""
     params, batch = model(perceptrons, 1, stages), batch_of(2 * microbatches)
     loss, gradients = naive(perceptrons, stages, microbatches)(params, batch)
-    clever = pipelined(perceptrons, one_f_one_b(stages, microbatches))(params, batch)
+    clever = pipelined(perceptrons, one_f_one_b_lockstep(stages, microbatches))(params, batch)
     np.testing.assert_allclose(clever[0], loss, rtol=EXACT)
     assert_close(clever[1], gradients, EXACT)
 
@@ -280,17 +287,17 @@ def naive(kind, stages, microbatches):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("table", [one_f_one_b(4, 3), one_f_one_b(2, 4, chunks=3), gpipe(3, 2)])
+@pytest.mark.parametrize("table", [one_f_one_b_lockstep(4, 3), one_f_one_b_lockstep(2, 4, chunks=3), gpipe(3, 2)])
 def test_the_forward_lane_alone_is_the_loss(table):
     """`pipeline.value`: the same loss, and no exchange but one a tick."""
-    enter, stage, head = functions(perceptrons)
+    embed, stage, head = functions(perceptrons)
     params, batch = model(perceptrons, table.chunks, table.stages * table.chunks), batch_of(2 * table.microbatches)
-    value = pipeline.value(enter, stage, head, table, "stage")
+    value = pipeline.value(embed, stage, head, table, "stage")
     specs = (Model(P(), perceptrons.specs, P()), P())
     value = mesh.spmd(value, mesh=on(1, table.stages, 1), in_specs=specs, out_specs=P())
     arrays, static = eqx.partition(params, eqx.is_array)
     value_of = lambda arrays, batch: value(eqx.combine(arrays, static), batch)
-    plain = one_device(enter, stage, head, table.stages * table.chunks)(params, batch)
+    plain = one_device(embed, stage, head, table.stages * table.chunks)(params, batch)
     np.testing.assert_allclose(jax.jit(value_of)(arrays, batch), plain, rtol=EXACT)
     permutes = [op for op in hlo.collectives(value_of, arrays, batch) if op.kind == "collective-permute"]
     assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
@@ -299,7 +306,7 @@ def test_the_forward_lane_alone_is_the_loss(table):
 @pytest.mark.sweep(2, "pipeline")
 def test_five_steps_of_adamw():
     """A small model of one's own under `step.make`: interleaved, over data x stage x tensor."""
-    table, optimizer = one_f_one_b(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
+    table, optimizer = one_f_one_b_lockstep(2, 4, chunks=2), optax.adamw(1e-2, eps=1e-6)
     params = model(pairs, 2, 8)
     grad = pipeline.value_and_grad(*functions(pairs, "tensor"), table, "stage")
     grad = grads.averaged(grad, "data")
@@ -364,15 +371,15 @@ ROWS = 32  # of a microbatch, in the programs that are read
 @functools.cache
 def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, mover=xla):
     """A compiled pipeline; `layers` in each chunk."""
-    table = make(stages, microbatches) if make else one_f_one_b(stages, microbatches, chunks)
+    table = make(stages, microbatches) if make else one_f_one_b_lockstep(stages, microbatches, chunks)
     arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
-    grad = pipeline.value_and_grad(*functions(pairs), table, mover("stage"), keep=KEEP[remat])
+    grad = pipeline.value_and_grad(*functions(pairs), table, mover("stage"), save=KEEP[remat])
     mesh_, specs = mesh.make(stage=stages, devices=jax.devices()[:stages]), Model(P(), P(None, "stage"), P())
     return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"make": zero_bubble}])
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"make": zero_bubble_lockstep}])
 def test_memory_does_not_grow_with_the_microbatches(options):
     few, many = (program(M, **options).memory_analysis().temp_size_in_bytes for M in (8, 64))
     assert many == pytest.approx(few, rel=0.02)
@@ -393,11 +400,11 @@ def test_the_naive_pipelines_memory_grows_with_them():
 @pytest.mark.parametrize(
     ("table", "options"),
     [
-        (one_f_one_b(4, 8), {}),
-        (one_f_one_b(4, 8), {"remat": True}),
-        (one_f_one_b(4, 8, chunks=2), {"chunks": 2}),
+        (one_f_one_b_lockstep(4, 8), {}),
+        (one_f_one_b_lockstep(4, 8), {"remat": True}),
+        (one_f_one_b_lockstep(4, 8, chunks=2), {"chunks": 2}),
         (gpipe(4, 8), {"make": gpipe}),
-        (zero_bubble(4, 8), {"make": zero_bubble}),
+        (zero_bubble_lockstep(4, 8), {"make": zero_bubble_lockstep}),
     ],
 )
 def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, options):
@@ -412,7 +419,7 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}, {"make": zero_bubble}])
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}, {"make": zero_bubble_lockstep}])
 def test_no_collective_overtakes_a_loop(options):
     """The loss is there before the last loop, whose exchanges its sum must not meet."""
     assert hlo.unordered(program(4, stages=2, mover=ring, **options)) == []
@@ -479,10 +486,10 @@ def test_sums_are_wider_than_bfloat16():
     """512 gradients of 1 have the mean 1; added up in bfloat16 they would stop at 256."""
     M = 512
     params = Model(jnp.zeros((1,), jnp.bfloat16), jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.zeros((1,), jnp.bfloat16))
-    enter = lambda params, part: part + params.w_in[None]
+    embed = lambda params, part: part + params.w_in[None]
     stage = lambda params, x, part, position: x + jnp.sum(params.blocks, axis=0, keepdims=True)
     head = lambda params, x, part: jnp.sum(x + params.w_out[None])
-    grad = pipeline.value_and_grad(enter, stage, head, one_f_one_b(2, M), "stage")
+    grad = pipeline.value_and_grad(embed, stage, head, one_f_one_b_lockstep(2, M), "stage")
     specs = Model(P(), P(None, "stage"), P())
     run = jax.jit(mesh.spmd(grad, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=(P(), specs)))
     loss, gradients = run(params, jnp.ones((M, 1), jnp.bfloat16))
@@ -495,47 +502,47 @@ def test_sums_are_wider_than_bfloat16():
     ("table", "change", "rows", "stage", "message"),
     [
         (
-            one_f_one_b(2, 4),
+            one_f_one_b_lockstep(2, 4),
             *(lambda params: params, 16, None),
             "pipeline: the schedule has 2 stages, and the mesh axis 'stage' has 4 devices. Make the schedule for stages=4.",
         ),
         (
-            one_f_one_b(4, 4),
+            one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 18, None),
             "The batch's leaf ['gate'] has 18 rows on each device, which must divide by microbatches=4. "
             "Take a batch that is a multiple of it, or fewer microbatches.",
         ),
         (
-            one_f_one_b(4, 4, chunks=2),
+            one_f_one_b_lockstep(4, 4, chunks=2),
             *(lambda params: params, 16, None),
             "pipeline: the blocks' array ['down'] has shape (1, 2, 8, 8) on a stage, and its first dim must be the schedule's "
             "chunks, 2. Reshape L layers to [2, L / 2, ...] and split dim 1 over 'stage'.",
         ),
         (
-            one_f_one_b(4, 4),
+            one_f_one_b_lockstep(4, 4),
             *(lambda params: eqx.tree_at(lambda p: p.blocks["up"], params, params.blocks["up"][0]), 16, None),
             "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first dim must be the schedule's "
             "chunks, 1. Reshape L layers to [1, L / 1, ...] and split dim 1 over 'stage'.",
         ),
         (
-            one_f_one_b(4, 4),
+            one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x[:, :4]),
             "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
-            "returned float64[4, 4]. Move what changes the shape into enter or head.",
+            "returned float64[4, 4]. Move what changes the shape into embed or head.",
         ),
         (
-            one_f_one_b(4, 4),
+            one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x.astype(jnp.float32)),
             "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
-            "returned float32[4, 8]. Move what changes the shape into enter or head.",
+            "returned float32[4, 8]. Move what changes the shape into embed or head.",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
-    enter, own, head = functions(pairs)
+    embed, own, head = functions(pairs)
     specs = Model(P(), P(None, "stage"), P())
     for arrow in (pipeline.value_and_grad, pipeline.value):
-        f = mesh.spmd(arrow(enter, stage or own, head, table, "stage"), mesh=on(1, 4, 1), in_specs=(specs, P()), out_specs=P())
+        f = mesh.spmd(arrow(embed, stage or own, head, table, "stage"), mesh=on(1, 4, 1), in_specs=(specs, P()), out_specs=P())
         with pytest.raises(ValueError, match=f"^{re.escape(message)}\n"):  # JAX adds a note
             jax.eval_shape(f, change(model(pairs, 1, 8)), batch_of(rows))
 
@@ -544,7 +551,7 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8 divide."""
-    table = one_f_one_b(4, 4)
+    table = one_f_one_b_lockstep(4, 4)
     on_stages = lambda specs: mesh.spmd(
         arrow(*functions(pairs), table, "stage"),
         mesh=on(1, 4, 1),
@@ -571,8 +578,8 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
 @pytest.mark.parametrize("mover", MOVERS)
 def test_stages_may_be_two_axes(mover):
     """Four stages over (a, b), in row-major order; the ends split over one of them are summed over the other."""
-    table, axis = one_f_one_b(4, 4), mover(("a", "b"))
-    enter, stage, head = functions(pairs)
+    table, axis = one_f_one_b_lockstep(4, 4), mover(("a", "b"))
+    embed, stage, head = functions(pairs)
     params, batch = model(pairs, 1, 8), batch_of(16)
     gathered = lambda params: eqx.tree_at(
         lambda p: p.w_in, params, jnp.concatenate([tensor.leave(_at(params.w_in, k), "b") for k in range(2)])
@@ -583,18 +590,18 @@ def test_stages_may_be_two_axes(mover):
 
     params = eqx.tree_at(lambda p: (p.w_in,), params, (jnp.concatenate([params.w_in, params.w_in[:1]]),))
     batch["x"] = jnp.concatenate([batch["x"], batch["x"][:, :1]], axis=1)
-    grad = pipeline.value_and_grad(lambda p, part: enter(gathered(p), part), stage, head, table, axis)
+    grad = pipeline.value_and_grad(lambda p, part: embed(gathered(p), part), stage, head, table, axis)
     specs = Model(P("b"), P(None, ("a", "b")), P())
     world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
     found = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(params, batch)
-    assert_close(found, jax.value_and_grad(one_device(enter, stage, head, 4))(params, batch), EXACT)
+    assert_close(found, jax.value_and_grad(one_device(embed, stage, head, 4))(params, batch), EXACT)
 
 
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zero_bubble, one_f_one_b_in_turns, zero_bubble_in_turns])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b, zero_bubble])
 @pytest.mark.parametrize("keep", KEEP.values(), ids=["residuals", "inputs"])
 def test_each_function_is_traced_once(arrow, make, keep):
-    """Python runs enter, stage and head once for each program, in whatever number of jobs and loops they stand."""
+    """Python runs embed, stage and head once for each program, in whatever number of jobs and loops they stand."""
     calls = collections.Counter()
 
     def counted(name, f):
@@ -604,8 +611,8 @@ def test_each_function_is_traced_once(arrow, make, keep):
 
         return call
 
-    names = ["enter", "stage", "head"]
-    options = {"keep": keep} if arrow is pipeline.value_and_grad else {}
+    names = ["embed", "stage", "head"]
+    options = {"save": keep} if arrow is pipeline.value_and_grad else {}
     f = arrow(*map(counted, names, functions(pairs)), make(2, 3), "stage", **options)
     specs = Model(P(), P(None, "stage"), P())
     run = mesh.spmd(f, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=P() if arrow is pipeline.value else (P(), specs))

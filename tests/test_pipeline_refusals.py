@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, assert_close
 
 from parallax import grads, lint, mesh, pipeline
-from parallax.schedule import one_f_one_b
+from parallax.schedule import one_f_one_b_lockstep
 
 STAGES, WIDTH = 2, 4
-TABLE = one_f_one_b(STAGES, 4)
+TABLE = one_f_one_b_lockstep(STAGES, 4)
 SPECS = {"scale": P(), "blocks": {"w": P(None, "stage")}}
 
 
@@ -26,7 +26,7 @@ def batch(rows=8):
     return jax.random.normal(jax.random.key(1), (rows, WIDTH), FLOAT64)
 
 
-def enter(params, part):
+def embed(params, part):
     return part * params["scale"][None]
 
 
@@ -38,9 +38,9 @@ def head(params, x, part):
     return jnp.mean((x - part) ** 2)
 
 
-def arrow(enter=enter, stage=stage, head=head, arrow=pipeline.value_and_grad, **options):
+def arrow(embed=embed, stage=stage, head=head, arrow=pipeline.value_and_grad, **options):
     """The mapped arrow of `params()`; gradients are those of all."""
-    f = arrow(enter, stage, head, TABLE, "stage", where=lambda params: params["blocks"], **options)
+    f = arrow(embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"], **options)
     return mapped(f, P() if arrow is pipeline.value else (P(), SPECS))
 
 
@@ -53,10 +53,10 @@ def mapped(f, out_specs=OUT):
 
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_parameters_without_blocks_need_where(arrow):
-    with pytest.raises(ValueError, match=r"a dict, have no attribute `blocks`.* where="):
-        mapped(arrow(enter, stage, head, TABLE, "stage"))(params(), batch())
+    with pytest.raises(ValueError, match=r"a dict, have no attribute `blocks`.* blocks="):
+        mapped(arrow(embed, stage, head, TABLE, "stage"))(params(), batch())
     with pytest.raises(ValueError, match="a dict, have no attribute `blocks`"):
-        pipeline.unsplit(enter, stage, head)(params(), batch())
+        pipeline.unpipelined(embed, stage, head)(params(), batch())
 
 
 def closing(of):
@@ -65,7 +65,7 @@ def closing(of):
     def grad(params, batch):
         scale = of(params)
         own = lambda params, x, part, position: stage(params, x, part, position) * scale[None]
-        return pipeline.value_and_grad(enter, own, head, TABLE, "stage", where=lambda params: params["blocks"])(params, batch)
+        return pipeline.value_and_grad(embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"])(params, batch)
 
     return grad
 
@@ -85,9 +85,9 @@ MISUSES = {
         arrow(head=lambda params, x, part: head(params, x, part) + penalty(params)),
         ("blocks-outside-the-stage", "blocks.w", f"head reads blocks.w, {ELSEWHERE}"),
     ),
-    "enter": (
-        arrow(enter=lambda params, part: enter(params, part) * penalty(params)),
-        ("blocks-outside-the-stage", "blocks.w", f"enter reads blocks.w, {ELSEWHERE}"),
+    "embed": (
+        arrow(embed=lambda params, part: embed(params, part) * penalty(params)),
+        ("blocks-outside-the-stage", "blocks.w", f"embed reads blocks.w, {ELSEWHERE}"),
     ),
     "closure": (
         mapped(closing(lambda params: params["scale"])),
@@ -99,7 +99,7 @@ MISUSES = {
     ),
     "whole on every stage": (
         mesh.spmd(
-            pipeline.value_and_grad(enter, stage, head, TABLE, "stage", where=lambda params: params["blocks"]),
+            pipeline.value_and_grad(embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"]),
             mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]),
             in_specs=(P(), P()),
             out_specs=P(),
@@ -140,7 +140,7 @@ def test_a_parameter_from_before_a_cast_is_the_same_parameter():
 
     def grad(params, batch):
         own = lambda params_, x, part, position: stage(params_, x, part, position) * params["scale"][None]
-        inner = pipeline.value_and_grad(enter, own, head, TABLE, "stage", where=lambda params: params["blocks"])
+        inner = pipeline.value_and_grad(embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"])
         return grads.averaged(inner, "data")(params, batch)
 
     world = mesh.make(data=2, stage=STAGES, devices=jax.devices()[: 2 * STAGES])
@@ -159,13 +159,13 @@ def test_what_is_not_trained_may_come_by_closure():
 
     def grad(params, batch):
         own = lambda own, x, part, position: turned(own, x, params["scale"])
-        options = {"where": where, "trainable": {"scale": False, "blocks": True}}
-        return pipeline.value_and_grad(enter, own, head, TABLE, "stage", **options)(params, batch)
+        options = {"blocks": where, "trainable": {"scale": False, "blocks": True}}
+        return pipeline.value_and_grad(embed, own, head, TABLE, "stage", **options)(params, batch)
 
     loss, gradients = jax.jit(mapped(grad, (P(), SPECS | {"scale": None})))(params(), batch())
     assert gradients["scale"] is None
     own = lambda params, x, part, position: turned(params, x, params["scale"])
-    expected = jax.value_and_grad(pipeline.unsplit(enter, own, head, where=where))(params(), batch())
+    expected = jax.value_and_grad(pipeline.unpipelined(embed, own, head, blocks=where))(params(), batch())
     np.testing.assert_allclose(loss, expected[0], rtol=EXACT)
     assert_close(gradients["blocks"], expected[1]["blocks"], EXACT)
 
@@ -175,10 +175,10 @@ def test_the_loss_alone_may_close_over_parameters():
 
     def value(params, batch):
         own = lambda _, x, part: head(params, x, part) * jnp.sum(params["scale"])
-        return pipeline.value(enter, stage, own, TABLE, "stage", where=lambda params: params["blocks"])(params, batch)
+        return pipeline.value(embed, stage, own, TABLE, "stage", blocks=lambda params: params["blocks"])(params, batch)
 
     own = lambda params, x, part: head(params, x, part) * jnp.sum(params["scale"])
-    plain = pipeline.unsplit(enter, stage, own, where=lambda params: params["blocks"])(params(), batch())
+    plain = pipeline.unpipelined(embed, stage, own, blocks=lambda params: params["blocks"])(params(), batch())
     np.testing.assert_allclose(jax.jit(mapped(value, P()))(params(), batch()), plain, rtol=EXACT)
 
 
@@ -186,13 +186,13 @@ def test_a_penalty_on_the_blocks_is_a_term_of_the_stage():
     """The cure: each stage adds its own part; it equals the sum in the head of one device."""
     own = lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), loss=penalty(params))
     found = jax.jit(arrow(stage=own))(params(), batch())
-    whole = pipeline.unsplit(enter, stage, head, where=lambda params: params["blocks"])
+    whole = pipeline.unpipelined(embed, stage, head, blocks=lambda params: params["blocks"])
     expected = jax.value_and_grad(lambda params, batch: whole(params, batch) + penalty(params))(params(), batch())
     np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
     assert_close(found[1], expected[1], EXACT)
     value = jax.jit(arrow(stage=own, arrow=pipeline.value))(params(), batch())
     np.testing.assert_allclose(value, expected[0], rtol=EXACT)
-    plain = pipeline.unsplit(enter, own, head, where=lambda params: params["blocks"])(params(), batch())
+    plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])(params(), batch())
     np.testing.assert_allclose(plain, expected[0], rtol=EXACT)
 
 
@@ -201,8 +201,8 @@ def test_blocks_that_are_read_without_an_effect_are_none_of_it():
     cast = lambda f: lambda params, *others: f(jax.tree.map(lambda w: w.astype(jnp.float32), params), *others)
     single = lambda f: lambda params, *others: cast(f)(params, *others).astype(FLOAT64)
     own = lambda params, x, part: head(params, x.astype(jnp.float32), part.astype(jnp.float32))
-    first = lambda params, part: enter(params, part.astype(jnp.float32))
-    jax.eval_shape(arrow(enter=single(first), head=single(own)), params(), batch())
+    first = lambda params, part: embed(params, part.astype(jnp.float32))
+    jax.eval_shape(arrow(embed=single(first), head=single(own)), params(), batch())
 
 
 def output(**fields):
@@ -219,11 +219,11 @@ REFUSALS = {
     ),
     "another leaf": (
         {
-            "enter": lambda params, part: {"x": enter(params, part), "skip": part},
+            "embed": lambda params, part: {"x": embed(params, part), "skip": part},
             "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
         },
         "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is the next stage's input; it "
-        "returned skip: float64[2, 2]. Move what changes the shape into enter or head.",
+        "returned skip: float64[2, 2]. Move what changes the shape into embed or head.",
     ),
     "auxiliary value": (
         {"stage": lambda params, x, part, position: pipeline.Output(x, aux={"key": jax.random.key(0)})},
@@ -236,15 +236,15 @@ REFUSALS = {
     "stage's loss": ({"stage": output(loss=jnp.ones(2))}, NOT_A_SCALAR.format("the stage's loss", "float64[2]")),
     "head's loss": ({"head": lambda params, x, part: x}, NOT_A_SCALAR.format("the head's loss", "float64[2, 4]")),
     "integers": (
-        {"enter": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
-        "pipeline: enter returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "
-        "the others travel without a cotangent, so nothing before them would be trained. Let enter return what it looks up, such "
-        "as embeddings; the batch itself reaches every stage, as `part`.",
+        {"embed": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
+        "pipeline: embed returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "
+        "the others travel without a cotangent, so nothing before them would be trained. Let embed return what it looks up, such "
+        "as embeddings; the batch itself reaches every stage, as `microbatch`.",
     ),
     "keys": (
-        {"enter": lambda params, part: {"key": jax.random.key(0), "x": part}},
-        "pipeline: enter returned key: key<fry>[], and random keys do not travel between stages. Put them into the batch, one "
-        "for each row: every stage has its microbatch, as `part`.",
+        {"embed": lambda params, part: {"key": jax.random.key(0), "x": part}},
+        "pipeline: embed returned key: key<fry>[], and random keys do not travel between stages. Put them into the batch, one "
+        "for each row: every stage has its microbatch, as `microbatch`.",
     ),
 }
 
@@ -285,9 +285,9 @@ def test_a_scalar_in_the_batch_is_refused():
 
 
 def test_a_head_that_some_stages_share_is_refused():
-    table, axis = one_f_one_b(4, 4), ("a", "b")
+    table, axis = one_f_one_b_lockstep(4, 4), ("a", "b")
     summed = lambda params, x, part: jax.lax.psum(head(params, x, part), "a")
-    grad = pipeline.value_and_grad(enter, stage, summed, table, axis, where=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(embed, stage, summed, table, axis, blocks=lambda params: params["blocks"])
     specs = SPECS | {"blocks": {"w": P(None, axis)}}
     run = mesh.spmd(grad, mesh=mesh.make(a=2, b=2, devices=jax.devices()[:4]), in_specs=(specs, P()), out_specs=(P(), specs))
     message = "pipeline: what the head returns differs along ['b'], and is the same along the rest of ('a', 'b')."
@@ -299,27 +299,27 @@ def test_a_head_that_some_stages_share_is_refused():
     ("make", "message"),
     [
         (
-            lambda: pipeline.dealt(3, 4),
-            "pipeline.dealt: 3 layers on 4 stages of 1 chunks leave a stage without a layer. Take at least 4 layers, or fewer "
-            "stages or chunks.",
+            lambda: pipeline.layers_per_stage(3, 4),
+            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a layer. Take at least 4 layers, "
+            "or fewer stages or chunks.",
         ),
         (
-            lambda: pipeline.padded(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
+            lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
             "A table of layers has 0 for chunk 0 of stage 1, and no stage may be without a layer: all run the same program. Give "
             "it one of another's, or take fewer stages.",
         ),
         (
-            lambda: pipeline.padded(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
+            lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
             "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got float64 of shape (1, 2).",
         ),
         (
-            lambda: pipeline.padded(jnp.ones((4, 2)), np.array([[2, 1]])),
-            "pipeline.padded: the table has 3 layers, and an array of the blocks has shape (4, 2). The first dim must be the "
+            lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),
+            "pipeline.pad_layers: the table has 3 layers, and an array of the blocks has shape (4, 2). The first dim must be the "
             "layers.",
         ),
         (
-            lambda: pipeline.unpadded(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
-            "pipeline.unpadded: the table is of blocks [1, 4, ...], and an array of the blocks has shape (1, 3, 2). Take the "
+            lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
+            "pipeline.unpad_layers: the table is of blocks [1, 4, ...], and an array of the blocks has shape (1, 3, 2). Take the "
             "whole model, outside of mesh.spmd, and the table that it was padded by.",
         ),
     ],

@@ -20,14 +20,14 @@ from reference import EXACT, FLOAT64, assert_close, one_device
 from parallax import grads, mesh, pipeline, rules, step, tensor, zero
 from parallax.collectives import ring, xla
 from parallax.compiled import certificate
-from parallax.schedule import gpipe, looped, one_f_one_b, zero_bubble
+from parallax.schedule import gpipe, looped_placement, one_f_one_b_lockstep, zero_bubble_lockstep
 
 WIDTH, HIDDEN, WORDS = 8, 8, 16
 KEEP = [pipeline.residuals, pipeline.inputs]
 
 
 class Net(eqx.Module):
-    """`table` is used at both ends, `turn` in enter and in all stages, `frozen` in the head and in all stages."""
+    """`table` is used at both ends, `turn` in embed and in all stages, `frozen` in the head and in all stages."""
 
     table: Array
     turn: Array
@@ -54,7 +54,7 @@ def batch_of(rows, seed=0):
     return {"ids": ids, "y": jax.random.normal(keys[1], (rows, WIDTH), FLOAT64), "key": keys[2:]}
 
 
-def enter(model, part):
+def embed(model, part):
     """A stream, a skip connection, a mask and a counter of integers, and a scalar that collects a penalty."""
     x = model.table[part["ids"]] * jnp.cos(model.turn)[None]
     counter = jnp.zeros(part["ids"].shape, jnp.int32)
@@ -112,7 +112,7 @@ def of_devices(aux, axis):
 
 def on_one_device(table, model, batch):
     """Layer after layer of the whole batch, with nothing of the pipeline: `(loss, aux)`."""
-    x, sizes, columns, number = enter(model, batch), [], [], 0
+    x, sizes, columns, number = embed(model, batch), [], [], 0
     for count in table.reshape(-1):
         for _ in range(count):
             x = layer(model, jax.tree.map(lambda w: w[number], model.blocks), x, jnp.int32(number), batch, ())  # noqa: B023
@@ -132,7 +132,7 @@ class Case(NamedTuple):
     microbatches: int
     data: int = 1
     tensor: int = 1
-    make: Any = one_f_one_b
+    make: Any = one_f_one_b_lockstep
     keep: Any = pipeline.residuals
     exchange: bool = False
     zero: int = 0
@@ -169,11 +169,11 @@ def pipelined(case, params):
         of_layer = zero.part_specs(shared, "data", loops=2).layer
         gather = zero.gathered(lambda w: w, data, of_layer)
     table = case.make(stages, case.microbatches) if v == 1 else case.make(stages, case.microbatches, v)
-    options = {"keep": case.keep, "aux": total, "trainable": TRAINABLE}
-    options["exchange"] = pipeline.split_over(axis) if case.exchange else pipeline.WHOLE
+    options = {"save": case.keep, "aux": total, "trainable": TRAINABLE}
+    options["send"] = pipeline.split_over(axis) if case.exchange else pipeline.whole
     if case.zero == 2:
         options["scatter"] = functools.partial(zero.reduce_scatter, axis=data, specs=shared)
-    grad = pipeline.value_and_grad(enter, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options)
+    grad = pipeline.value_and_grad(embed, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options)
     if case.zero == 3:
         grad = zero.gathered_once(grad, data, zero.part_specs(shared, "data", loops=2).ends)
     wrap = functools.partial(zero.reduce_scattered, specs=shared) if case.zero in (1, 2) else grads.averaged
@@ -186,7 +186,7 @@ def pipelined(case, params):
 def check(case, seed=0):
     """Loss, auxiliary values and gradients are those of one device; what is frozen has none, and nor has padding."""
     params, batch = net(int(case.table.sum()), seed), batch_of(2 * case.data * case.microbatches, seed)
-    padded = eqx.tree_at(lambda p: p.blocks, params, pipeline.padded(params.blocks, case.table))
+    padded = eqx.tree_at(lambda p: p.blocks, params, pipeline.pad_layers(params.blocks, case.table))
     (loss, aux), gradients = pipelined(case, padded)(padded, batch)
     trained, rest = eqx.partition(params, TRAINABLE)
     of = lambda trained, batch: on_one_device(case.table, eqx.combine(trained, rest), batch)
@@ -194,7 +194,7 @@ def check(case, seed=0):
     np.testing.assert_allclose(loss, plain, rtol=EXACT)
     assert_close(aux | {"layers": aux["layers"].astype(jnp.int32)}, plain_aux, EXACT)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)
-    unpadded = eqx.tree_at(lambda p: p.blocks, gradients, pipeline.unpadded(gradients.blocks, case.table))
+    unpadded = eqx.tree_at(lambda p: p.blocks, gradients, pipeline.unpad_layers(gradients.blocks, case.table))
     assert_close(unpadded, expected, EXACT)
     jax.tree.map(np.testing.assert_array_equal, only_real(gradients.blocks, case.table), gradients.blocks)
 
@@ -216,7 +216,7 @@ def cases(draw, biggest=8):
         microbatches=draw(st.integers(1, 5)),
         data=data,
         tensor=tensor,
-        make=draw(st.sampled_from([one_f_one_b, zero_bubble] + [gpipe] * (chunks == 1))),
+        make=draw(st.sampled_from([one_f_one_b_lockstep, zero_bubble_lockstep] + [gpipe] * (chunks == 1))),
         keep=draw(st.sampled_from(KEEP)),
         exchange=draw(st.booleans()),
         zero=draw(st.sampled_from([0, 1, 2, 3])) if data > 1 else 0,
@@ -244,15 +244,15 @@ def test_everything_at_once_is_as_on_one_device_wherever(case, seed):
 
 def program(exchange, rows=4):
     """A compiled pipeline of stages 2 x tensor 2 that sends a stream, an odd array, and a counter."""
-    table = one_f_one_b(2, 4)
-    enter = lambda params, part: {"x": part, "odd": jnp.mean(part[:, :3], axis=0), "count": jnp.zeros((), jnp.int32)}
+    table = one_f_one_b_lockstep(2, 4)
+    embed = lambda params, part: {"x": part, "odd": jnp.mean(part[:, :3], axis=0), "count": jnp.zeros((), jnp.int32)}
 
     def stage(params, at, part, position):
         return at | {"x": jnp.tanh(at["x"] @ params["blocks"][0]), "count": at["count"] + 1}
 
     head = lambda params, at, part: jnp.mean(at["x"]) + jnp.mean(at["odd"])
     where = lambda params: params["blocks"]
-    grad = pipeline.value_and_grad(enter, stage, head, table, "stage", where=where, exchange=exchange)
+    grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=where, send=exchange)
     world, specs = mesh.make(stage=2, tensor=2, devices=jax.devices()[:4]), {"blocks": P(None, "stage")}
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     params = {"blocks": jax.random.normal(jax.random.key(0), (1, 2, WIDTH, WIDTH), FLOAT64)}
@@ -260,7 +260,7 @@ def program(exchange, rows=4):
     return run(params, batch), certificate.read(run.lower(params, batch).compile(), world)
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble])
+@pytest.mark.parametrize("schedule", [one_f_one_b_lockstep, zero_bubble_lockstep])
 def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
     """What the transpose needs of it is the same on all stages and for all microbatches; it is typed so, and has no slots.
 
@@ -277,19 +277,19 @@ def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
 
         return jax.lax.scan(one, x, model["blocks"])[0]
 
-    enter, head = lambda model, x: x @ model["in"], lambda model, x, part: jnp.mean((x - part) ** 2)
+    embed, head = lambda model, x: x @ model["in"], lambda model, x, part: jnp.mean((x - part) ** 2)
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape, FLOAT64)
     model, x = {"in": normal(0, WIDTH, WIDTH), "blocks": normal(1, 1, 4, WIDTH, WIDTH)}, normal(2, 8, WIDTH)
-    grad = pipeline.value_and_grad(enter, stage, head, schedule(2, 4), ring("stage"), where=lambda model: model["blocks"])
+    grad = pipeline.value_and_grad(embed, stage, head, schedule(2, 4), ring("stage"), blocks=lambda model: model["blocks"])
     over, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"in": P(), "blocks": P(None, "stage")}
     loss, found = jax.jit(mesh.spmd(grad, mesh=over, in_specs=(specs, P()), out_specs=(P(), specs)))(model, x)
-    whole = lambda model: head(model, stage(model | {"blocks": model["blocks"][0]}, enter(model, x), x, 0), x)
+    whole = lambda model: head(model, stage(model | {"blocks": model["blocks"][0]}, embed(model, x), x, 0), x)
     assert_close((loss, found), jax.value_and_grad(whole)(model), EXACT)
 
 
 def test_a_split_exchange_sends_its_part():
     """Half of the stage's bytes from each of two tensor devices, where a dim divides; the values are the same bit for bit."""
-    (whole, sent), (part, less) = program(pipeline.WHOLE), program(pipeline.split_over("tensor"))
+    (whole, sent), (part, less) = program(pipeline.whole), program(pipeline.split_over("tensor"))
     jax.tree.map(np.testing.assert_array_equal, part, whole)
     over = lambda found: sum(entry.bytes for entry in found if entry.kind == "collective-permute")
     # 5 ticks forward and 5 backward; what the last would send, nobody reads. No dim of `odd` divides by 2, nor of the counter.
@@ -304,9 +304,9 @@ def test_the_example_of_skip_connections_is_as_on_one_device():
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape, FLOAT64)
     own = names["Net"](normal(0, 16, 8), normal(5, 8), normal(1, 1, 8, 8, 8), normal(2, 8, 1))
     batch = normal(3, 12, 16), normal(4, 12, 1)
-    functions = [names[name] for name in ("enter", "stage", "head")]
+    functions = [names[name] for name in ("embed", "stage", "head")]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        grad = pipeline.value_and_grad(*functions, one_f_one_b(4, 3), "stage")
+        grad = pipeline.value_and_grad(*functions, one_f_one_b_lockstep(4, 3), "stage")
         specs = rules.specs(own, lambda path, leaf: P(None, "stage") if path == "blocks" else P())
         world = mesh.make(stage=4, devices=jax.devices()[:4])
         (loss, _), gradients = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(own, batch)
@@ -319,16 +319,16 @@ def test_a_state_of_any_model_goes_to_disk_and_back():
     """A dict with uneven layers, and AdamW's moments of it: stored as [L, ...], and read back with its padding."""
     table = np.array([[2, 1], [1, 1]])
     blocks = {"w": jnp.arange(5 * 3.0).reshape(5, 3)}
-    model = {"blocks": pipeline.padded(blocks, table), "own": {"blocks": jnp.ones((2, 4))}, "name": "a net"}
+    model = {"blocks": pipeline.pad_layers(blocks, table), "own": {"blocks": jnp.ones((2, 4))}, "name": "a net"}
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
     state = step.State(model, optimizer, jnp.zeros((), jnp.int32))
-    form = pipeline.stored(lambda model: model["blocks"], looped(2, 2), table=table)
+    form = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2), table=table)
     disk = form["to_disk"](state)
     np.testing.assert_array_equal(disk.model["blocks"]["w"], blocks["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == (5, 3)
     assert disk.model["own"]["blocks"].shape == (2, 4)  # its path ends alike, and it is not one of them
     back = form["from_disk"](disk)
     jax.tree.map(np.testing.assert_array_equal, eqx.filter(back, eqx.is_array), eqx.filter(state, eqx.is_array))
-    even = pipeline.stored(lambda model: model["blocks"], looped(2, 2))
+    even = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2))
     shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     assert shapes(even["from_disk"](even["to_disk"](state))) == shapes(state)

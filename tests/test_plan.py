@@ -80,11 +80,14 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "ZeRO-3 by tokens": (16, Layout(data=2, tensor=4, zero=3, sequence=True)),
     "chunks of one layer": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage")),
     "one microbatch": (8, Layout(stage=2, tensor=2)),
-    "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble")),
-    "zero bubble in chunks": (16, Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
-    "1F1B in turns": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="one_f_one_b_in_turns")),
-    "chunks in turns": (16, Layout(stage=2, tensor=4, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble_in_turns")),
-    "zero bubble in turns": (16, Layout(data=2, stage=4, microbatches=4, zero=2, schedule="zero_bubble_in_turns")),
+    "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble_lockstep")),
+    "zero bubble in chunks": (
+        16,
+        Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble_lockstep"),
+    ),
+    "1F1B per stage": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="one_f_one_b")),
+    "chunks per stage": (16, Layout(stage=2, tensor=4, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
+    "zero bubble per stage": (16, Layout(data=2, stage=4, microbatches=4, zero=2, schedule="zero_bubble")),
     "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
     "context": (16, Layout(data=2, context=2, tensor=2, zero=1)),
     "context, blocks again": (8, Layout(context=4, remat="block", microbatches=2)),
@@ -308,7 +311,7 @@ def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
 SIZES = [(2, 1, 1), (2, 5, 1), (4, 2, 1), (3, 12, 2), (4, 4, 3), (4, 8, 1), (4, 8, 3)]
 LOCKSTEP = [
     Layout(stage=P, microbatches=M, chunks=v, schedule=name)
-    for name in ("one_f_one_b", "gpipe", "zero_bubble")
+    for name in ("one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep")
     for P, M, v in SIZES
     if Layout.admits(stage=P, microbatches=M, chunks=v, schedule=name)
 ]
@@ -323,16 +326,16 @@ def test_closed_forms_are_those_of_the_tables(layout):
     assert ticks == (count("forward"), count("backward"), count("head"), stretches[-1][1])
     assert counts.slots == rows.rows(table).saved["forward"].max() + 1
     assert counts.weights == count("backward" if table.weight is None else "weight")
-    assert counts.deferred == table.handed_count
+    assert counts.deferred == table.deferred_count
 
 
 @settings(max_examples=20)
 @given(data=st.data(), costs=st.tuples(*[st.floats(0.1, 9)] * 3))
 def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
     """Each tick takes the time of its dearest job; memory has as many slots as the table, and one for what nobody reads."""
-    name = data.draw(st.sampled_from(["one_f_one_b_in_turns", "zero_bubble_in_turns"]))
+    name = data.draw(st.sampled_from(["one_f_one_b", "zero_bubble"]))
     P, M = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
-    v = data.draw(st.integers(1, 3)) if name == "zero_bubble_in_turns" else 1
+    v = data.draw(st.integers(1, 3)) if name == "zero_bubble" else 1
     M = P * M if v > 1 else M
     layout = Layout(stage=P, microbatches=M, chunks=v, schedule=name)
     table, needed = table_of(layout), jobs(layout)
@@ -342,14 +345,14 @@ def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
         v * table.makespan(*costs), rel=1e-12
     )  # of sums in another order
     assert needed.slots == table.slot_count
-    assert needed.deferred == table.handed_count
+    assert needed.deferred == table.deferred_count
     assert needed.arrivals == table.arrival_count + 1
 
 
 def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
-    layout = Layout(stage=4, microbatches=8, schedule="one_f_one_b_in_turns", precision="bfloat16")
+    layout = Layout(stage=4, microbatches=8, schedule="one_f_one_b", precision="bfloat16")
     step = lambda **other: plan.plan(gpt2.SMALL, dataclasses.replace(layout, **other), hardware.A100, batch=8)
-    turns, together = step(), step(schedule="one_f_one_b")
+    turns, together = step(), step(schedule="one_f_one_b_lockstep")
     assert turns.bubble == pytest.approx(6 / 30)
     assert turns.work.device < together.work.device  # no stage works on garbage
     assert turns.memory.temporary.kept < 5 / 7 * together.memory.temporary.kept  # 4 slots for 7, and one of what I hands on
@@ -375,8 +378,8 @@ def test_the_collectives_of_lax_have_a_price():
 def test_search_chooses_among_schedules():
     """The plans of 1F1B, and more; what computes again in I is left out."""
     search = functools.partial(plan.search, gpt2.SMALL, 2, hardware.A100, batch=4, sequences=(1,))
-    found, alone = search(schedules=["one_f_one_b", "zero_bubble_in_turns"]), search()
-    turns = {made.layout.remat for made in found if made.layout.schedule == "zero_bubble_in_turns"}
+    found, alone = search(schedules=["one_f_one_b_lockstep", "zero_bubble"]), search()
+    turns = {made.layout.remat for made in found if made.layout.schedule == "zero_bubble"}
     assert turns == {"none"}
     assert found[0].seconds.total <= alone[0].seconds.total
     assert {str(made.layout) for made in alone} <= {str(made.layout) for made in found}
@@ -405,7 +408,9 @@ def test_operations_are_those_of_the_papers():
     idle = planned.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
     assert idle - head == pytest.approx((papers - head) * 11 / 8, rel=1e-12)
     assert plan.plan(c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch).bubble == pytest.approx(3 / 11)
-    apart = Layout(stage=4, microbatches=8, schedule="zero_bubble")  # of the products of weights 8 / 11 less, a third of them
+    apart = Layout(
+        stage=4, microbatches=8, schedule="zero_bubble_lockstep"
+    )  # of the products of weights 8 / 11 less, a third of them
     products = 72 * batch * c.layers * s * h * h
     assert planned.device_flops(c, apart, batch) * 4 == pytest.approx(idle + head - head - products / 3 * 3 / 8, rel=1e-12)
     assert plan.plan(c, apart, hardware.A100, batch=batch).bubble == pytest.approx(6 / 30)

@@ -160,7 +160,7 @@ def test_a_pipeline_takes_a_scaled_head():
     enter, stage = lambda params, part: part, lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
 
     def grad_of(scale):
-        table = schedule.one_f_one_b(2, 2)
+        table = schedule.one_f_one_b_lockstep(2, 2)
         return precision.unscaled(pipeline.value_and_grad(enter, stage, precision.scaled(head, scale), table, "stage"), scale)
 
     specs, world = Stages(P(), P(None, "stage")), mesh.make(stage=2, devices=jax.devices()[:2])

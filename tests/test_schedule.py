@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from parallax import draw, schedule
 from parallax.draw.schedules import lockstep
-from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b, to_csv, zero_bubble
+from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b_lockstep, to_csv, zero_bubble_lockstep
 
-MAKERS = (gpipe, one_f_one_b, zero_bubble)
+MAKERS = (gpipe, one_f_one_b_lockstep, zero_bubble_lockstep)
 COSTS = st.tuples(*[st.integers(0, 9)] * 3)
 
 
@@ -45,15 +45,15 @@ def ticks_of(lane, job):
 
 
 def test_figures():
-    assert one_f_one_b(4, 16).makespan(1, 2) == 57
-    assert one_f_one_b(4, 16, chunks=2).makespan(1, 2) == 52.5
-    assert one_f_one_b(4, 16, chunks=4).makespan(1, 2) == 50.25
-    assert zero_bubble(4, 16).makespan(1, 1, 1) == 54
-    assert zero_bubble(4, 16, chunks=2).makespan(1, 1, 1) == 51
+    assert one_f_one_b_lockstep(4, 16).makespan(1, 2) == 57
+    assert one_f_one_b_lockstep(4, 16, chunks=2).makespan(1, 2) == 52.5
+    assert one_f_one_b_lockstep(4, 16, chunks=4).makespan(1, 2) == 50.25
+    assert zero_bubble_lockstep(4, 16).makespan(1, 1, 1) == 54
+    assert zero_bubble_lockstep(4, 16, chunks=2).makespan(1, 1, 1) == 51
 
 
 def test_a_table_to_read():
-    table = one_f_one_b(2, 3)
+    table = one_f_one_b_lockstep(2, 3)
     assert table.forward.tolist() == [[0, -1], [1, 0], [2, 1], [-1, 2], [-1, -1]]
     assert table.backward.tolist() == [[-1, -1], [-1, 0], [0, 1], [1, 2], [2, -1]]
     assert (table.stages, table.microbatches, table.chunks, table.ticks) == (2, 3, 1, 5)
@@ -72,7 +72,7 @@ def test_a_million_microbatches_take_a_second(maker):
 
 def test_the_last_group_may_be_smaller():
     """6 microbatches on 4 stages: the second group of 4 has 2, and the rest is as in a table of 8."""
-    six, eight = one_f_one_b(4, 6, chunks=2), one_f_one_b(4, 8, chunks=2)
+    six, eight = one_f_one_b_lockstep(4, 6, chunks=2), one_f_one_b_lockstep(4, 8, chunks=2)
     for lane in ("forward", "backward"):
         whole = eight.lanes[lane][: six.ticks]
         np.testing.assert_array_equal(six.lanes[lane], np.where(whole < 12, whole, -1))
@@ -85,9 +85,9 @@ def test_gpipe_goes_back_the_way_it_came():
 def test_phases():
     both = ("forward", "backward")
     assert gpipe(4, 8).phases == ((0, 11, ("forward",)), (11, 22, ("backward",)))
-    assert one_f_one_b(4, 8).phases == ((0, 3, ("forward",)), (3, 11, both), (11, 14, ("backward",)))
+    assert one_f_one_b_lockstep(4, 8).phases == ((0, 3, ("forward",)), (3, 11, both), (11, 14, ("backward",)))
     stretches = ((0, 3, ("forward",)), (3, 6, both), (6, 11, (*both, "weight")), (11, 14, ("backward", "weight")))
-    assert zero_bubble(4, 8).phases == stretches
+    assert zero_bubble_lockstep(4, 8).phases == stretches
 
 
 @given(sizes())
@@ -113,8 +113,8 @@ def test_the_bubble_is_the_formula(size, costs):
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_default_costs_are_of_the_same_work(P, M, v):
     """F, I and W of 1 each, and B, which is both, of 2: in every schedule a stage works 3 M."""
-    in_step = [gpipe(P, M), one_f_one_b(P, M, v), zero_bubble(P, M, v)]
-    in_turns = [schedule.one_f_one_b_in_turns(P, M), schedule.zero_bubble_in_turns(P, M, v)]
+    in_step = [gpipe(P, M), one_f_one_b_lockstep(P, M, v), zero_bubble_lockstep(P, M, v)]
+    in_turns = [schedule.one_f_one_b(P, M), schedule.zero_bubble(P, M, v)]
     for table in (*in_step, *in_turns):
         assert table.makespan() - table.bubble() == pytest.approx(3 * M)
         given_costs = (1, 2) if table.weight is None else (1, 1, 1)
@@ -159,23 +159,23 @@ def test_asynchronous_waits_for_inputs_and_for_its_own_stage(size, costs, hop):
 
 def test_a_hop_costs_time_where_there_is_a_next_stage():
     # Down and up: 2 (P - 1) hops, each beside 3 of work.
-    assert one_f_one_b(4, 1).asynchronous_makespan(1, 2, hop=0.5) == 4 * 3 + 6 * 0.5
-    assert one_f_one_b(1, 4, chunks=2).asynchronous_makespan(1, 2, hop=0.5) == 12
+    assert one_f_one_b_lockstep(4, 1).asynchronous_makespan(1, 2, hop=0.5) == 4 * 3 + 6 * 0.5
+    assert one_f_one_b_lockstep(1, 4, chunks=2).asynchronous_makespan(1, 2, hop=0.5) == 12
 
 
 @given(sizes())
 def test_in_flight_is_the_formula(size):
     table = make(*size)
     P, M, v, s = table.stages, table.microbatches, table.chunks, np.arange(table.stages)
-    jobs = {gpipe: np.full(P, M), one_f_one_b: v * P + P - 1 - 2 * s, zero_bubble: v * P + P - 1 - s}[size[0]]
+    jobs = {gpipe: np.full(P, M), one_f_one_b_lockstep: v * P + P - 1 - 2 * s, zero_bubble_lockstep: v * P + P - 1 - s}[size[0]]
     most = np.minimum(M * v, jobs) / v
     assert (table.in_flight == most).all() if v == 1 or M % P == 0 else (table.in_flight <= most).all()
 
 
 def test_in_flight_of_1f1b_does_not_grow_with_microbatches():
-    assert one_f_one_b(4, 8).in_flight.tolist() == one_f_one_b(4, 64).in_flight.tolist() == [7, 5, 3, 1]
-    assert zero_bubble(4, 8).in_flight.tolist() == zero_bubble(4, 64).in_flight.tolist() == [7, 6, 5, 4]
-    assert one_f_one_b(4, 16, chunks=2).in_flight.max() == 4 + 3 / 2
+    assert one_f_one_b_lockstep(4, 8).in_flight.tolist() == one_f_one_b_lockstep(4, 64).in_flight.tolist() == [7, 5, 3, 1]
+    assert zero_bubble_lockstep(4, 8).in_flight.tolist() == zero_bubble_lockstep(4, 64).in_flight.tolist() == [7, 6, 5, 4]
+    assert one_f_one_b_lockstep(4, 16, chunks=2).in_flight.max() == 4 + 3 / 2
     assert gpipe(4, 64).in_flight.tolist() == [64] * 4
 
 
@@ -255,7 +255,9 @@ def test_a_job_moved_to_another_stage_is_refused(size, data):
         Schedule(*lanes, chunks=table.chunks)
 
 
-full = sizes(makers=[zero_bubble], min_stages=2).filter(lambda size: size[3] == 1 or size[2] % size[1] == 0)  # no hole between
+full = sizes(makers=[zero_bubble_lockstep], min_stages=2).filter(
+    lambda size: size[3] == 1 or size[2] % size[1] == 0
+)  # no hole between
 
 
 @given(full, st.data())
@@ -291,7 +293,7 @@ def can_run(lanes, placement):
     per_stage = "weight" in lanes and all(
         sum(table[t, s] >= 0 for table in lanes.values()) < 2 for t, s in np.ndindex(lanes["forward"].shape)
     )
-    if not per_stage and placement.tolist() != schedule.looped(P, v).tolist():
+    if not per_stage and placement.tolist() != schedule.looped_placement(P, v).tolist():
         return False
     done, arrived, sent = set(), set(), set()
     for tick in range(len(lanes["forward"])):
@@ -319,11 +321,15 @@ def can_run(lanes, placement):
 
 
 PER_STAGE = {
-    "one_f_one_b_in_turns": lambda P, M, v: schedule.one_f_one_b_in_turns(P, M),
-    "zero_bubble_in_turns": schedule.zero_bubble_in_turns,
-    "V": lambda P, M, v: schedule.as_soon_as_can_be(schedule.there_and_back(P), M, [2 * P] * P),
+    "one_f_one_b": lambda P, M, v: schedule.one_f_one_b(P, M),
+    "zero_bubble": schedule.zero_bubble,
+    "V": lambda P, M, v: schedule.greedy(schedule.v_placement(P), M, [2 * P] * P),
 }
-LOCKSTEP = {"gpipe": lambda P, M, v: gpipe(P, M), "one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
+LOCKSTEP = {
+    "gpipe": lambda P, M, v: gpipe(P, M),
+    "one_f_one_b_lockstep": one_f_one_b_lockstep,
+    "zero_bubble_lockstep": zero_bubble_lockstep,
+}
 
 
 def mutated(lanes, placement, random):
@@ -382,7 +388,7 @@ def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name
             Schedule(*lanes.values(), placement=placement)
 
 
-def broken(change, maker=one_f_one_b, **sizes):
+def broken(change, maker=one_f_one_b_lockstep, **sizes):
     lanes = dict(zip(schedule.LANES, tables(table := maker(**{"stages": 4, "microbatches": 4} | sizes)), strict=False))
     change(lanes)
     return lambda: Schedule(*lanes.values(), chunks=table.chunks)
@@ -435,7 +441,7 @@ MESSAGES = {
         "Move it to that tick or a later one.",
     ),
     "weight first": (
-        broken(lambda lanes: (put("weight", 6, 0, -1)(lanes), put("weight", 5, 0, 0)(lanes)), zero_bubble),
+        broken(lambda lanes: (put("weight", 6, 0, -1)(lanes), put("weight", 5, 0, 0)(lanes)), zero_bubble_lockstep),
         "tick 5, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 6. "
         "Move it to that tick or a later one.",
     ),
@@ -454,7 +460,7 @@ MESSAGES = {
         "Use -1 where the stage rests, else microbatch * chunks + chunk.",
     ),
     "shape": (
-        lambda: Schedule(gpipe(2, 2).forward, one_f_one_b(2, 2).backward),
+        lambda: Schedule(gpipe(2, 2).forward, one_f_one_b_lockstep(2, 2).backward),
         "The tables must have one shape, got forward (6, 2) and backward (4, 2) (ticks x stages). "
         "Pad the shorter one with rows of -1.",
     ),
@@ -468,15 +474,15 @@ MESSAGES = {
         "A stage has at least one chunk, a whole number of them, got chunks=0.",
     ),
     "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
-    "microbatches": (lambda: one_f_one_b(4, 0), "A schedule needs microbatches of at least 1, got microbatches=0."),
-    "chunk count": (lambda: zero_bubble(4, 4, 0), "A schedule needs chunks of at least 1, got chunks=0."),
+    "microbatches": (lambda: one_f_one_b_lockstep(4, 0), "A schedule needs microbatches of at least 1, got microbatches=0."),
+    "chunk count": (lambda: zero_bubble_lockstep(4, 4, 0), "A schedule needs chunks of at least 1, got chunks=0."),
     "true in a table": (
         lambda: Schedule(np.ones((1, 1), bool), np.zeros((1, 1), int)),
         "The forward table must be whole numbers, ticks x stages, got bool of shape (1, 1). "
         "Write one row a tick and -1 where a stage rests.",
     ),
     "huge": (
-        lambda: one_f_one_b(512, 10**6),
+        lambda: one_f_one_b_lockstep(512, 10**6),
         "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of 1,001,022 ticks x 512 stages, more than "
         "67,108,864 cells. Take fewer microbatches, and add up the rest outside: "
         "grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
@@ -495,8 +501,8 @@ def test_messages(case):
 PLAIN = """
 from parallax.schedule import *
 
-tables = lambda: one_f_one_b(4.0, 8), lambda: gpipe(4, None), lambda: one_f_one_b(4, 8, True), lambda: Schedule([[None]], [[0]])
-for make in tables:
+wrong = lambda: one_f_one_b_lockstep(4.0, 8), lambda: gpipe(4, None), lambda: one_f_one_b_lockstep(4, 8, True)
+for make in (*wrong, lambda: Schedule([[None]], [[0]])):
     try:
         make()
     except ValueError as error:
@@ -518,7 +524,7 @@ def test_what_is_no_number_is_refused():
 
 
 def test_tables_are_copied_and_cannot_be_written_to():
-    forward, backward = tables(one_f_one_b(2, 2))
+    forward, backward = tables(one_f_one_b_lockstep(2, 2))
     table = Schedule(forward, backward)
     forward[0, 0] = 1
     assert table.forward[0, 0] == 0
@@ -542,49 +548,54 @@ def test_csv_round_trip(tmp_path_factory, size):
 
 
 def test_a_csv_to_read(tmp_path):
-    to_csv(one_f_one_b(2, 2), tmp_path / "plain.csv")
+    to_csv(one_f_one_b_lockstep(2, 2), tmp_path / "plain.csv")
     header, *rows = (tmp_path / "plain.csv").read_text().splitlines()
-    assert header == "tick,forward 0,forward 1,backward 0,backward 1"
-    assert rows == ["0,0,,,", "1,1,0,,0", "2,,1,0,1", "3,,,1,"]
-    to_csv(one_f_one_b(1, 1, chunks=2), tmp_path / "chunks.csv")
-    assert (tmp_path / "chunks.csv").read_text().splitlines()[1:] == ["0,0.0,", "1,0.1,0.1", "2,,0.0"]
+    assert header == "tick,stage 0,stage 1"
+    assert rows == ["0,0F0,", "1,0F1,1F0 1B0", "2,0B0,1F1 1B1", "3,0B1,"]
+    to_csv(one_f_one_b_lockstep(1, 1, chunks=2), tmp_path / "chunks.csv")
+    assert (tmp_path / "chunks.csv").read_text().splitlines()[1:] == ["0,0F0", "1,1F0 1B0", "2,0B0"]
+    to_csv(zero_bubble_lockstep(1, 1), tmp_path / "halves.csv")
+    assert (tmp_path / "halves.csv").read_text().splitlines()[1:] == ["0,0F0 0I0 0W0"]
 
 
 def test_a_csv_written_by_hand(tmp_path):
-    (tmp_path / "hand.csv").write_text("\ufefftick, forward 0, backward 0\r\n0, 1, 1\r\n1, 0, 0\r\n", encoding="utf-8")
+    (tmp_path / "hand.csv").write_text("\ufefftick, stage 0\r\n0, 0F1 0B1\r\n1,  0F0  0B0\r\n", encoding="utf-8")
     assert from_csv(tmp_path / "hand.csv").forward.tolist() == [[1], [0]]
 
 
 FILES = {
-    "empty": ("", "{path}, line 1: needs the columns tick,forward 0,backward 0; got ''."),
+    "empty": ("", "{path}: line 1: needs the columns tick,stage 0 and so on; got ''."),
     "header": (
-        "tick,forward 0,backward 1\n0,0,0\n",
-        "{path}, line 1: needs the columns tick,forward 0,backward 0; got 'tick,forward 0,backward 1'.",
+        "tick,stage 0,stage 2\n0,0F0,1F0\n",
+        "{path}: line 1: needs the columns tick,stage 0 and so on; got 'tick,stage 0,stage 2'.",
     ),
     "tick": (
-        "tick,forward 0,backward 0\n0,0,0\n2,1,1\n",
-        "{path}, line 3: needs tick 1 and 3 cells, got '2,1,1'.",
+        "tick,stage 0\n0,0F0 0B0\n2,0F1 0B1\n",
+        "{path}: line 3: needs tick 1 and 2 cells, got '2,0F1 0B1'.",
     ),
-    "cells": ("tick,forward 0,backward 0\n0,0\n", "{path}, line 2: needs tick 0 and 3 cells, got '0,0'."),
+    "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
     "cell": (
-        "tick,forward 0,backward 0\n0,0,B0\n",
-        "{path}, line 2: backward 0 in tick 0 is 'B0'. "
-        "Write a microbatch as 3, or as 3.1 with its chunk, or leave the cell empty.",
+        "tick,stage 0\n0,0F0 B0\n",
+        "{path}: line 2, stage 0: 'B0' is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+    ),
+    "two jobs of a lane": (
+        "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
+        "{path}: line 2, stage 0: has two forward jobs. Write them in two ticks.",
+    ),
+    "B beside W": (
+        "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
+        "{path}: The file has B, which is I and W together, beside I or W. Write I and W everywhere, or B.",
     ),
     "late": (
-        "tick,forward 0,forward 1,backward 0,backward 1\n0,0,,,\n1,,,,\n2,,0,,0\n3,,,0,\n",
-        "{path}, line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in tick 0, which is there in "
+        "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
+        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in tick 0, which is there in "
         "tick 1 only. Move it to tick 1.",
     ),
     "nowhere": (
-        "tick,forward 0,backward 0\n0,0,\n",
+        "tick,stage 0\n0,0F0\n",
         "{path}: backward of microbatch 0 runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.",
     ),
-    "no ticks": (
-        "tick,forward 0,backward 0\n",
-        "{path}: The forward table must be whole numbers, ticks x stages, got int64 of shape (0, 1). "
-        "Write one row a tick and -1 where a stage rests.",
-    ),
+    "no ticks": ("tick,stage 0\n", "{path}: All stages need as many places of the model; got 0."),
 }
 
 
@@ -597,10 +608,10 @@ NO_TABLES = {
         "tick".encode("utf-16"),
         r"needed a table of text, as to_csv writes it, found something else \('utf-8' codec can't",
     ),
-    "an archive": (b"PK\x03\x04" * 5, r"line 1: needs the columns tick,forward 0,backward 0; got 'PK\\x03\\x04PK.*'\.$"),
+    "an archive": (b"PK\x03\x04" * 5, r"line 1: needs the columns tick,stage 0 and so on; got 'PK\\x03\\x04PK.*'\.$"),
     "a long line": (
         b"x" * 10_000,
-        r"line 1: needs the columns tick,forward 0,backward 0; got 'x{79}\.\.\. \(10002 characters\)\.$",
+        r"line 1: needs the columns tick,stage 0 and so on; got 'x{79}\.\.\. \(10002 characters\)\.$",
     ),
     "a long cell": (b'"' + b"x" * 200_000, r"needed a table of text, .* \(field larger than field limit \(131072\)\)\.$"),
 }

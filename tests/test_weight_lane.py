@@ -19,7 +19,7 @@ from parallax import mesh, pipeline, tensor
 from parallax.compiled import hlo
 from parallax.jaxprs import inner, opened
 from parallax.models import gpt2
-from parallax.schedule import one_f_one_b, zero_bubble
+from parallax.schedule import one_f_one_b_lockstep, zero_bubble_lockstep
 from parallax.split_backward import split
 
 D, H, T, L = 4, 6, 3, 2
@@ -191,7 +191,7 @@ def of_scanned_blocks(microbatches, rows):
 def program(make, microbatches=M, rows=ROWS):
     """That pipeline, compiled."""
     table = make(STAGES_, microbatches)
-    grad = pipeline.value_and_grad(*scanned_blocks(), table, "stage", where=lambda params: params)
+    grad = pipeline.value_and_grad(*scanned_blocks(), table, "stage", blocks=lambda params: params)
     world, specs, arrays, batch = of_scanned_blocks(microbatches, rows)
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     with jax.numpy_dtype_promotion("standard"):
@@ -216,15 +216,17 @@ def test_operations_are_those_of_the_table():
     weight, scores = tokens_of_a_stage()
     F, B = weight + scores, 2 * (weight + scores)
     ticks = M + STAGES_ - 1
-    assert operations(program(one_f_one_b)) == ticks * (F + B)
-    assert operations(program(zero_bubble)) == ticks * (F + B - weight) + M * weight
+    assert operations(program(one_f_one_b_lockstep)) == ticks * (F + B)
+    assert operations(program(zero_bubble_lockstep)) == ticks * (F + B - weight) + M * weight
 
 
 @pytest.mark.parametrize("keep", [pipeline.residuals, pipeline.inputs])
 def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
     """GPT-2's blocks: F + I + W = F + B exactly, and with all computed again I has F once more."""
     weight, scores = tokens_of_a_stage()
-    found = pipeline.counted(*scanned_blocks(), one_f_one_b(STAGES_, M), "stage", where=lambda params: params, keep=keep)
+    found = pipeline.counted(
+        *scanned_blocks(), one_f_one_b_lockstep(STAGES_, M), "stage", blocks=lambda params: params, save=keep
+    )
     world, specs, arrays, batch = of_scanned_blocks(M, ROWS)
     with jax.numpy_dtype_promotion("standard"):
         work = found(arrays, batch, mesh=world, in_specs=(specs, P()))

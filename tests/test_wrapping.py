@@ -442,14 +442,14 @@ HEADS = {  # and whether they are right
 }
 
 
-@pytest.mark.parametrize("table", [schedule.one_f_one_b, schedule.one_f_one_b_in_turns])
+@pytest.mark.parametrize("table", [schedule.one_f_one_b_lockstep, schedule.one_f_one_b])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
     """What other stages have in the place of x is not the model's."""
     given, right = HEADS[name]
     enter = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: x + jnp.tanh(x @ params["blocks"][0])
-    arrow = pipeline.value_and_grad(enter, stage, given, table(2, 4), "stage", where=lambda params: params["blocks"])
+    arrow = pipeline.value_and_grad(enter, stage, given, table(2, 4), "stage", blocks=lambda params: params["blocks"])
     params = {"blocks": normal(0, 1, 2, WIDTH, WIDTH), "out": normal(1, WIDTH, WIDTH)}
     specs = {"blocks": P(None, "stage"), "out": P()}
     batch = {name: BATCH[name] for name in ("x", "y")}
@@ -566,7 +566,7 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
     ends = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(x) * part["c"].sum()
-    arrow = pipeline.value_and_grad(ends, stage, head, schedule.one_f_one_b(2, 4), "stage", where=lambda p: p["blocks"])
+    arrow = pipeline.value_and_grad(ends, stage, head, schedule.one_f_one_b_lockstep(2, 4), "stage", blocks=lambda p: p["blocks"])
     specs = {"blocks": P(None, "stage")}
     with pytest.raises(ValueError, match=message):
         over(arrow, (specs, P()), (P(), specs), stage=2)({"blocks": normal(0, 1, 2, WIDTH, WIDTH)}, batch)

@@ -104,7 +104,7 @@ def train_steps(specs: PyTree) -> list[step.Step]:
 def pipelined() -> grads.Grad:
     """Any functions on any schedule."""
 
-    def enter(params: Params, part: Batch) -> Numbers:
+    def embed(params: Params, part: Batch) -> Numbers:
         return part["x"] @ params["in"]
 
     def stage(params: Params, x: Numbers, part: Batch, position: Array) -> Numbers:
@@ -114,21 +114,21 @@ def pipelined() -> grads.Grad:
         return jnp.mean((x @ params["out"] - part["y"]) ** 2)
 
     blocks: Callable[[Params], Array] = lambda params: params["blocks"]
-    assert pipeline.unsplit(enter, stage, head, where=blocks)
-    assert pipeline.value(enter, stage, head, schedule.one_f_one_b(4, 8), "stage", where=blocks)
-    assert pipeline.stored(blocks, schedule.looped(4)).keys() == {"to_disk", "from_disk"}
+    assert pipeline.unpipelined(embed, stage, head, blocks=blocks)
+    assert pipeline.value(embed, stage, head, schedule.one_f_one_b_lockstep(4, 8), "stage", blocks=blocks)
+    assert pipeline.stored(blocks, schedule.looped_placement(4)).keys() == {"to_disk", "from_disk"}
     return pipeline.value_and_grad(
-        *(enter, stage, head, schedule.one_f_one_b(4, 8), "stage"),
-        where=blocks,
-        keep=pipeline.inputs,
-        exchange=pipeline.split_over("tensor"),
+        *(embed, stage, head, schedule.one_f_one_b_lockstep(4, 8), "stage"),
+        blocks=blocks,
+        save=pipeline.inputs,
+        send=pipeline.split_over("tensor"),
     )
 
 
 def schedules(path: Path) -> list[Schedule]:
     """Tables, their makers, and files of them."""
-    tables = [schedule.gpipe(4, 8), schedule.one_f_one_b(4, 8, chunks=2), schedule.zero_bubble(4, 8)]
-    turns = schedule.zero_bubble_in_turns(4, 8, in_flight=6)
+    tables = [schedule.gpipe(4, 8), schedule.one_f_one_b_lockstep(4, 8, chunks=2), schedule.zero_bubble_lockstep(4, 8)]
+    turns = schedule.zero_bubble(4, 8, in_flight=6)
     assert schedule.compared({"turns": turns}, 1, 1, 1)[0].in_flight == 6
     schedule.to_csv(tables[0], path)
     assert tables[0].makespan() > tables[0].bubble() > 0

@@ -80,9 +80,9 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     tensor = by_default(2) if settings.tensor is None else settings.tensor
     stage = by_default(4) if settings.stage is None else settings.stage
     data = max(1, n // (stage * settings.context * tensor)) if settings.data is None else settings.data
-    usual, chunks = ("one_f_one_b", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
+    usual, chunks = ("one_f_one_b_lockstep", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
     if settings.schedule.endswith(".csv"):
-        usual, chunks = "one_f_one_b", schedule.from_csv(settings.schedule).chunks
+        usual, chunks = "one_f_one_b_lockstep", schedule.from_csv(settings.schedule).chunks
     fields = validate.DEFAULTS | {
         **{"data": data, "stage": stage, "tensor": tensor, "microbatches": settings.microbatches, "schedule": usual},
         "chunks": chunks if settings.chunks is None else settings.chunks,

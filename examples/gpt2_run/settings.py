@@ -52,8 +52,8 @@ class Settings:
     """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives, or at each size what is fastest here."""
     microbatches: int = 4
     """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
-    schedule: str = "one_f_one_b"
-    """The pipeline's: `gpipe`, `one_f_one_b`, `zero_bubble`, the last two `_in_turns`, `interleaved`, or your FILE.csv."""
+    schedule: str = "one_f_one_b_lockstep"
+    """The pipeline's: `gpipe`, `one_f_one_b` or `zero_bubble`, these two with `_lockstep`, `interleaved`, or your FILE.csv."""
     chunks: int | None = None
     """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
     zero: Literal[0, 1, 2, 3] = 0

@@ -343,7 +343,7 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
             return blocks
         chunks = layout.chunks
         blocks = _on_arrays(blocks, lambda w: w.reshape(chunks, -1, *w.shape[1:]))
-        return blocks if schedule is None else pipeline.arranged(blocks, schedule.placed)
+        return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)
 
     return split
 
@@ -355,7 +355,7 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
         if not layout.pipelined:
             return blocks
         if schedule is not None:
-            blocks = pipeline.in_model_order(blocks, schedule.placed)
+            blocks = pipeline.from_placement(blocks, schedule.placed)
         return _on_arrays(blocks, lambda w: w.reshape(-1, *w.shape[2:]))
 
     return join

@@ -30,6 +30,7 @@ from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
 from parallax.typed import PyTree, Rule, Specs
+from parallax.validate import PER_STAGE
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
 REDUCED_OVER = ("data", "expert", "context")  # a gradient is summed over those along which its parameter is the same
@@ -37,11 +38,11 @@ MEAN_OVER = ("replica", "data", "expert", "context")  # the loss is a mean over 
 SPLIT_BY_SEQUENCES = ("replica", "data", "expert")
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 SCHEDULES: dict[str, Callable[[Layout], Schedule]] = {
-    "one_f_one_b": lambda layout: schedule.one_f_one_b(layout.stage, layout.microbatches, layout.chunks),
+    "one_f_one_b_lockstep": lambda layout: schedule.one_f_one_b_lockstep(layout.stage, layout.microbatches, layout.chunks),
     "gpipe": lambda layout: schedule.gpipe(layout.stage, layout.microbatches),
+    "zero_bubble_lockstep": lambda layout: schedule.zero_bubble_lockstep(layout.stage, layout.microbatches, layout.chunks),
+    "one_f_one_b": lambda layout: schedule.one_f_one_b(layout.stage, layout.microbatches),
     "zero_bubble": lambda layout: schedule.zero_bubble(layout.stage, layout.microbatches, layout.chunks),
-    "one_f_one_b_in_turns": lambda layout: schedule.one_f_one_b_in_turns(layout.stage, layout.microbatches),
-    "zero_bubble_in_turns": lambda layout: schedule.zero_bubble_in_turns(layout.stage, layout.microbatches, layout.chunks),
 }
 
 
@@ -130,14 +131,14 @@ def grad_of(
             *(enter, stage, head),
             schedule_of(layout, compute),
             axes["stage"],
-            where=family.where,
+            blocks=family.where,
             trainable=compute.trainable,
-            keep=pipeline.inputs if layout.remat == "stage" else pipeline.residuals,
-            exchange=exchange_of(layout, axes),
+            save=pipeline.inputs if layout.remat == "stage" else pipeline.residuals,
+            send=exchange_of(layout, axes),
             scatter=scatter if layout.zero == 2 else _unchanged,
         )
     else:
-        grad = differentiated(pipeline.at_once(enter, stage, head), compute.trainable)
+        grad = differentiated(pipeline.sequential(enter, stage, head), compute.trainable)
         if layout.zero == 2:
             grad = _with_gradients(grad, scatter)
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
@@ -224,9 +225,9 @@ def loss_of(
 
     if layout.pipelined:
         table, exchange = schedule_of(layout, compute), exchange_of(layout, axes)
-        loss = pipeline.value(functions.enter, stage, head, table, axes["stage"], where=family.where, exchange=exchange)
+        loss = pipeline.value(functions.enter, stage, head, table, axes["stage"], blocks=family.where, send=exchange)
     else:
-        loss = pipeline.at_once(functions.enter, stage, head)
+        loss = pipeline.sequential(functions.enter, stage, head)
     if layout.zero == 3:
         loss = zero.gathered(loss, along(axes, SHARDED_OVER), shard_specs(layout, family, specs).ends)
     return lambda model, batch: along(axes, MEAN_OVER).all_mean(loss(model, batch))
@@ -256,8 +257,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
         ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to another name.
     """
     # Rings need all devices at once, and a stage with a job of its own has only its own.
-    in_turns = layout.schedule.endswith("in_turns")
-    default = xla if in_turns else ring
+    default = xla if layout.schedule in PER_STAGE else ring
     axes = {name: default(name) for name in layout.axes}
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
@@ -281,7 +281,7 @@ def schedule_of(layout: Layout, compute: Compute) -> Schedule:
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
     """How activations and cotangents go from stage to stage."""
-    return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.WHOLE
+    return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:

@@ -1,47 +1,47 @@
 """Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional and in constant memory."""
 
 from parallax.pipeline.checks import Output
-from parallax.pipeline.exchange import WHOLE, Exchange, split_over
+from parallax.pipeline.exchange import Exchange, split_over, whole
 from parallax.pipeline.gradient import from_last, value, value_and_grad
 from parallax.pipeline.layers import (
-    arranged,
-    dealt,
-    in_model_order,
-    own_chunks,
-    padded,
+    from_placement,
+    layers_per_stage,
+    local_chunks,
+    pad_layers,
     run_layers,
     stored,
-    unpadded,
+    to_placement,
+    unpad_layers,
 )
-from parallax.pipeline.one_device import Aux, at_once, unsplit
+from parallax.pipeline.one_device import Aux, sequential, unpipelined
 from parallax.pipeline.operations import Work, counted
 from parallax.pipeline.rows import distances
 from parallax.pipeline.save import inputs, residuals
 from parallax.pipeline.traced import Misused
 
 __all__ = [
-    "WHOLE",
     "Aux",
     "Exchange",
     "Misused",
     "Output",
     "Work",
-    "arranged",
-    "at_once",
     "counted",
-    "dealt",
     "distances",
     "from_last",
-    "in_model_order",
+    "from_placement",
     "inputs",
-    "own_chunks",
-    "padded",
+    "layers_per_stage",
+    "local_chunks",
+    "pad_layers",
     "residuals",
     "run_layers",
+    "sequential",
     "split_over",
     "stored",
-    "unpadded",
-    "unsplit",
+    "to_placement",
+    "unpad_layers",
+    "unpipelined",
     "value",
     "value_and_grad",
+    "whole",
 ]

@@ -42,7 +42,7 @@ def blocks_of(params: PyTree) -> PyTree:
     except AttributeError:
         raise ValueError(
             f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the layers that are split over "
-            "the stages. Name them so, or pass the function that picks them, such as where=lambda params: params['layers']."
+            "the stages. Name them so, or pass the function that picks them, such as blocks=lambda params: params['layers']."
         ) from None
 
 
@@ -90,20 +90,20 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what enter returns."""
+    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what embed returns."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
-                f"pipeline: enter returned {form(path, leaf)}, and random keys do not travel between stages. Put them into the "
-                "batch, one for each row: every stage has its microbatch, as `part`."
+                f"pipeline: embed returned {form(path, leaf)}, and random keys do not travel between stages. Put them into the "
+                "batch, one for each row: every stage has its microbatch, as `microbatch`."
             )
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
-            f"pipeline: enter returned {', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least one "
+            f"pipeline: embed returned {', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least one "
             "array of floating-point numbers must go through the stages: the others travel without a cotangent, so nothing "
-            "before them would be trained. Let enter return what it looks up, such as embeddings; the batch itself reaches "
-            "every stage, as `part`."
+            "before them would be trained. Let embed return what it looks up, such as embeddings; the batch itself reaches "
+            "every stage, as `microbatch`."
         )
 
 
@@ -119,7 +119,7 @@ def same_form(made: PyTree, taken: PyTree) -> None:
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "
-                f"stage's input; it returned {form(path, leaf)}. Move what changes the shape into enter or head."
+                f"stage's input; it returned {form(path, leaf)}. Move what changes the shape into embed or head."
             )
 
 

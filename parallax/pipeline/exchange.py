@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
     whole: Callable[[PyTree, PyTree], PyTree]
 
 
-WHOLE = Exchange(lambda x: x, lambda x, like: x)
+whole = Exchange(lambda x: x, lambda x, like: x)
 
 
 def split_over(axis: AxisLike) -> Exchange:

@@ -26,57 +26,58 @@ from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.grads import Grad, axes_of, matching_parameters, mean_of_parts, replicated_axes, summed_over, varies_along
-from parallax.pipeline import checks, lockstep, per_stage, save
+from parallax.pipeline import checks, lockstep, per_stage
 from parallax.pipeline.buffers import masked
-from parallax.pipeline.exchange import WHOLE, Exchange
+from parallax.pipeline.exchange import Exchange, whole
 from parallax.pipeline.jobs import Functions, Jobs, Sums
 from parallax.pipeline.one_device import Aux, with_aux
+from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
 
 def value_and_grad(
-    enter: Callable[..., Any],
+    embed: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
     schedule: Schedule,
     axis: AxisLike,
     *,
-    where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     trainable: PyTree = rules.is_inexact,
-    keep: save.Save = save.residuals,
-    exchange: Exchange = WHOLE,
+    save: Save = residuals,
+    send: Exchange = whole,
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
     aux: Callable[[Any], Any] = mean_of_parts,
 ) -> Grad:
-    """The grad arrow of `head(stage(... stage(enter(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
+    """The grad arrow of `head(stage(... stage(embed(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
 
     It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch has its sequences as the
     first dim of every leaf, and is cut into M parts in order. Gradients are summed, and returned, in float32 or wider; those of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of all three functions, has all parameters; in `stage`, `where(params)` is the chunk of layers
+    `params`, the first argument of all three functions, has all parameters; in `stage`, `blocks(params)` is the chunk of layers
     at hand, without the dim of chunks. What is read there has a gradient, wherever it is read.
 
     Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` for each array. The
-    time is that of `schedule.makespan`; what is held at once is `schedule.slot_count` times what `keep` keeps of a chunk.
+    time is that of `schedule.makespan`; what is held at once is `schedule.slot_count` times what `save` saves of a chunk.
 
     Args:
-        enter: `(params, part) -> x`: what enters the first stage, a tree of arrays. Those of floating-point numbers have a
+        embed: `(params, microbatch) -> x`: what enters the first stage, a tree of arrays. Those of floating-point numbers have a
             cotangent; others, such as masks, travel without. It runs on all stages in each forward tick, and counts on the
             first. It may be shared out over them, with collectives over `axis` inside.
-        stage: `(params, x, part, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model. It
-            returns a tree like `x`, or an `Output` with a term of the loss or auxiliary values beside it.
-        head: `(params, x, part) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs on all stages, in the ticks in
-            which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model.
+            It returns a tree like `x`, or an `Output` with a term of the loss or auxiliary values beside it.
+        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs on all stages, in the ticks
+            in which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
             the same on all was shared out (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
         axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
-        where: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
+        blocks: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
             dim of v chunks.
         trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
-        keep: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
-        exchange: how the stages' messages are sent: `WHOLE`, or `split_over` an axis whose devices all have them.
+        save: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
+        send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all have them.
         scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.reduce_scatter`, by which
             each replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a
             lane does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
@@ -86,39 +87,31 @@ def value_and_grad(
 
     Raises:
         ValueError: the schedule has other stages than the axis; the batch does not divide by M, or is empty;
-            `params` has no `blocks`, and no `where` is given; an array of
-            `where(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
+            `params` has no `blocks`, and no `blocks` is given; an array of
+            `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
             takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
             stage, the blocks.
     """
     axis = Axis.of(axis)
-    functions = Functions(enter, stage, head, where, trainable)
-    run = per_stage.both_ways if schedule.per_stage else lockstep.both_ways
+    functions = Functions(embed, stage, head, blocks, trainable)
+    in_halves = schedule.weight is not None
 
     def grad(params, batch):
-        in_halves = schedule.weight is not None
-        jobs = Jobs(functions, schedule, axis, params, batch, save=keep, send=exchange, scatter=scatter, in_halves=in_halves)
-        sums = run(jobs)
-        gradients = eqx.combine(sums.ends, sums.blocks)
-        # What was the same on all stages is reduced; what is split over them is done.
-        axes_to_reduce = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(gradients, params))
-        losses, gradients = jax.tree.map(lambda total: total / schedule.microbatches, (_losses(sums), gradients))
-        losses, gradients = summed_over((losses, gradients), (_varying_axes(losses, axis), axes_to_reduce), axis)
-        found = _stacked_aux(jobs, sums, (losses, gradients))
-        return with_aux(functools.reduce(jnp.add, losses), found, aux), gradients
+        jobs = Jobs(functions, schedule, axis, params, batch, save=save, send=send, scatter=scatter, in_halves=in_halves)
+        return _run(jobs, params, aux)
 
     return grad
 
 
 def value(
-    enter: Callable[..., Any],
+    embed: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
     schedule: Schedule,
     axis: AxisLike,
     *,
-    where: Callable[[PyTree], PyTree] = checks.blocks_of,
-    exchange: Exchange = WHOLE,
+    blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
+    send: Exchange = whole,
     aux: Callable[[Any], Any] = mean_of_parts,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
     """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
@@ -127,15 +120,10 @@ def value(
     closure.
     """
     axis = Axis.of(axis)
-    functions = Functions(enter, stage, head, where, trainable=False)
-    run = per_stage.forward_only if schedule.per_stage else lockstep.forward_only
+    functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
-        jobs = Jobs(functions, schedule, axis, params, batch, save=None, send=exchange)
-        sums = run(jobs)
-        losses = jax.tree.map(lambda total: total / schedule.microbatches, _losses(sums))
-        losses = summed_over(losses, _varying_axes(losses, axis), axis)
-        return with_aux(functools.reduce(jnp.add, losses), _stacked_aux(jobs, sums, losses), aux)
+        return _run(Jobs(functions, schedule, axis, params, batch, save=None, send=send), params, aux)[0]
 
     return loss
 
@@ -147,13 +135,19 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
 
 
-def _losses(sums: Sums) -> tuple[Float[Array, ""], ...]:
-    """The sums of the head's loss and of the stages' own."""
-    return (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
-
-
-def _varying_axes(losses: tuple[Array, ...], axis: Axis) -> tuple[tuple[str, ...], ...]:
-    return tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
+def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
+    """The means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
+    schedule, axis = jobs.schedule, jobs.axis
+    sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
+    losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
+    gradients = eqx.combine(sums.ends, sums.blocks)
+    # What was the same on all stages is reduced; what is split over them is done.
+    loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
+    gradient_axes = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(gradients, params))
+    means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
+    losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
+    found = _stacked_aux(jobs, sums, (losses, gradients))
+    return with_aux(functools.reduce(jnp.add, losses), found, aux), gradients
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:

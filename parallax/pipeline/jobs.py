@@ -37,10 +37,10 @@ from parallax.typed import PyTree
 class Functions(NamedTuple):
     """The user's functions, and how they see parameters: arguments of `pipeline.value_and_grad`."""
 
-    enter: Callable[..., Any]
+    embed: Callable[..., Any]
     stage: Callable[..., Any]
     head: Callable[..., Any]
-    where: Callable[[PyTree], PyTree]
+    blocks: Callable[[PyTree], PyTree]
     trainable: PyTree
 
 
@@ -131,6 +131,10 @@ class Carry(NamedTuple):
     handed: list[Array]
     sums: Sums
 
+    def with_arrived(self, **fields: PyTree) -> "Carry":
+        """The carry with these fields of `arrived` replaced."""
+        return self._replace(arrived=self.arrived._replace(**fields))
+
 
 class Jobs:
     """The jobs of one device. Made once a call, it traces each function of the user once, and refuses misuse.
@@ -141,7 +145,8 @@ class Jobs:
         index: of this stage; `first` and `last` tell whether it is one of those.
         saved: the types of what F saves of a microbatch.
         handed: the types of what I hands to W.
-        programs: by its name each job that is differentiated.
+        differentiates: whether the loss alone is not enough.
+        programs: the traced jobs, by name.
     """
 
     def __init__(
@@ -170,7 +175,7 @@ class Jobs:
             scatter: what becomes of each microbatch's gradients before they are added up.
             in_halves: whether to trace I and W instead of B.
         """
-        checks.check(schedule, axis, functions.where(params))
+        checks.check(schedule, axis, functions.blocks(params))
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis, self.send, self.scatter = functions, schedule, axis, send, scatter
         self.params = _split(varying(params, axis.names), functions)
@@ -180,10 +185,10 @@ class Jobs:
         self._trace_functions(eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array))
         self.saved: list[Any] = []
         self.handed: list[Any] = []
+        self.differentiates = save is not None
         self.programs: dict[str, Traced] = {}
         self._trace_stage(save, in_halves)
-        if save is not None:
-            self._trace_ends()
+        self._trace_ends()
 
     # The jobs: `(params, carry, row, what came) -> (what is sent, carry)`.
 
@@ -250,14 +255,11 @@ class Jobs:
         return self._with_ends(carry, self._of_embedding(params, row, ct), True)
 
     def head(self, params: Parameters, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """The loss of what the last stage has finished, its gradient, and the cotangent that B begins with."""
+        """The loss of what the last stage has finished, its gradient, and the cotangent that B begins with; or the loss alone."""
         (loss, aux), (ends, ct) = self.programs["head"](params, y, *self._finished(row.finished))
-        return ct, self._with_ends(self._with_loss(carry, row, loss, aux), ends, self.counts)
-
-    def head_value(self, params: Parameters, carry: Carry, row: Row, y: PyTree) -> Carry:
-        """The loss alone of what the last stage has finished."""
-        loss, aux = self._head(params, y, *self._finished(row.finished))
-        return self._with_loss(carry, row, masked(self.counts, loss), aux)
+        of_head = put(carry.sums.of_head, aux, row.finished)
+        sums = carry.sums._replace(loss=added(carry.sums.loss, loss, True), of_head=of_head)
+        return ct, self._with_ends(carry._replace(sums=sums), ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """The tree of the stage so many before this one."""
@@ -285,10 +287,6 @@ class Jobs:
     def _loaded(self, carry: Carry, row: Row, lane: str) -> list[Any]:
         """What F saved for this job."""
         return loaded(carry.saved, self.saved, row.saved[lane][self.index])
-
-    def _with_loss(self, carry: Carry, row: Row, loss: Float[Array, ""], aux: PyTree) -> Carry:
-        of_head = put(carry.sums.of_head, aux, row.finished)
-        return carry._replace(sums=carry.sums._replace(loss=added(carry.sums.loss, loss, True), of_head=of_head))
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
         ends = added(carry.sums.ends, self.scatter(gradients), counts)
@@ -362,7 +360,7 @@ class Jobs:
 
         def embed(params, rows, microbatch):
             with taps.at(microbatch=microbatch):
-                x = functions.enter(params.whole(), rows)
+                x = functions.embed(params.whole(), rows)
             return varying(jax.tree.map(jnp.asarray, x), axis.names)
 
         def stage(params, x, rows, position, number):
@@ -373,7 +371,7 @@ class Jobs:
             with taps.at(microbatch=number):
                 return checks.loss_and_aux(functions.head(params.whole(), y, rows))
 
-        self._embed = traced_function("enter", embed, self.params, self._rows(everywhere), everywhere)
+        self._embed = traced_function("embed", embed, self.params, self._rows(everywhere), everywhere)
         checks.activation(self._embed.out)
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
         while True:  # until x has the replication types that it keeps through a stage: they only grow
@@ -393,7 +391,7 @@ class Jobs:
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, axis)
-        for name, found in (("enter", self._embed), ("head", self._head)):
+        for name, found in (("embed", self._embed), ("head", self._head)):
             used = found.used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), axis.names)
         self._read_by_stage = self._stage.used[0].ends
@@ -435,7 +433,7 @@ class Jobs:
         self.programs["backward_weight"] = Traced(second, gradients, whole.used)
 
     def _trace_ends(self) -> None:
-        """Trace the gradients of `head` and of `embed`."""
+        """Trace `head`, and its gradient and that of `embed`."""
 
         def differentiated(params, y, rows, number):
             moving, still = eqx.partition(y, eqx.is_inexact_array)
@@ -444,6 +442,8 @@ class Jobs:
                 loss, aux = self._head(params._replace(ends=ends), eqx.combine(moving, still), rows, number)
                 return masked(self.counts, loss), aux
 
+            if not self.differentiates:
+                return loss_of(params.ends, moving), eqx.filter((params.ends, moving), False)
             return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
 
         def embed_backward(params, rows, microbatch, ct):
@@ -456,13 +456,15 @@ class Jobs:
         everywhere = jnp.zeros((), jnp.int32)
         rows = self._rows(everywhere)
         self.programs["head"] = trace(differentiated, self.params, self.x, *self._finished(everywhere))
+        if not self.differentiates:
+            return
         self.programs["embed_backward"] = trace(embed_backward, self.params, rows, everywhere, self.moving)
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """`params` by what becomes of them."""
     all_true = lambda subtree: jax.tree.map(lambda _: True, subtree)
-    in_blocks = eqx.tree_at(functions.where, jax.tree.map(lambda _: False, params), replace_fn=all_true)
+    in_blocks = eqx.tree_at(functions.blocks, jax.tree.map(lambda _: False, params), replace_fn=all_true)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
     arrays, static = eqx.partition(fixed, eqx.is_array)

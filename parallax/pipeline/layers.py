@@ -3,8 +3,8 @@
 Legend: P stages, v chunks a stage, L layers, n the most layers of one place. A table of layers is [v, P] whole numbers: those of
 chunk c on stage s, place c P + s in the model.
 
-    table = pipeline.dealt(layers=10, stages=4)                          # [[3, 3, 2, 2]]
-    blocks = pipeline.padded(blocks, table)                              # [10, ...] -> [1, 12, ...], split over dim 1
+    table = pipeline.layers_per_stage(layers=10, stages=4)                          # [[3, 3, 2, 2]]
+    blocks = pipeline.pad_layers(blocks, table)                              # [10, ...] -> [1, 12, ...], split over dim 1
     x = pipeline.run_layers(layer, params.blocks, x, position, table)    # in the stage
 """
 
@@ -29,7 +29,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 Layers = Shaped[np.ndarray, "chunks stages"]
 
 
-def dealt(layers: int, stages: int, chunks: int = 1) -> Layers:
+def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     """A table of layers as even as can be: the first places have one more where they do not divide.
 
     Raises:
@@ -38,13 +38,13 @@ def dealt(layers: int, stages: int, chunks: int = 1) -> Layers:
     places = stages * chunks
     if layers < places:
         raise ValueError(
-            f"pipeline.dealt: {layers} layers on {stages} stages of {chunks} chunks leave a stage without a layer. Take at least "
-            f"{places} layers, or fewer stages or chunks."
+            f"pipeline.layers_per_stage: {layers} layers on {stages} stages of {chunks} chunks leave a stage without a layer. "
+            f"Take at least {places} layers, or fewer stages or chunks."
         )
     return (layers // places + (np.arange(places) < layers % places)).reshape(chunks, stages)
 
 
-def padded(blocks: Tree, table: Layers) -> Tree:
+def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """Blocks of [L, ...] in the order of the model as [v, P n, ...], whose dim 1 is to be split over the stages.
 
     The padding repeats a place's last layer, so that what it computes is as finite as the rest. It is never used, its gradient
@@ -60,16 +60,16 @@ def padded(blocks: Tree, table: Layers) -> Tree:
     def leaf(w):
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
-                f"pipeline.padded: the table has {table.sum()} layers, and an array of the blocks has shape {w.shape}. The first "
-                "dim must be the layers."
+                f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the blocks has shape {w.shape}. The "
+                "first dim must be the layers."
             )
         return w[rows.reshape(len(table), -1)]
 
     return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
 
 
-def unpadded(blocks: Tree, table: Layers) -> Tree:
-    """The inverse of `padded`: blocks as [L, ...], without what pads them."""
+def unpad_layers(blocks: Tree, table: Layers) -> Tree:
+    """The inverse of `pad_layers`: blocks as [L, ...], without what pads them."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
@@ -77,8 +77,8 @@ def unpadded(blocks: Tree, table: Layers) -> Tree:
     def leaf(w):
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
-                f"pipeline.unpadded: the table is of blocks [{chunks}, {stages * longest}, ...], and an array of the blocks has "
-                f"shape {w.shape}. Take the whole model, outside of mesh.spmd, and the table that it was padded by."
+                f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, ...], and an array of the blocks "
+                f"has shape {w.shape}. Take the whole model, outside of mesh.spmd, and the table that it was padded by."
             )
         return w.reshape(-1, *w.shape[2:])[real]
 
@@ -137,11 +137,11 @@ def _first(table: Layers) -> Layers:
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
-def arranged(blocks: Tree, placement: Placement) -> Tree:
+def to_placement(blocks: Tree, placement: Placement) -> Tree:
     """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk c of stage s is at its place.
 
     It changes nothing where the placement is looped, chunk c of stage s at c P + s, as in all schedules that keep step. Blocks
-    of uneven layers are `padded` first.
+    of uneven layers are `pad_layers` first.
 
     Raises:
         ValueError: the blocks are of other chunks, or their layers do not divide by the places.
@@ -149,18 +149,18 @@ def arranged(blocks: Tree, placement: Placement) -> Tree:
     return _reordered(blocks, placement, np.ravel(placement))
 
 
-def in_model_order(blocks: Tree, placement: Placement) -> Tree:
-    """The inverse of `arranged`."""
+def from_placement(blocks: Tree, placement: Placement) -> Tree:
+    """The inverse of `to_placement`."""
     return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
-    v, P = checked_placement("pipeline.arranged", placement).shape
+    v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
-                f"pipeline.arranged: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with "
+                f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with "
                 f"L / {v} a multiple of {P}; got {w.shape}."
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
@@ -170,22 +170,22 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
 
 
-def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
+def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks.
 
     For `step.make(after_update=...)`.
 
     `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one stage it is all of them, as
-    `unsplit` returns them.
+    `unpipelined` returns them.
 
     Raises:
         ValueError: the placement has other stages than the axis, or other places than `stages` has values.
     """
     axis = Axis.of(axis)
-    placement = checked_placement("pipeline.own_chunks", placement)
+    placement = checked_placement("pipeline.local_chunks", placement)
     if placement.shape[1] != axis.size():
         raise ValueError(
-            f"pipeline.own_chunks: the placement has {placement.shape[1]} stages, and the axis {axis.names!r} {axis.size()} "
+            f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis {axis.names!r} {axis.size()} "
             "devices. Pass the `placed` of the schedule that ran."
         )
     own_places = jnp.asarray(placement)[:, axis.index()]
@@ -193,7 +193,7 @@ def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     def own(path, leaf):
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
-                f"pipeline.own_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
+                f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
                 "model. Pass what `Aux.stages` has, with the mean over microbatches taken."
             )
         return leaf[own_places]
@@ -201,32 +201,32 @@ def own_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     return jax.tree.map_with_path(own, stages)
 
 
-def stored(where: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
-    """Arguments for `Checkpoints`, of a state whose model's blocks, `where(model)`, are [v, L / v, ...]: stored as [L, ...].
+def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
+    """Arguments for `Checkpoints`, of a state whose model's blocks, `blocks(model)`, are [v, L / v, ...]: stored as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or without a pipeline, reads them.
     The optimizer's arrays of the blocks are stored in the same way: leaves whose path ends as that of a leaf of `state.model`,
     with its first dims.
 
     Args:
-        where: picks the blocks from the model, as in `pipeline.value_and_grad`.
+        blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
         placement: the schedule's `placed`, `[chunks, stages]`.
-        table: of uneven layers, by which the blocks were `padded`; what pads them is not stored.
+        table: of uneven layers, by which the blocks were `pad_layers`; what pads them is not stored.
     """
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
 
     def to_disk(w):
-        w = in_model_order(w, placement)
-        return w.reshape(-1, *w.shape[2:]) if layers is None else unpadded(w, layers)
+        w = from_placement(w, placement)
+        return w.reshape(-1, *w.shape[2:]) if layers is None else unpad_layers(w, layers)
 
     def from_disk(w):
-        w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else padded(w, layers)
-        return arranged(w, placement)
+        w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else pad_layers(w, layers)
+        return to_placement(w, placement)
 
     def over(change, dims):
         def converted(state):
-            of_model = _leading(where, state.model, dims)
+            of_model = _leading(blocks, state.model, dims)
 
             def leaf(path, x):
                 return change(x) if _is_block(path, x, of_model, dims) else x
@@ -238,10 +238,10 @@ def stored(where: Callable[[Any], Any], placement: Placement, *, table: Layers |
     return {"to_disk": over(to_disk, 2), "from_disk": over(from_disk, 1)}
 
 
-def _leading(where: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tuple[str, ...], tuple[int, ...] | None]:
+def _leading(blocks: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tuple[str, ...], tuple[int, ...] | None]:
     """By path, the first dims of each of the blocks' arrays in the model; None for the rest."""
     in_blocks = eqx.tree_at(
-        where, jax.tree.map(lambda _: False, model), replace_fn=lambda part: jax.tree.map(lambda _: True, part)
+        blocks, jax.tree.map(lambda _: False, model), replace_fn=lambda part: jax.tree.map(lambda _: True, part)
     )
     marks = dict(jax.tree.leaves_with_path(in_blocks))
     named = jax.tree.leaves_with_path(model)

@@ -42,48 +42,40 @@ Lanes: TypeAlias = list[tuple[str, Lane]]  # each by the name that `stretches` h
 Stretch: TypeAlias = tuple[frozenset[str], int]  # the lanes that run, and for how many ticks in a row
 
 
-def both_ways(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients after all ticks."""
-    whole: Lanes = [("backward", backward)]
-    halves: Lanes = [("backward", backward_input), ("weight", Jobs.backward_weight)]
-    of_backward = whole if jobs.schedule.weight is None else halves
-    return _run(jobs, [("forward", forward), ("head", head), *of_backward, ("forward", send_activation)])
-
-
-def forward_only(jobs: Jobs) -> Sums:
-    """The sum of the loss alone."""
-    return _run(jobs, [("forward", forward), ("head", head_value), ("forward", send_activation)])
+def run(jobs: Jobs) -> Sums:
+    """The sums of loss and gradients, or of the loss alone, after all ticks."""
+    lanes: Lanes = [("forward", forward), ("head", head)]
+    if jobs.differentiates and jobs.schedule.weight is None:
+        lanes += [("backward", backward)]
+    elif jobs.differentiates:
+        lanes += [("backward", backward_input), ("weight", Jobs.backward_weight)]
+    return _run(jobs, [*lanes, ("forward", send_activation)])
 
 
 def forward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
     """F, of what enters or of what came."""
     came = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(params, carry, row, jobs.embed(params, row.entering), came)
-    return _with(carry, y=y)
+    return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
     """The head, of what the last stage has finished."""
     ct, carry = jobs.head(params, carry, row, carry.arrived.y)
-    return _with(carry, from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
-
-
-def head_value(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """The loss alone."""
-    return jobs.head_value(params, carry, row, carry.arrived.y)
+    return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
     """B. Its cotangent is sent first, so that all that follows in the tick can hide the message."""
     ct, gradients = jobs.backward(params, carry, row, _cotangent(jobs, carry, row))
-    carry = _with(carry, ct=jobs.moved(jobs.send.part(ct), distance=-1))
+    carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     return jobs.with_gradients(params, carry, row, ct, gradients)
 
 
 def backward_input(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
     """I. It sends its cotangent first, as B does."""
     ct, carry = jobs.backward_input(params, carry, row, _cotangent(jobs, carry, row))
-    carry = _with(carry, ct=jobs.moved(jobs.send.part(ct), distance=-1))
+    carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task(row, "backward")
     return jobs.embed_backward(params, carry, row, masked((task.position == 0) & task.valid, ct))
 
@@ -92,11 +84,7 @@ def send_activation(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> C
     """The activation's hop: a lane of its own, for which no other lane of the tick waits."""
     # On a CPU it waits for all of them: its loop's collectives must be in one order on all devices.
     y = ordered(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
-    return _with(carry, x=jobs.moved(y, distance=1), y=None)
-
-
-def _with(carry: Carry, **arrived: PyTree) -> Carry:
-    return carry._replace(arrived=carry.arrived._replace(**arrived))
+    return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
@@ -113,11 +101,12 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     table = rows(schedule)
     at_least_0 = lambda microbatches: np.maximum(microbatches, 0)  # all stages run the lane, also where there is no microbatch
     table = table._replace(**{name: at_least_0(getattr(table, name)) for name in ("entering", "finished", "leaving")})
-    from_head = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count), jobs.moving)
+    moving = jobs.moving if jobs.differentiates else None
+    from_head = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count), moving)
     # A stage without a job writes too, into a free slot.
     saved = int(table.saved["forward"].max()) + 1
     handed = int(table.handed["backward"].max()) + 1 if table.handed else 0
-    carry = jobs.start(Arrived(send.part(jobs.x), None, send.part(jobs.moving), from_head), saved, handed)
+    carry = jobs.start(Arrived(send.part(jobs.x), None, send.part(moving), from_head), saved, handed)
     done = 0
     for repeats, pattern in loops(stretches(schedule)):
         period = sum(length for _, length in pattern)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from parallax.pipeline import checks
-from parallax.pipeline.layers import in_model_order
+from parallax.pipeline.layers import from_placement
 from parallax.schedule.places import Placement
 from parallax.typed import PyTree
 
@@ -26,15 +26,15 @@ class Aux(NamedTuple):
     stages: PyTree
 
 
-def unsplit(
-    enter: Callable[..., Any],
+def unpipelined(
+    embed: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
     *,
-    where: Callable[[PyTree], PyTree] = checks.blocks_of,
+    blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
-    """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unsplit.
+    """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unpipelined.
 
     It runs chunk after chunk on the whole batch. With auxiliary values it returns `(loss, aux)`: the head's, or, where stages
     have some, `Aux`, those of the stages [v] each.
@@ -45,15 +45,15 @@ def unsplit(
     """
 
     def loss(params, batch):
-        arrays, static = eqx.partition(where(params), eqx.is_array)
+        arrays, static = eqx.partition(blocks(params), eqx.is_array)
         if placement is not None:
             places = placement.size
-            arrays = in_model_order(arrays, placement)
+            arrays = from_placement(arrays, placement)
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
-        x, made = enter(params, batch), []
+        x, made = embed(params, batch), []
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             own = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
-            made.append(checks.output(stage(eqx.tree_at(where, params, own), x, batch, jnp.asarray(place, jnp.int32))))
+            made.append(checks.output(stage(eqx.tree_at(blocks, params, own), x, batch, jnp.asarray(place, jnp.int32))))
             x = made[-1].x
         total, of_head = checks.loss_and_aux(head(params, x, batch))
         total = sum((each.loss for each in made if each.loss is not None), start=total)
@@ -63,14 +63,14 @@ def unsplit(
     return loss
 
 
-def at_once(enter: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]) -> Callable[[PyTree, PyTree], Any]:
+def sequential(embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]) -> Callable[[PyTree, PyTree], Any]:
     """What a pipeline of these functions equals whose blocks have no dim of chunks: the loss arrow of one stage with all layers.
 
     With auxiliary values it returns `(loss, aux)`: the head's, or, where the stage has some, `Aux`, those of the stage [1, ...].
     """
 
     def loss(params, batch):
-        made = checks.output(stage(params, enter(params, batch), batch, 0))
+        made = checks.output(stage(params, embed(params, batch), batch, 0))
         total, of_head = checks.loss_and_aux(head(params, made.x, batch))
         found = Aux(of_head, jax.tree.map(lambda leaf: leaf[None], made.aux))
         return with_aux(total if made.loss is None else total + made.loss, found, lambda aux: aux)

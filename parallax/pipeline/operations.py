@@ -16,9 +16,9 @@ from parallax import mesh as meshes
 from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.jaxprs import inner, opened, types
-from parallax.pipeline import save
-from parallax.pipeline.exchange import WHOLE
+from parallax.pipeline.exchange import whole
 from parallax.pipeline.jobs import Functions, Jobs
+from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
 
@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
     Attributes:
         forward: of F, of one chunk.
-        backward: of I, of one chunk; with `keep=inputs`, what is computed again is in it.
+        backward: of I, of one chunk; with `save=inputs`, what is computed again is in it.
         weight: of W, of one chunk.
         head: of the head and its gradient.
     """
@@ -44,15 +44,15 @@ class Work(NamedTuple):
 
 
 def counted(
-    enter: Callable[..., Any],
+    embed: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],
     schedule: Schedule,
     axis: AxisLike,
     *,
-    where: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    blocks: Callable[[PyTree], PyTree] = lambda params: params.blocks,
     trainable: PyTree = rules.is_inexact,
-    keep: save.Save = save.residuals,
+    save: Save = residuals,
 ) -> Callable[..., Work]:
     """The function `(params, batch, *, mesh, in_specs) -> Work` of a pipeline; arrays may be shapes, since nothing runs.
 
@@ -61,13 +61,13 @@ def counted(
     """
     axis = Axis.of(axis)
 
-    functions = Functions(enter, stage, head, where, trainable)
+    functions = Functions(embed, stage, head, blocks, trainable)
 
     def counts(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> Work:
         found: list[Work] = []
 
         def traced(params, batch):
-            jobs = Jobs(functions, schedule, axis, params, batch, save=keep, send=WHOLE, in_halves=True)
+            jobs = Jobs(functions, schedule, axis, params, batch, save=save, send=whole, in_halves=True)
             names = "forward", "backward_input", "backward_weight", "head"
             found.append(Work(*(_products(opened(jobs.programs[name].program)) for name in names)))
             return ()

@@ -44,30 +44,28 @@ class Arrived(NamedTuple):
 
 Tree = TypeVar("Tree", bound=PyTree)
 Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]  # a stage's own job in a tick, or what all stages run together
-TOGETHER = {"enter": "entering", "head": "finished", "leave": "leaving"}  # the column of the microbatches of each
+TOGETHER = {"embed": "entering", "head": "finished", "embed_backward": "leaving"}  # the column of the microbatches of each
 
 
-def both_ways(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients after all ticks."""
+def run(jobs: Jobs) -> Sums:
+    """The sums of loss and gradients, or of the loss alone, after all ticks."""
+    table = rows(jobs.schedule)
+    if not jobs.differentiates:
+        return _run(jobs, forward_alone(table), {"forward": forward}, {"head": head})
     own = {"forward": forward, "backward": backward_input, "weight": backward_weight}
-    return _run(jobs, rows(jobs.schedule), own, {"head": head, "leave": embed_backward})
-
-
-def forward_only(jobs: Jobs) -> Sums:
-    """The sum of the loss alone."""
-    return _run(jobs, forward_alone(rows(jobs.schedule)), {"forward": forward}, {"head": head_value})
+    return _run(jobs, table, own, {"head": head, "embed_backward": embed_backward})
 
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """What enters."""
-    return _with(carry, entered=jobs.embed(jobs.params, row.entering))
+    return carry.with_arrived(entered=jobs.embed(jobs.params, row.entering))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """F, of what enters or of what came."""
     came = jobs.send.whole(taken(carry.arrived.slots, row.arrival["forward"][jobs.index]), jobs.x)
     y, carry = jobs.forward(jobs.params, carry, row, carry.arrived.entered, came)
-    return _with(carry, sent=jobs.send.part(y))
+    return carry.with_arrived(sent=jobs.send.part(y))
 
 
 def backward_input(jobs: Jobs, carry: Carry, row: Row) -> Carry:
@@ -75,7 +73,7 @@ def backward_input(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     slots, still = eqx.filter(carry.arrived.slots, eqx.is_inexact_array), eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True)
     came = jobs.send.whole(taken(slots, row.arrival["backward"][jobs.index]), jobs.moving)
     ct, carry = jobs.backward_input(jobs.params, carry, row, came)
-    return _with(carry, sent=jobs.send.part(eqx.combine(ct, still)))
+    return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
 
 
 def backward_weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
@@ -85,30 +83,17 @@ def backward_weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The head, of what the last place has finished."""
-    ct, carry = jobs.head(jobs.params, carry, row, _at_the_head(jobs, carry))
-    ct = jobs.send.part(jobs.moved(ct, distance=jobs.schedule.last - (jobs.schedule.stages - 1)))
-    return _with(carry, slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
-
-
-def head_value(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The loss alone."""
-    return jobs.head_value(jobs.params, carry, row, _at_the_head(jobs, carry))
+    to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
+    y = jobs.moved(jobs.send.whole(carry.arrived.sent, jobs.x), distance=to_the_last_stage)
+    ct, carry = jobs.head(jobs.params, carry, row, y)
+    ct = jobs.send.part(jobs.moved(ct, distance=-to_the_last_stage))
+    return carry.with_arrived(slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The gradients of what the embedding reads."""
     ct = jobs.send.whole(eqx.filter(carry.arrived.sent, eqx.is_inexact_array), jobs.moving)
     return jobs.embed_backward(jobs.params, carry, row, masked(jobs.first, ct))
-
-
-def _with(carry: Carry, **arrived: PyTree) -> Carry:
-    return carry._replace(arrived=carry.arrived._replace(**arrived))
-
-
-def _at_the_head(jobs: Jobs, carry: Carry) -> PyTree:
-    """What the last place has finished, on the last stage, where the head looks for it."""
-    y = jobs.send.whole(carry.arrived.sent, jobs.x)
-    return jobs.moved(y, distance=jobs.schedule.stages - 1 - jobs.schedule.last)
 
 
 def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]) -> Sums:
@@ -124,8 +109,8 @@ def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]
     nothing_sent = jobs.send.part(jobs.x)
     # One slot more than the table needs: what no job reads goes there.
     slots = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), nothing_sent)
-    carry = jobs.start(Arrived(slots, None, None), schedule.slot_count, schedule.handed_count)
-    begun = lambda carry: _with(carry, entered=jobs.x, sent=nothing_sent)
+    carry = jobs.start(Arrived(slots, None, None), schedule.slot_count, schedule.deferred_count)
+    begun = lambda carry: carry.with_arrived(entered=jobs.x, sent=nothing_sent)
     ticks = jax.tree.map(jnp.asarray, table)
     # In a loop of a stage's own its row differs between stages too, by the number of the trip.
     row = varying(jax.tree.map(lambda column: column[0], ticks), jobs.axis.names)
@@ -135,7 +120,7 @@ def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]
 
     def tick(carry, row):
         carry = begun(carry)
-        with _scope(table, "enter"):
+        with _scope(table, "embed"):
             carry = _if_runs(row.entering >= 0, functools.partial(embed, jobs), carry, row)
         for name, part in traced.items():
             with _scope(table, name):
@@ -143,20 +128,20 @@ def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]
         sent, after = carry.arrived.sent, carry.sums.loss
         for distance, slots in row.arriving.items():
             came = jobs.moved(ordered(sent, after), distance=distance) if distance else sent
-            carry = _with(carry, slots=put(carry.arrived.slots, came, slots[jobs.index]))
+            carry = carry.with_arrived(slots=put(carry.arrived.slots, came, slots[jobs.index]))
             after = came
         for name, part in together.items():
 
             def without_sent(carry, row):
                 # If what was sent stayed as it was, XLA would do its collectives before the loop, in all ticks: it takes them
                 # for the same in each trip.
-                return _with(part(jobs, carry, row), sent=jax.tree.map(jnp.zeros_like, sent))  # noqa: B023
+                return part(jobs, carry, row).with_arrived(sent=jax.tree.map(jnp.zeros_like, sent))  # noqa: B023
 
             with _scope(table, name):
                 runs = getattr(row, TOGETHER[name]) >= 0
-                carry = _if_runs(runs, without_sent, _with(carry, sent=ordered(sent, after)), row)
+                carry = _if_runs(runs, without_sent, carry.with_arrived(sent=ordered(sent, after)), row)
             after = carry.sums.ends, carry.sums.loss
-        return _with(carry, entered=None, sent=None), None
+        return carry.with_arrived(entered=None, sent=None), None
 
     end: Carry = lax.scan(tick, carry, ticks)[0]
     return end.sums
@@ -201,10 +186,10 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         over = ", ".join(map(repr, along))
         crosses = sorted(set(along) & set(axes_of(axis)))
         runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {over} ({line})"
-        cure = "take a schedule in which the stages keep step, such as schedule.one_f_one_b"
+        cure = "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
         if crosses:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in enter or head, or {cure}."
+                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(

@@ -65,8 +65,8 @@ def rows(schedule: Schedule) -> Row:
     clipped = lambda slots: {lane: np.maximum(table, 0) for lane, table in slots.items()}
     return Row(
         jobs=schedule.lanes,
-        saved=clipped(schedule.slots | {"forward": schedule.written}),
-        handed=clipped(schedule.handed_on),
+        saved=clipped(schedule.saved_slots),
+        handed=clipped(schedule.deferred_slots),
         arrival=arrival,
         arriving=arriving,
         from_head=from_head,

@@ -14,6 +14,7 @@ from parallax import pipeline
 from parallax.layout import Layout
 from parallax.models import recipe
 from parallax.schedule import Schedule
+from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
@@ -56,7 +57,7 @@ def jobs(layout: Layout) -> Jobs:
         return Jobs(
             *(M * v, M * v, M, table.ticks, M * v),
             slots=table.slot_count,
-            deferred=table.handed_count,
+            deferred=table.deferred_count,
             arrivals=table.arrival_count + 1,
             hops=hops,
             embeds=M,
@@ -67,7 +68,7 @@ def jobs(layout: Layout) -> Jobs:
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # 2P - 1 in one chunk, whatever M is
-    if layout.schedule == "zero_bubble":  # the last stage's weights lag P - 1 ticks behind
+    if layout.schedule == "zero_bubble_lockstep":  # the last stage's weights lag P - 1 ticks behind
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # XLA unrolls a loop of one tick, and drops the send of the last tick. It embeds a lone microbatch once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
@@ -76,7 +77,7 @@ def jobs(layout: Layout) -> Jobs:
 
 def in_lockstep(layout: Layout) -> bool:
     """Whether all stages run the same lanes in a tick."""
-    return not layout.schedule.endswith("in_turns")
+    return layout.schedule not in PER_STAGE
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def search(
     precision: str = "bfloat16",
     optimizer: optax.GradientTransformation = ADAMW,
     sequences: Sequence[int] = SEQUENCES,
-    schedules: Sequence[str] = ("one_f_one_b",),
+    schedules: Sequence[str] = ("one_f_one_b_lockstep",),
 ) -> list[Plan]:
     """The plans of all layouts of exactly `devices` that fit, the fastest first.
 
@@ -129,7 +129,7 @@ def _families(config, devices, batch, precision, sequences, schedules) -> Iterat
             sizes = {"data": data, "stage": stage, "tensor": tensor, "microbatches": microbatches, "chunks": chunks}
             # Where tokens are not split, what goes between stages can be.
             splits = (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,)
-            orders = schedules if stage > 1 else ("one_f_one_b",)
+            orders = schedules if stage > 1 else ("one_f_one_b_lockstep",)
             for split_sends, schedule in itertools.product(splits, orders):
                 fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision, "schedule": schedule}
                 yield [_remats(**fields, zero=zero) for zero in CHOICES["zero"]]

@@ -2,15 +2,15 @@
 
 from parallax.schedule.choice import Time, compared
 from parallax.schedule.files import from_csv, to_csv
-from parallax.schedule.makers import gpipe, one_f_one_b, zero_bubble
+from parallax.schedule.makers import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 from parallax.schedule.orders import (
     Job,
-    as_soon_as_can_be,
-    in_order,
-    one_f_one_b_in_turns,
-    zero_bubble_in_turns,
+    from_orders,
+    greedy,
+    one_f_one_b,
+    zero_bubble,
 )
-from parallax.schedule.places import looped, there_and_back
+from parallax.schedule.places import looped_placement, v_placement
 from parallax.schedule.table import LANES, CannotRun, Cost, Phase, Schedule, Span, job_name
 
 __all__ = [
@@ -22,17 +22,17 @@ __all__ = [
     "Schedule",
     "Span",
     "Time",
-    "as_soon_as_can_be",
     "compared",
     "from_csv",
+    "from_orders",
     "gpipe",
-    "in_order",
+    "greedy",
     "job_name",
-    "looped",
+    "looped_placement",
     "one_f_one_b",
-    "one_f_one_b_in_turns",
-    "there_and_back",
+    "one_f_one_b_lockstep",
     "to_csv",
+    "v_placement",
     "zero_bubble",
-    "zero_bubble_in_turns",
+    "zero_bubble_lockstep",
 ]

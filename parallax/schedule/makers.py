@@ -2,7 +2,7 @@
 
 The legend: P stages, M microbatches, v chunks a stage, F forward, B backward, I input gradient, W weight gradient.
 
-    >>> table = one_f_one_b(stages=4, microbatches=16)
+    >>> table = one_f_one_b_lockstep(stages=4, microbatches=16)
     >>> table.makespan(forward=1, backward=2), table.bubble(forward=1, backward=2), table.in_flight.tolist()
     (57.0, 9.0, [7.0, 5.0, 3.0, 1.0])
 
@@ -29,7 +29,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     return Schedule(_table(ticks, P, (m + s, s, m)), _table(ticks, P, (M + P - 1 + (M - 1 - m) + P - 1 - s, s, m)))
 
 
-def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """One forward, one backward a tick: the bubble is (P-1)(F+B)/v, and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With more, microbatches go around the
@@ -45,7 +45,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule(_table(ticks, P, _forwards(P, M, v)), _table(ticks, P, _backwards(P, M, v)), chunks=v)
 
 
-def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """1F1B with the backward taken apart into I and W: the bubble is (P-1)(F+I)/v, for W runs in full ticks only.
 
     Weight gradients need no exchange, so stage s lets W lag s ticks behind I, and W runs on all stages in the same M v ticks.
@@ -53,7 +53,7 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     (arXiv 2401.10241).
 
     Raises:
-        ValueError: as `one_f_one_b` does.
+        ValueError: as `one_f_one_b_lockstep` does.
     """
     P, M, v = stages, microbatches, chunks
     ticks = _checked_ticks(P, M, v)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from parallax.schedule.makers import checked_sizes
-from parallax.schedule.places import looped
+from parallax.schedule.places import looped_placement
 from parallax.schedule.table import LANES, Schedule
 
 URGENCY = ("backward", "forward", "weight")  # which of the jobs that are ready comes first
@@ -26,7 +26,7 @@ class Job(NamedTuple):
     place: int
 
 
-def one_f_one_b_in_turns(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W), W follows I at once.
 
     Stage s runs P - 1 - s microbatches forward, then one forward and one backward in turns (arXiv 2104.04473, section 2.2).
@@ -42,10 +42,10 @@ def one_f_one_b_in_turns(stages: int, microbatches: int) -> Schedule:
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
         turns = itertools.chain.from_iterable(itertools.zip_longest(forward[ahead:], backward, fillvalue=[]))
         orders.append(list(itertools.chain(*forward[:ahead], *turns)))
-    return in_order(orders, looped(P))
+    return from_orders(orders, looped_placement(P))
 
 
-def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Schedule:
+def zero_bubble(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Schedule:
     """Each stage runs I as soon as it can, F while it holds fewer than `in_flight` microbatches, by default P, and else W.
 
     With chunks a microbatch in flight is v of them.
@@ -57,10 +57,10 @@ def zero_bubble_in_turns(stages: int, microbatches: int, chunks: int = 1, *, in_
     """
     P, M, v = checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
     (held,) = checked_sizes(in_flight=P if in_flight is None else in_flight)
-    return as_soon_as_can_be(looped(P, v), M, [held * v] * P)
+    return greedy(looped_placement(P, v), M, [held * v] * P)
 
 
-def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Schedule:
+def greedy(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Schedule:
     """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than `held` chunks, else a W.
 
     Of F the furthest place comes first, of I the microbatch that began first.
@@ -86,10 +86,10 @@ def as_soon_as_can_be(places: Int[np.ndarray, "chunks stages"], microbatches: in
                 left -= 1
         if left == before:
             raise ValueError(f"No stage can go on with {held} chunks held at most. Let them hold more.")
-    return in_order(orders, places)
+    return from_orders(orders, places)
 
 
-def in_order(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Schedule:
+def from_orders(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Schedule:
     """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
 
     Raises:

@@ -16,19 +16,19 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
     if placed.ndim != 2 or not placed.size or not np.array_equal(np.sort(placed, axis=None), np.arange(placed.size)):
         raise ValueError(
             f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 once, such as a schedule's "
-            f"`placed`, or schedule.looped(stages, chunks); got {np.array(placement).tolist()}."
+            f"`placed`, or schedule.looped_placement(stages, chunks); got {np.array(placement).tolist()}."
         )
     placed = placed.astype(np.int32)
     placed.setflags(write=False)
     return placed
 
 
-def looped(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
+def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
     """Chunk c of stage s at place c P + s: after the last stage the model goes on at the first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
-def there_and_back(stages: int) -> Int[np.ndarray, "chunks stages"]:
+def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
     """Two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 - s."""
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 

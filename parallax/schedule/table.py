@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from parallax.schedule.places import Interval, Placement, checked_placement, coloured, fewest, looped
+from parallax.schedule.places import Interval, Placement, checked_placement, coloured, fewest, looped_placement
 
 Cost = float | int  # of one microbatch through a whole stage, in any unit of time
 LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
@@ -139,7 +139,7 @@ class Schedule:
                 )
             object.__setattr__(self, lane, _frozen(table))
         P = self.forward.shape[1]
-        placement = looped(P, self.chunks) if self.placement is None else self.placement
+        placement = looped_placement(P, self.chunks) if self.placement is None else self.placement
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
             raise ValueError(f"The placement must be [chunks, {P}], as the tables have stages; got {placement.tolist()}.")
@@ -302,24 +302,16 @@ class Schedule:
         Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order
         of their start, each with the lowest free slot. A slot freed in tick t is written again in tick t + 1 at the earliest.
         """
-        slots = {lane: np.where(table < 0, np.int32(-1), self._places[lane]) for lane, table in self.lanes.items()}
-        for table in slots.values():
-            table.setflags(write=False)
-        return slots
+        return {lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane])) for lane, table in self.lanes.items()}
 
     @cached_property
-    def written(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The slot that each stage may write in each tick: that of its forward job; where it has none, the lowest free one."""
-        return self._places["forward"]
-
-    @cached_property
-    def _places(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, and where the forward lane has no job, the lowest slot that is free then."""
+    def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """`slots`, but where the forward lane has no job: there it is the lowest slot that is free."""
         return coloured(self.lanes)
 
     @cached_property
-    def handed_on(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """With a weight lane, the slots for what I hands on to W: written in `backward`, read in `weight`; else none.
+    def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+        """With a weight lane, the slots for what I hands to W: written in `backward`, read in `weight`; else none.
 
         Where `backward` has no job it is the lowest free slot, and -1 where `weight` has none.
         """
@@ -331,11 +323,11 @@ class Schedule:
         return int(self.slots["forward"].max()) + 1
 
     @property
-    def handed_count(self) -> int:
-        """The slots of `handed_on`, each for one chunk of one microbatch: P for the zero-bubble schedule, whatever M is."""
+    def deferred_count(self) -> int:
+        """The slots of `deferred_slots`, each for one chunk of one microbatch: P for the zero-bubble schedule, whatever M is."""
         if self.weight is None:
             return 0
-        written = self.handed_on["backward"]
+        written = self.deferred_slots["backward"]
         # In lockstep a stage that has no job writes too, into a free slot.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
