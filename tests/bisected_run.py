@@ -16,7 +16,7 @@ import optax
 import tapped_net
 
 from parallax import bisect, collectives, mesh
-from parallax.collectives import route
+from parallax.collectives import execute
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama
 
@@ -60,7 +60,7 @@ class Run(NamedTuple):
     def prepared(self) -> Any:
         """What `bisect.record` takes."""
         mover = collectives.xla if self.layout.schedule in ("one_f_one_b", "zero_bubble") else MOVERS[self.mover]
-        route.UNROLLED = 1 if self.mover == "looped" else 8
+        execute.UNROLLED = 1 if self.mover == "looped" else 8
         if self.kind == "own":
             fields = {name: getattr(self.layout, name) for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")}
             return tapped_net.run(**fields, schedule=self.layout.schedule, mover=mover)

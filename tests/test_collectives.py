@@ -24,7 +24,7 @@ from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 from test_route import MOVERS
 
 from parallax import mesh
-from parallax.collectives import direct, doubling, halving, hierarchical, ring, route, torus, two_rings
+from parallax.collectives import direct, doubling, execute, halving, hierarchical, ring, torus, two_rings
 from parallax.collectives.cost import spelt
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import replicated, varying
@@ -347,7 +347,7 @@ def test_backward(collective):
 )
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
-    monkeypatch.setattr(route, "UNROLLED", 1)
+    monkeypatch.setattr(execute, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
     f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
@@ -364,7 +364,7 @@ def test_long_walks_are_loops(collective, monkeypatch):
 @pytest.mark.parametrize("algorithm", [ring, two_rings, torus], ids=str)
 def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
     """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps them in order by itself."""
-    monkeypatch.setattr(route, "UNROLLED", unrolled)
+    monkeypatch.setattr(execute, "UNROLLED", unrolled)
 
     def body(x):
         total = algorithm.all_reduce({"a": x, "b": x[:2]}, ("x", "y"))
@@ -376,7 +376,7 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
 
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
-    monkeypatch.setattr(route, "UNROLLED", 0)
+    monkeypatch.setattr(execute, "UNROLLED", 0)
     for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (two_rings.all_reduce, {"x": 2, "y": 2}, 2)):
         program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
         assert program.count("stablehlo.while") == loops + 3  # and the guards: of both shares of the own block, and of the whole

@@ -25,13 +25,13 @@ from parallax.collectives import (
     buckets,
     cost,
     doubling,
+    execute,
     halving,
     hierarchical,
     machines,
     matmul,
     quantized,
     ring,
-    route,
     send_next,
     torus,
     tuning,
@@ -162,7 +162,7 @@ def test_large_blocks_are_sent_apart(of, kind, n):
     collective, count = getattr(of, kind), math.prod(size for _, size in axes_of(n))
     call = scattered(collective) if kind == "reduce_scatter" else collective
     shares = 1 if isinstance(n, int) else len(n)
-    block = route.BUNDLED // 4 * shares
+    block = execute.JOINED // 4 * shares
     prices = []
     for numbers in (block, block + 128 * shares):
         shape = (numbers,) if kind == "all_gather" else (numbers * count,)

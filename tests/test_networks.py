@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
 from parallax.collectives import cost, halving, machines, pairs, ring, torus, two_rings
+from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import Link
-from parallax.collectives.route import messages
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import hardware, movers, networks

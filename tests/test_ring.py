@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import ring, route
+from parallax.collectives import execute, ring
 from parallax.collectives.cost import spelt
 from parallax.collectives.types import varying
 
@@ -328,7 +328,7 @@ def test_an_invariant_input_counts_once_a_device(collective):
 @pytest.mark.sweep(2)
 @every_collective
 def test_a_long_ring_is_a_loop(collective, monkeypatch):
-    monkeypatch.setattr(route, "UNROLLED", 2)
+    monkeypatch.setattr(execute, "UNROLLED", 2)
     options = OPTIONS.get(collective.__name__, {})
     case = Case(collective, 4, (), tuple(options.items()))
     call = functools.partial(collective, axis_name=case.axis, **options)

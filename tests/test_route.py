@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from parallax import draw, mesh
-from parallax.collectives import Mover, Route, by_hand, cost, mover, ring, route, tables
+from parallax.collectives import Mover, Route, by_hand, cost, execute, mover, ring, tables
 from parallax.collectives.route import from_csv, to_csv
 from parallax.collectives.types import varying
 
@@ -201,7 +201,7 @@ def sums(n, body):
 @pytest.mark.parametrize("seed", range(6))
 def test_right_tables_run_to_the_sum(seed, monkeypatch):
     """With the blocks of a message joined, and each sent by itself."""
-    monkeypatch.setattr(route, "BUNDLED", 0 if seed % 2 else route.BUNDLED)
+    monkeypatch.setattr(execute, "JOINED", 0 if seed % 2 else execute.JOINED)
     random = np.random.default_rng(seed)
     routes = [Route(*drawn(random)) for _ in range(8)]
     n = max(table.n for table in routes)
@@ -242,7 +242,7 @@ def test_makers_are_short(of):
 
 
 def lowered(of, n, shape, unrolled, monkeypatch):
-    monkeypatch.setattr(route, "UNROLLED", unrolled)
+    monkeypatch.setattr(execute, "UNROLLED", unrolled)
     world = mesh.make(x=n, devices=jax.devices()[:n])
     program = jax.jit(mesh.spmd(lambda x: of.all_reduce(x, "x"), mesh=world, in_specs=(P(),), out_specs=P()))
     return program.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).as_text().splitlines()
@@ -258,11 +258,11 @@ def test_the_program_of_a_ring_does_not_grow_and_that_of_direct_does(monkeypatch
 
 @pytest.mark.sweep(3)
 @every_mover
-@pytest.mark.parametrize("bundled", [0, route.BUNDLED])
+@pytest.mark.parametrize("bundled", [0, execute.JOINED])
 def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
     """All runs of more than one hop as loops: the same sums, and the all-gather is the reduce-scatter's transpose."""
-    monkeypatch.setattr(route, "BUNDLED", bundled)
-    monkeypatch.setattr(route, "UNROLLED", 1)
+    monkeypatch.setattr(execute, "JOINED", bundled)
+    monkeypatch.setattr(execute, "UNROLLED", 1)
     x = np.random.default_rng(0).integers(-9, 9, (8, 16, 2, 3)).astype(np.float32)
 
     def body(x):
@@ -277,7 +277,7 @@ def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
 
 def test_a_chain_that_changes_its_step_is_no_loop(monkeypatch):
     """Each round forwards just what has come, but the last twice as far: a loop would send it no further than before."""
-    monkeypatch.setattr(route, "UNROLLED", 1)
+    monkeypatch.setattr(execute, "UNROLLED", 1)
     jumps = mover(lambda n: Route((n,), [{1: [1]}, {1: [3]}, {2: [2]}]), name="jumps")
     x = np.random.default_rng(0).integers(-9, 9, (4, 16, 2)).astype(np.float32)
     total, whole = sums(4, lambda x: (jumps.all_reduce(x, "x"), jumps.all_gather(x, "x")))(x)

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.collectives import buckets, by_hand, cost, int8, matmul, tables, types
+    from parallax.collectives.algorithm import mover, mover_of_axes
     from parallax.collectives.axis import Axis, AxisLike, Mover, joined, xla
     from parallax.collectives.buckets import bucketed
     from parallax.collectives.int8 import ErrorFeedback, quantized, quantized_in
+    from parallax.collectives.permute import send_next
     from parallax.collectives.recursive_doubling import doubling
-    from parallax.collectives.route import Route, mover, mover_of_axes, send_next
+    from parallax.collectives.route import Route
     from parallax.collectives.tables import direct, halving, halving_by, hierarchical, machines, pairs, ring, torus, two_rings
 
 _FILES = ("buckets", "by_hand", "cost", "int8", "matmul", "tables", "types")
 _FILE_OF = {
     **dict.fromkeys(("Axis", "AxisLike", "Mover", "joined", "xla"), "axis"),
     **dict.fromkeys(("ErrorFeedback", "quantized", "quantized_in"), "int8"),
-    **dict.fromkeys(("Route", "mover", "mover_of_axes", "send_next"), "route"),
+    **dict.fromkeys(("mover", "mover_of_axes"), "algorithm"),
+    "Route": "route",
+    "send_next": "permute",
     "bucketed": "buckets",
     "doubling": "recursive_doubling",
 }  # all other names are of `tables`

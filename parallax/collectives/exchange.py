@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallax.collectives import drop_in
+from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import devices, priced
-from parallax.collectives.route import Route, messages, send
+from parallax.collectives.permute import send
+from parallax.collectives.route import Route
 from parallax.collectives.types import AxisName, block, index, moved, size
 from parallax.typed import PyTree
 
@@ -64,7 +66,9 @@ def _exchange(blocks, axis_name):
     received = blocks
     for sends in route.rounds:
         for step, (offset,) in sends.items():
-            message = lax.dynamic_index_in_dim(blocks, route.place(me, offset), 0, keepdims=False)
+            message = lax.dynamic_index_in_dim(blocks, route.device_at(me, offset), 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
-            received = lax.dynamic_update_index_in_dim(received, message, route.place(me, route.moved(route.home, offset)), 0)
+            received = lax.dynamic_update_index_in_dim(
+                received, message, route.device_at(me, route.offset_after(route.home, offset)), 0
+            )
     return received

@@ -48,11 +48,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int8
 
 from parallax.collectives import cost, drop_in, types
+from parallax.collectives.algorithm import all_reduce as exact_all_reduce
+from parallax.collectives.algorithm import messages
 from parallax.collectives.axis import Mover
 from parallax.collectives.cost import Round, devices
 from parallax.collectives.exchange import straight
-from parallax.collectives.route import all_reduce as exact_all_reduce
-from parallax.collectives.route import messages
 from parallax.collectives.tables import ring
 from parallax.collectives.types import AxisName, axes, replicated, varying, varying_axes
 from parallax.typed import PyTree

@@ -16,9 +16,11 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from parallax.collectives import types
+from parallax.collectives.algorithm import all_reduce
 from parallax.collectives.axis import Mover, refused
 from parallax.collectives.cost import Message, Round, devices, priced
-from parallax.collectives.route import all_reduce, computed_once, send
+from parallax.collectives.execute import pin_bits
+from parallax.collectives.permute import send
 from parallax.collectives.types import AxisName
 from parallax.typed import PyTree
 
@@ -56,7 +58,7 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     n = types.size(axis_name)
-    x = computed_once(x)  # the sums after it are the same, however often they are computed
+    x = pin_bits(x)  # the sums after it are the same, however often they are computed
     hops = _hops(n)
     if n & (n - 1):
         folded, *hops, told = hops

@@ -14,7 +14,7 @@ n devices, S the bytes of the array on one device; a *message* is what a device 
 | `torus` on a x b .. | k (a + b .. - k) of 1/k of a block each | k (max(a, b ..) - 1) | n - 1 |
 
 An all-gather sends the same backwards, and an all-reduce is one after the other. A message of several blocks of more than
-`route.BUNDLED` bytes is sent as one permute a block, side by side: joining them would take longer.
+`execute.JOINED` bytes is sent as one permute a block, side by side: joining them would take longer.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et al., Collective communication:
 theory, practice, and experience (2007), for two; Bruck et al., Efficient algorithms for all-to-all communications (1997) and
@@ -27,9 +27,10 @@ import functools
 import itertools
 from collections.abc import Sequence
 
+from parallax.collectives.algorithm import mover, mover_of_axes
 from parallax.collectives.axis import Mover
 from parallax.collectives.exchange import all_to_all, straight
-from parallax.collectives.route import Point, Route, mover, mover_of_axes
+from parallax.collectives.route import Point, Route
 
 
 @functools.partial(mover, all_to_all=all_to_all)

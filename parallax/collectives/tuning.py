@@ -24,8 +24,8 @@ from parallax import mesh as meshes
 from parallax.collectives import cost
 from parallax.collectives.axis import Mover
 from parallax.collectives.cost import Cost, Link, Sizes, spelt
+from parallax.collectives.permute import send_next
 from parallax.collectives.recursive_doubling import doubling
-from parallax.collectives.route import send_next
 from parallax.collectives.tables import halving, hierarchical, ring, torus, two_rings
 from parallax.collectives.types import AxisName, axes, varying
 

@@ -35,17 +35,23 @@ def _lines(table: Route) -> Iterator[str]:
     for r, held in enumerate(_held(table)):
         if r:
             sends = table.rounds[r - 1].items()
-            told = [f"{', '.join(str(table.number(o)) for o in offsets)} go {_spelt(step)} further" for step, offsets in sends]
+            told = [
+                f"{', '.join(str(table.device_number(o)) for o in offsets)} go {_spelt(step)} further" for step, offsets in sends
+            ]
             yield f"round {r - 1}: {'; '.join(told) or 'rests'}"
         yield "  holds  " + "   ".join(f"{o}: {' '.join(map(str, sorted(terms)))}" for o, terms in sorted(held.items()))
 
 
 def _held(table: Route) -> Iterator[dict[int, set[int]]]:
     """The blocks that a device holds at first and after each round, by number, and whose terms they hold."""
-    held = {table.number(o): {table.number(o)} for o in table.points()}
+    held = {table.device_number(o): {table.device_number(o)} for o in table.points()}
     yield held
     for sends in table.rounds:
-        moved = [(table.number(o), table.number(table.moved(o, step))) for step, offsets in sends.items() for o in offsets]
+        moved = [
+            (table.device_number(o), table.device_number(table.offset_after(o, step)))
+            for step, offsets in sends.items()
+            for o in offsets
+        ]
         gone = {o: held[o] for o, _ in moved}
         held = {o: set(terms) for o, terms in held.items() if o not in gone}
         for o, there in moved:
@@ -66,7 +72,7 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
         for r, sends in enumerate(table.rounds):
             for k, (step, offsets) in enumerate(sends.items()):
                 for o in offsets:
-                    ends = [table.number(o), table.number(table.moved(o, step))]
+                    ends = [table.device_number(o), table.device_number(table.offset_after(o, step))]
                     panel.plot(ends, [r, r + 1], "-", linewidth=1.4, color=canvas.colour(k, len(sends)), zorder=0)
         panel.set(xlim=(-0.6, n - 0.4), ylim=(rounds + 0.5, -0.5), xticks=range(n), yticks=[r + 0.5 for r in range(rounds)])
         panel.set_yticklabels([f"round {r}" for r in range(rounds)])

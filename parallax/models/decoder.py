@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
-from parallax import islands, pipeline, rules, zero
 from parallax import mesh as meshes
+from parallax import pipeline, rules, zero
 from parallax.layout import Layout
 from parallax.models import recipe, tapped
 from parallax.models.family import Batch, Configuration, Family
@@ -146,8 +146,9 @@ def train_step(
     def keys(number):
         return local.keys(number, batch)
 
-    train = compiled(local.step, local.state, mesh, keys, batch_spec=P(local.batch_axes))
-    return TrainStep(local.state.init, local.state.shapes, train)
+    state = local.state
+    train = compiled(local.step, state.shapes, state.specs, mesh, keys, batch_spec=P(local.batch_axes))
+    return TrainStep(state.init, state.shapes, train)
 
 
 def local_step(
@@ -208,7 +209,8 @@ def local_step(
 
 def compiled(
     local: Callable[..., Any],
-    state: Planned | islands.Planned,
+    shapes: PyTree,
+    specs: PyTree,
     mesh: meshes.AnyMesh,
     keys: Callable[[Array], Any],
     *,
@@ -220,16 +222,17 @@ def compiled(
 
     Args:
         local: `(state, batch, *options) -> (state, info)`, of a `Batch`.
-        state: the state that it changes.
+        shapes: of the state that it changes; leaves that are no arrays are those of the state.
+        specs: of the state's arrays.
         mesh: the mesh.
         keys: from the step's number to the random keys of the global batch, or to None.
         batch_spec: the spec of the batch.
         info_spec: the spec of the loss and the norm.
         options: the number of its options, each the same on all devices, or None.
     """
-    in_specs = (state.specs, batch_spec, *(P(),) * options)
-    step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(state.specs, info_spec))
-    static = eqx.filter(state.shapes, meshes.is_array, inverse=True)
+    in_specs = (specs, batch_spec, *(P(),) * options)
+    step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
+    static = eqx.filter(shapes, meshes.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *chosen):

@@ -70,7 +70,8 @@ def train_step(
 
     train = decoder.compiled(
         islands.local(local.step, outer, every=every, **options),
-        state,
+        state.shapes,
+        state.specs,
         local.mesh,
         keys,
         batch_spec=P((*names, *local.batch_axes)),

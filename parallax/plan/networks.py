@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from parallax.collectives import halving, machines, ring, two_rings
+from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import Link, Round
-from parallax.collectives.route import Route, Tables, messages
+from parallax.collectives.route import Route, Tables
 from parallax.plan.hardware import Hardware
 
 

@@ -1,0 +1,39 @@
+"""One hop: a `ppermute` along one axis or several, whose devices count in row-major order."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from parallax.collectives.cost import Message, Round, priced
+from parallax.collectives.types import AxisName, axes, size
+
+
+def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
+    return [Round(1, (Message(size * itemsize, (distance,)),))]
+
+
+@priced(_rounds_of_one_hop)
+def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1) -> Shaped[Array, "*dims"]:
+    """Device i's `x` on device i + `distance`, round the ring: one hop."""
+    n = size(axis_name)
+    return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
+
+
+def send(x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> Shaped[Array, "*dims"]:
+    """For each pair (i, j) device i's `x` on device j, and zeros where nothing arrives: one hop."""
+    names, places = _in_mesh_order(axes(axis_name))
+    return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])
+
+
+def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
+    """The axes in the mesh's order, as `lax.ppermute` wants them, and the place there of each device of the axis."""
+    if len(names) < 2:
+        return names, list(range(size(names)))
+    mesh_names = jax.sharding.get_abstract_mesh().axis_names
+    ordered = tuple(sorted(names, key=mesh_names.index))
+    devices = np.arange(size(names)).reshape([lax.axis_size(name) for name in names])
+    in_mesh_order = devices.transpose([names.index(name) for name in ordered]).reshape(-1)
+    return ordered, np.argsort(in_mesh_order).tolist()
