@@ -69,7 +69,7 @@ COLLECTIVES = (
     ),
     Mutant("hierarchical", "[::-1]", "", "test_collectives.py::test_the_slow_axis_carries_a_part"),
     Mutant("torus", "{}] * (longest - n)", "{}] * 0", "test_cost.py::test_rounds_name_steps"),
-    Mutant("_mesh_order", "np.argsort(in_mesh_order).tolist()", "in_mesh_order.tolist()", "test_ring.py::test_meaning"),
+    Mutant("_in_mesh_order", "np.argsort(in_mesh_order).tolist()", "in_mesh_order.tolist()", "test_ring.py::test_meaning"),
     Mutant(
         "_selected",
         "jnp.where(holds, leaf, other(leaf))",
@@ -106,7 +106,7 @@ COLLECTIVES = (
         "test_matmul.py::test_sums_of_a_weights_gradient_are_wide",
     ),
     Mutant("_hops", "1 + max(", "max(", "test_cost.py::test_rounds_name_steps"),
-    Mutant("messages", "longest[k + 1] > longest[k]", "True", "test_cost.py::test_rounds_name_steps"),
+    Mutant("messages", "longest[number + 1] > longest[number]", "True", "test_cost.py::test_rounds_name_steps"),
     Mutant(
         "fit",
         "cost.of(f, 4 * count, n)",
@@ -1529,7 +1529,7 @@ TRACED = (
         "True and",
         "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
     ),
-    Mutant("_room", "and block.size", "and False", "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh"),
+    Mutant("room", "and block.size", "and False", "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh"),
     Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
     Mutant(
