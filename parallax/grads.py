@@ -247,9 +247,18 @@ def _traced(grad: Grad, params: PyTree, batch: PyTree, shares: dict[str, set[str
     """`grad(params, batch)`, where `shares` names the parameters that are shares, by their axis.
 
     The user's code is traced once, to a program, which is first read and then run. Raises `ValueError` where a share goes into
-    the loss as if it were whole.
+    the loss as if it were whole, or its shape does not fit there.
     """
-    closed, arrays, shapes = _program(grad, params, batch)
+    try:
+        closed, arrays, shapes = _program(grad, params, batch)
+    except TypeError as error:
+        paths = sorted(path or "itself" for split in shares.values() for path in split)
+        message = str(error).splitlines()[0]
+        raise ValueError(
+            f"The loss cannot be traced: {message} The parameters {paths} are shares along {sorted(shares)} here, smaller than "
+            f"the whole ones. Where nothing gathers them, wrap the loss, or the block that uses them, in zero.gathered(..., "
+            f"{next(iter(shares))!r}, specs) or ZeRO.loss."
+        ) from error
     paths = [trees.dotted(path) for path, _ in jax.tree.leaves_with_path(arrays[0])]
     of_batch = [False] * len(paths) + [True] * len(jax.tree.leaves(arrays[1]))
     for name, split in shares.items():

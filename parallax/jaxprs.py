@@ -85,13 +85,11 @@ class Reach(NamedTuple):
         at_all: in any way.
         alone: in a way without a collective.
         met: in such a way, on which it met data, as a weight in a product.
-        unchosen: in a way without a collective, and without a choice by the device's index.
     """
 
     at_all: int = 0
     alone: int = 0
     met: int = 0
-    unchosen: int = 0
 
     def __or__(self, other: tuple[int, ...]) -> "Reach":
         """What depends on both."""
@@ -104,13 +102,10 @@ class Uses(NamedTuple):
     Attributes:
         reached: whether it does.
         unsent: whether it meets data on a way to the result that has no collective, so that no other device's part joins it.
-        summed: whether, on any way, its own device's value goes into a sum over devices: no choice by the device's index, such
-            as zeros on all devices but one, comes first.
     """
 
     reached: list[bool]
     unsent: list[bool]
-    summed: list[bool]
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
@@ -123,29 +118,49 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     jaxpr = opened(closed)
     count = len(jaxpr.invars)
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
-    ways = _Ways(axis, of_data | 1 << count, index=1 << count + 1)  # bits of constants that differ, and of the device's index
+    ways = _Ways(axis, of_data | 1 << count)  # with a bit for constants that differ
     constants = [Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0) for var in jaxpr.constvars]
-    found = ways.run(jaxpr, [Reach(1 << i, 1 << i, unchosen=1 << i) for i in range(count)], constants)
+    found = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
     bits = lambda mask: [bool(mask >> i & 1) for i in range(count)]
-    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on), bits(ways.summed)) for reach in found]
+    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in found]
 
 
-class _Ways:
-    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`, `summed` those that do into a sum."""
+class Following:
+    """Follows what is known of values through a program; what is known of two values is joined by `|`.
 
-    def __init__(self, axis: str, data: int, index: int):
-        self.axis, self.data, self.index = axis, data, index
-        self.passed_on = self.summed = 0
+    Attributes:
+        unknown: what is known of any value.
+        axis: the axis along which devices differ.
+    """
+
+    unknown: Any
+
+    def __init__(self, axis: str):
+        self.axis = axis
         self.sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}  # by an equation's id: a loop's body is read several times
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Reach], constants: Sequence[Reach] = ()) -> list[Reach]:
+    def written(self, value: Any) -> Any:
+        """What is known of a number that is written into the program."""
+        return self.unknown
+
+    def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
+        """What is known of a result of the type `aval`, of an equation that calls no function which takes its operands."""
+        raise NotImplementedError
+
+    def met(self, operands: Sequence[Any]) -> Any:
+        """What is known of a value that was made, or chosen, by all of these."""
+        return functools.reduce(operator.or_, operands, self.unknown)
+
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any] = ()) -> list[Any]:
+        """What is known of a program's results."""
         known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: Reach() if is_literal(atom) else known.get(atom, Reach())
+        read = lambda atom: self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
         for eqn in jaxpr.eqns:
             known |= zip(eqn.outvars, self.results(eqn, list(map(read, eqn.invars))), strict=True)
         return list(map(read, jaxpr.outvars))
 
-    def results(self, eqn: JaxprEqn, operands: list[Reach]) -> list[Reach]:
+    def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """What is known of an equation's results."""
         name = eqn.primitive.name
         if name == "cond":
             branches = [self.run(branch, operands[1:]) for branch in inner(eqn)]
@@ -164,38 +179,42 @@ class _Ways:
             return [self.plain(eqn, [operand], var.aval) for operand, var in zip(operands, eqn.outvars, strict=True)]
         return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
 
-    def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
-        """Of a result of the type `aval`, of an equation that calls no function which takes its operands."""
-        name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
-        joined = functools.reduce(operator.or_, operands, Reach())
-        if name == "axis_index" and eqn.params["axis_name"] == self.axis:
-            return Reach(self.index)
-        if joined.alone and self.axis in self.axes_sent(eqn):
-            if name == "ppermute":
-                self.passed_on |= joined.alone
-            if "all_gather" not in name and not differs:
-                self.summed |= joined.unchosen
-            joined = Reach(joined.at_all)
-        elif any(aval.shape for aval in types(eqn.invars)):
-            joined = self.met(operands)
-        if name in ("select_n", "mul") and any(operand.at_all == self.index for operand in operands):
-            joined = joined._replace(unchosen=0)
-        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
-        return joined if differs else Reach(joined.at_all)
-
-    def axes_sent(self, eqn: JaxprEqn) -> frozenset[str]:
-        """`sent_over` of an equation, whose collectives are opened once."""
+    def is_sent(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation has a collective over the axis; what it calls is opened once."""
         if id(eqn) not in self.sent:
             self.sent[id(eqn)] = eqn, sent_over(eqn)
-        return self.sent[id(eqn)][1]
+        return self.axis in self.sent[id(eqn)][1]
 
-    def loop(self, body: Jaxpr, constants: list[Reach], carry: list[Reach], sliced: list[Reach]) -> list[Reach]:
+    def loop(self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]) -> list[Any]:
+        """What is known of a loop's results, once its carries have settled."""
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
             joined = list(map(operator.or_, carry, carried))
             if joined == carry:
                 return [*carry, *stacked]
             carry = joined
+
+
+class _Ways(Following):
+    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`."""
+
+    unknown = Reach()
+
+    def __init__(self, axis: str, data: int):
+        super().__init__(axis)
+        self.data, self.passed_on = data, 0
+
+    def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
+        name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
+        joined = functools.reduce(operator.or_, operands, Reach())
+        if joined.alone and self.is_sent(eqn):
+            if name == "ppermute":
+                self.passed_on |= joined.alone
+            joined = Reach(joined.at_all)
+        elif any(aval.shape for aval in types(eqn.invars)):
+            joined = self.met(operands)
+        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
+        return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
         """Of a result of these operands, each of which meets the data of the others."""

@@ -337,6 +337,15 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
         over(grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8)(PARAMS["table"], BATCH)
 
 
+def test_a_share_whose_shape_does_not_fit_is_named():
+    """JAX's words about shapes alone would not say that a share was meant to be gathered."""
+    loss = lambda params, x: jnp.mean(x @ params["square"])
+    params = {"square": normal(0, WIDTH, WIDTH)}
+    f = over(grads.averaged(jax.value_and_grad(loss), "dp"), ({"square": P("dp")}, P("dp")), (P(), P("dp")), dp=8)
+    with pytest.raises(ValueError, match=r"cannot be traced: dot_general.*\['square'\] are shares along \['dp'\].*zero.gathered"):
+        f(params, BATCH["x"])
+
+
 @pytest.mark.parametrize("axis", ["data", "dp", "batch"])
 def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_is_called(axis):
     rule = rules.first(rules.match("up", P(None, axis)), rules.match("down", P(axis)))
@@ -429,6 +438,26 @@ def masked(x):
     return lax.psum(x * (lax.axis_index("stage") == lax.axis_size("stage") - 1).astype(x.dtype), "stage")
 
 
+def index():
+    return lax.axis_index("stage").astype(np.float64)
+
+
+def if_last(value, otherwise):
+    return jnp.where(lax.axis_index("stage") == lax.axis_size("stage") - 1, value, otherwise)
+
+
+def by_stage(*weights):
+    return jnp.asarray(weights)[lax.axis_index("stage")]
+
+
+def in_a_loop(params, x, part, weights):
+    """The loss, as a weighted sum of a half and a half; each trip has its own number of the table."""
+    table = jnp.asarray([[0.0] * 2, weights])
+    zero = varying(jnp.zeros(()), ("data", "stage"))
+    add = lambda total, row: (total + row[lax.axis_index("stage")] * head(params, x, part), None)
+    return lax.scan(add, zero, table)[0]
+
+
 HEADS = {  # and whether they are right
     "the last stage's": (head, True),
     "shared": (lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"), True),
@@ -439,6 +468,19 @@ HEADS = {  # and whether they are right
     "a ring's mean": (lambda p, x, part: ring.all_mean(head(p, x, part), "stage"), False),
     "a mean of x": (lambda p, x, part: head(p, lax.pmean(x, "stage"), part), False),
     "over data": (lambda p, x, part: lax.pmean(head(p, x, part), "data"), False),
+    "the last by a choice of losses": (lambda p, x, part: lax.psum(if_last(head(p, x, part), 0.0), "stage"), True),
+    "the last by leaving others out": (
+        lambda p, x, part: lax.psum(jnp.where(index() < lax.axis_size("stage") - 1, 0.0, head(p, x, part)), "stage"),
+        True,
+    ),
+    "the last by a table": (lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.0, 1.0), "stage"), True),
+    "weights by a table": (lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.5, 1.0), "stage"), False),
+    "weights of losses": (lambda p, x, part: lax.psum(head(p, x, part) * (index() + 1.0), "stage"), False),
+    "weights of x": (lambda p, x, part: lax.pmean(head(p, lax.psum(x * (index() + 1.0), "stage"), part), "stage"), False),
+    "the first stage's": (lambda p, x, part: lax.psum(head(p, x, part) * (1.0 - index()), "stage"), False),
+    "another choice": (lambda p, x, part: lax.psum(if_last(head(p, x, part), 2 * head(p, x, part)), "stage"), False),
+    "the last in a loop": (lambda p, x, part: lax.psum(in_a_loop(p, x, part, [0.0, 1.0]), "stage"), True),
+    "divided by the index": (lambda p, x, part: lax.psum(head(p, x, part) / (index() + 1.0), "stage"), False),
 }
 
 

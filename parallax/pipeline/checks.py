@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from parallax import jaxprs, mesh
+from parallax import mesh
 from parallax.collectives import Axis
 from parallax.grads import axes_of, replicated_axes, several
+from parallax.pipeline import head_sums
 from parallax.pipeline.traced import Misused, Traced
 from parallax.schedule import Schedule
 from parallax.typed import PyTree
@@ -130,12 +131,12 @@ def head(traced: Traced, axis: Axis) -> None:
     """
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in several(axes_of(axis)):
-        summed = jaxprs.uses(traced.program, name, data=of_x)[0].summed
+        summed = head_sums.added_up(traced.program, name)
         if any(map(operator.and_, summed, of_x)):
             raise ValueError(
                 f"pipeline: the head sums over {name!r} what each stage made of its own x, and only the last stage's x is the "
-                "model's. Return the loss of this x, without a sum over stages; or, for a head that the stages share, begin with "
-                "x = pipeline.from_last(x, axis)."
+                "model's. Return the loss of this x, without a sum over stages or weights by the stage's index; or, for a head "
+                "that the stages share, begin with x = pipeline.from_last(x, axis)."
             )
 
 
