@@ -257,7 +257,7 @@ def prepared(case):
     world = mesh.make(**case.sizes, devices=jax.devices()[: math.prod(case.sizes.values())])
     if stages := case.sizes.get("stage"):
         table = schedule.one_f_one_b_lockstep(stages, case.microbatches, case.chunks)
-        options = {"where": where, "trainable": trainable}
+        options = {"blocks": where, "trainable": trainable}
         grad = pipeline.value_and_grad(mixtures.enter, own, mixtures.head, table, mover("stage"), **options)
         after = functools.partial(after, axis="stage", placement=table.placed)
     else:

@@ -85,7 +85,7 @@ def zero_3(kind):
 
 def pipelined(kind):
     """Two replicas of four stages."""
-    options = {"where": lambda model: model["blocks"], "trainable": kind.trainable}
+    options = {"blocks": lambda model: model["blocks"], "trainable": kind.trainable}
     grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b_lockstep(4, 4), "stage", **options)
     rule = lambda path, leaf: P(None, "stage") if path.startswith("blocks") else P()
     return {"data": 2, "stage": 4}, rule, None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)
