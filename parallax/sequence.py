@@ -56,15 +56,20 @@ def column(
     bias: Float[Array, "*outputs_shard"] | None,
     axis: AxisLike,
     *,
-    all_gather_matmul: Callable[..., Any],
+    all_gather_matmul: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens *outputs_shard"]:
     """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
+
+    It takes what `tensor.column` takes; with `collectives.matmul.all_gather_matmul` it multiplies while the tokens travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
-    y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
+    if all_gather_matmul is None:
+        y = jnp.tensordot(enter(x, axis), weight, axes=1)
+    else:
+        y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
     return y if bias is None else tensor.added(y, bias)
 
 
@@ -74,9 +79,11 @@ def row(
     bias: Float[Array, " outputs"] | None,
     axis: AxisLike,
     *,
-    matmul_reduce_scatter: Callable[..., Any],
+    matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens_shard outputs"]:
     """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
+
+    It takes what `tensor.row` takes; with `collectives.matmul.matmul_reduce_scatter` it multiplies while the sums travel.
 
     Raises:
         ValueError: the tokens do not divide by the devices, or the weight does not take the inputs of this device.
@@ -84,7 +91,10 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
-    y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
+    if matmul_reduce_scatter is None:
+        y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
+    else:
+        y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
     return y if bias is None else tensor.added(y, bias)
 
 
@@ -114,19 +124,13 @@ def joins(
     """
     over = Axis.of(axis)
 
-    def gather_then_multiply(x, weight, axis_name, *, axis):
-        return jnp.tensordot(enter(x, over), weight, axes=1)
-
-    def multiply_then_scatter(x, weight, axis_name, *, scatter_dimension):
-        return leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), over)
-
     return Joins(
         over,
         joined(shared, over),
         enter=lambda x: enter(tensor.enter(x, shared), over),
         leave=lambda x: tensor.leave(leave(x, over), shared),
-        column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul or gather_then_multiply),
-        row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter or multiply_then_scatter),
+        column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul),
+        row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter),
         own=lambda x, dim: own(x, over, dim),
         apart=lambda weight: varying(weight, over.names),  # its gradient is one of the parts that `grads.summed` adds up
         parts=over.size(),

@@ -197,21 +197,58 @@ class RowLinear(eqx.Module):
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
 
 
+class Embedding(eqx.Module):
+    """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`. One all-reduce of the result.
+
+    `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`. `rule` has its specs. It takes
+    one id, as Equinox's does, or an array of them.
+
+    Attributes:
+        embedding: weight [rows, width]: all rows outside the map, this device's inside.
+        axis: the axis or axes that the rows are split over; `()` on one device.
+    """
+
+    embedding: eqx.nn.Embedding
+    axis: AxisLike = eqx.field(static=True)
+
+    def __call__(self, ids: Integer[Array, "*batch"], *, key: Any = None) -> Float[Array, "*batch width"]:
+        """The rows `ids`; `key` is ignored, as in Equinox. An id outside the table gives nan.
+
+        Raises:
+            ValueError: the table's rows are not split over the axis.
+        """
+        rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
+        weight = self.embedding.weight
+        if len(weight) * devices != rows:
+            raise ValueError(
+                f"tensor.Embedding needs the {rows} rows of its eqx.nn.Embedding split over the {devices} devices of "
+                f"{self.axis!r}, {rows} / {devices} on each; got a weight of {list(weight.shape)}. Give it the specs of "
+                "tensor.rule(model), and rows that divide; what ZeRO-3 splits too is gathered before, by ZeRO.loss or "
+                "zero.gathered."
+            )
+        return embed(weight, ids, self.axis)
+
+
 def rule(model: PyTree) -> Rule:
-    """The rule that splits each `ColumnLinear` and `RowLinear` of `model` over its axis, and knows no other leaf.
+    """The rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over its axis, and knows no other leaf.
 
     `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be `jax.ShapeDtypeStruct`s.
     Layers may be stacked: the dims before the last two of a weight are whole.
     """
-    is_layer = lambda node: isinstance(node, ColumnLinear | RowLinear)
-    specs = {}
+
+    def is_layer(node):
+        return isinstance(node, ColumnLinear | RowLinear | Embedding)
+
+    specs: dict[str, P] = {}
     for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer):
-        if is_layer(layer):
-            names, stacked = Axis.of(layer.axis).names or None, [None] * (layer.linear.weight.ndim - 2)
-            is_column = isinstance(layer, ColumnLinear)
-            weight, bias = ([names], [names]) if is_column else ([None, names], [])
-            prefix = jax.tree_util.keystr((*path, jax.tree_util.GetAttrKey("linear")), simple=True, separator=".")
-            specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
+        if not is_layer(layer):
+            continue
+        names = Axis.of(layer.axis).names or None
+        name = "embedding" if isinstance(layer, Embedding) else "linear"
+        stacked = [None] * (getattr(layer, name).weight.ndim - 2)
+        prefix = jax.tree_util.keystr((*path, jax.tree_util.GetAttrKey(name)), simple=True, separator=".")
+        weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
+        specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
     def split_layers(path: str, leaf: Any) -> P | None:
         return specs.get(path)

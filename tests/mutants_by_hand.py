@@ -204,6 +204,12 @@ LAYERS = (
     Mutant("ZeRO", "if at not in shapes:", "if False:", "test_zero_said_once.py -k forgotten"),
     Mutant("ZeRO", "if self.stage == 2 else grad", "if self.stage == 4 else grad", "test_zero_said_once.py -k scatters"),
     Mutant("ZeRO", "if self.stage == 3 else self.inside", "if self.stage == 2 else self.inside", "test_zero_said_once.py"),
+    Mutant(
+        "Embedding.__call__",
+        "if len(weight) * devices != rows:",
+        "if False:",
+        "test_tensor_layers.py::test_an_embedding_that_is_not_split_is_refused",
+    ),
     Mutant("reduced_in_backward", "ct.astype(wide(ct.dtype))", "ct", "test_reduced_in_backward.py::test_sums_are_wide"),
     Mutant(
         "grad_of",

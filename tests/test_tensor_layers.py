@@ -233,3 +233,69 @@ def test_a_row_of_one_device_may_be_whole():
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"), mesh=one, in_specs=(P("data"), P()), out_specs=P("data")
     )
     np.testing.assert_array_equal(f(jnp.ones((8, 2)), jnp.ones((2, 3))), 2)
+
+
+class Tagger(eqx.Module):
+    """A class for each word, by its embedding."""
+
+    embedding: eqx.nn.Embedding | tensor.Embedding
+    out: eqx.nn.Linear
+
+    def __call__(self, ids):
+        return self.out(jax.vmap(self.embedding)(ids).mean(0))
+
+
+def test_a_replaced_embedding_trains_as_on_one_device():
+    """Rows over 4 devices, beside data 2; ids of all rows, some of them twice."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    embedding = eqx.nn.Embedding(12, 6, dtype=jnp.float64, key=keys[0])
+    model = Tagger(embedding, eqx.nn.Linear(6, 3, dtype=jnp.float64, key=keys[1]))
+    draw = np.random.default_rng(2)
+    data = [(draw.integers(0, 12, (ROWS, 5)).astype(np.int32), draw.normal(size=(ROWS, 3))) for _ in range(STEPS)]
+    devices = mesh.make(**WORLD)
+
+    def tagged_loss(model, batch):
+        ids, y = batch
+        return jnp.mean((jnp.stack([model(row) for row in ids]) - y) ** 2)
+
+    def make():
+        return eqx.tree_at(lambda model: model.embedding, model, tensor.Embedding(model.embedding, "tensor"))
+
+    rule = rules.first(tensor.rule(eqx.filter_eval_shape(make)), rules.match("**", P()))
+    state, specs = step.init(make, OPTIMIZER, rule, devices)
+    assert specs.model.embedding.embedding.weight == P("tensor")
+    train = step.make(grads.averaged(eqx.filter_value_and_grad(tagged_loss), "data"), OPTIMIZER)
+    mapped = eqx.filter_jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+    plain, optimizer = model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Equinox and optax need them
+        for batch in data:
+            state, info = mapped(state, batch)
+            value, gradients = eqx.filter_value_and_grad(tagged_loss)(plain, batch)
+            updates, optimizer = OPTIMIZER.update(gradients, optimizer, eqx.filter(plain, eqx.is_inexact_array))
+            plain = eqx.apply_updates(plain, updates)
+            np.testing.assert_allclose(info.loss, value, rtol=EXACT)
+    np.testing.assert_allclose(state.model.embedding.embedding.weight, plain.embedding.weight, rtol=EXACT, atol=1e-14)
+
+
+def test_an_embedding_that_is_not_split_is_refused():
+    embedding = tensor.Embedding(eqx.nn.Embedding(12, 6, key=jax.random.key(0)), "tensor")
+    look_up = mesh.spmd(embedding, mesh=mesh.make(**WORLD), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"needs the 12 rows .* split over the 4 devices of 'tensor', 12 / 4 on each; got"):
+        look_up(jnp.zeros(3, jnp.int32))
+    alone = tensor.Embedding(embedding.embedding, ())
+    np.testing.assert_array_equal(alone(jnp.asarray(5)), embedding.embedding(jnp.asarray(5)))
+
+
+def test_the_layers_of_sequence_take_what_those_of_tensor_take():
+    """Column and row over split tokens, without a choice of how they travel: the same numbers, on each device its own tokens."""
+    draw = np.random.default_rng(0).normal
+    x, up, down = draw(size=(2, 8, 4)), draw(size=(4, 12)), draw(size=(12, 4))
+    bias = jnp.asarray(draw(size=4))
+
+    def layers(x, up, down):
+        y = sequence.column(x, up, None, "tensor")
+        return sequence.row(jnp.tanh(y), down, bias, "tensor")
+
+    specs = (P(None, "tensor"), P(None, "tensor"), P("tensor"))
+    over = mesh.spmd(layers, mesh=mesh.make(**WORLD), in_specs=specs, out_specs=P(None, "tensor"))
+    np.testing.assert_allclose(over(x, up, down), np.tanh(x @ up) @ down + np.asarray(bias), rtol=1e-12)
