@@ -349,8 +349,8 @@ PIPELINE = (
     Mutant("_cut", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
     Mutant(
         "_source",
-        "for other in operands(each) if id(other) not in seen",
-        "for other in () if id(other) not in seen",
+        "for operand in operands(tracer) if id(operand) not in seen",
+        "for operand in () if id(operand) not in seen",
         "test_pipeline_refusals.py::test_a_gradient_that_would_be_missing",
     ),
     *(

@@ -58,7 +58,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
         same = replicated_axes(leaf, axis)
-        if math.prod(Axis(each).size() for each in same) > 1:
+        if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
                 "blocks-on-every-stage",
                 mesh.dotted(path) or "the blocks",
@@ -108,15 +108,15 @@ def activation(x: PyTree) -> None:
         )
 
 
-def same_form(made: PyTree, taken: PyTree) -> None:
+def same_form(returned: PyTree, taken: PyTree) -> None:
     """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of another shape or type."""
-    if jax.tree.structure(made) != jax.tree.structure(taken):
+    if jax.tree.structure(returned) != jax.tree.structure(taken):
         listed = lambda tree: ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)) or "nothing"
         raise ValueError(
             f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its output is the next stage's input; "
-            f"it returned {listed(made)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
+            f"it returned {listed(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
         )
-    for (path, leaf), given in zip(jax.tree.leaves_with_path(made), jax.tree.leaves(taken), strict=True):
+    for (path, leaf), given in zip(jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True):
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "
@@ -140,11 +140,11 @@ def head(traced: Traced, axis: Axis) -> None:
             )
 
 
-def output(made: Any) -> Output:
+def output(returned: Any) -> Output:
     """What a stage returned, as an `Output` of arrays."""
-    made = made if isinstance(made, Output) else Output(made)
-    loss = None if made.loss is None else scalar("the stage's loss", made.loss)
-    return Output(jax.tree.map(jnp.asarray, made.x), loss, aux_of("the stage", made.aux))
+    returned = returned if isinstance(returned, Output) else Output(returned)
+    loss = None if returned.loss is None else scalar("the stage's loss", returned.loss)
+    return Output(jax.tree.map(jnp.asarray, returned.x), loss, aux_of("the stage", returned.aux))
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:

@@ -146,8 +146,8 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     gradient_axes = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(gradients, params))
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
-    found = _stacked_aux(jobs, sums, (losses, gradients))
-    return with_aux(functools.reduce(jnp.add, losses), found, aux), gradients
+    aux_values = _stacked_aux(jobs, sums, (losses, gradients))
+    return with_aux(functools.reduce(jnp.add, losses), aux_values, aux), gradients
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:

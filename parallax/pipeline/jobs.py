@@ -349,14 +349,14 @@ class Jobs:
 
     def _trace_functions(self, trained: PyTree) -> None:
         """Trace the user's functions, for the types and what each reads. `trained` are the parameters as the user has them."""
-        axis, functions, here = self.axis, self.functions, self.index * 0
-        everywhere = jnp.zeros((), jnp.int32)
-        chunk = self._of_chunk(self.params, here)
+        axis, functions = self.axis, self.functions
+        zero, zero_everywhere = self.index * 0, jnp.zeros((), jnp.int32)  # the first differs between stages
+        chunk = self._of_chunk(self.params, zero)
 
         def traced_function(name, f, params, *arguments) -> Traced:
-            found = trace(f, params, *arguments)
-            traced.refuse_closures(name, found.program.consts, (trained, self.params.blocks, self.params.ends, chunk.blocks))
-            return found
+            program = trace(f, params, *arguments)
+            traced.refuse_closures(name, program.program.consts, (trained, self.params.blocks, self.params.ends, chunk.blocks))
+            return program
 
         def embed(params, rows, microbatch):
             with taps.at(microbatch=microbatch):
@@ -371,28 +371,28 @@ class Jobs:
             with taps.at(microbatch=number):
                 return checks.loss_and_aux(functions.head(params.whole(), y, rows))
 
-        self._embed = traced_function("embed", embed, self.params, self._rows(everywhere), everywhere)
+        self._embed = traced_function("embed", embed, self.params, self._rows(zero_everywhere), zero_everywhere)
         checks.activation(self._embed.out)
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
         while True:  # until x has the replication types that it keeps through a stage: they only grow
-            given = self._rows(here), self._position(here), taps.job(here, here == 0)
+            given = self._rows(zero), self._position(zero), taps.job(zero, zero == 0)
             self._stage = traced_function("stage", stage, chunk, self.x, *given)
-            made = self._stage.out
-            checks.same_form(made.x, self.x)
-            x = like(jax.tree.map(jnp.zeros_like, made.x), self.x)
+            output = self._stage.out
+            checks.same_form(output.x, self.x)
+            x = like(jax.tree.map(jnp.zeros_like, output.x), self.x)
             if _types(x) == _types(self.x):
                 break
             self.x = x
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         of_stage = lambda value: varying(jnp.zeros_like(value), axis.names)  # it differs between stages
-        self.terms = checks.Output(None, *(jax.tree.map(of_stage, value) for value in (made.loss, made.aux)))
+        self.terms = checks.Output(None, *(jax.tree.map(of_stage, value) for value in (output.loss, output.aux)))
         self.counts: Counts = self.last
-        self._head = traced_function("head", head, self.params, self.x, *self._finished(everywhere))
+        self._head = traced_function("head", head, self.params, self.x, *self._finished(zero_everywhere))
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, axis)
-        for name, found in (("embed", self._embed), ("head", self._head)):
-            used = found.used[0]
+        for name, program in (("embed", self._embed), ("head", self._head)):
+            used = program.used[0]
             traced.refuse_reading(name, eqx.combine(used.blocks, used.fixed_blocks), axis.names)
         self._read_by_stage = self._stage.used[0].ends
         self._moves_early = any(map(traced.moves_early, (self._embed, self._stage, self._head)))
@@ -400,14 +400,14 @@ class Jobs:
     def _differentiable_stage(self, trained: Trained, x: PyTree, given: Given) -> tuple[PyTree, PyTree]:
         """The stage as `save` takes it: `((moving, loss), (still, aux))`, floating-point leaves of x moving."""
         params = given.params._replace(blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends))
-        made = self._stage(params, x, given.microbatch, given.position, given.number)
-        moving, still = eqx.partition(like(made.x, self.x), eqx.is_inexact_array)
-        return (moving, varying(made.loss, self.axis.names)), (still, made.aux)
+        output = self._stage(params, x, given.microbatch, given.position, given.number)
+        moving, still = eqx.partition(like(output.x, self.x), eqx.is_inexact_array)
+        return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_stage(self, save: Save | None, in_halves: bool) -> None:
         """Trace F, and B or I and W; with no `save` F alone."""
-        here = self.index * 0
-        trained, given = self._at_hand(self.params, Task(here, here, self._position(here), here == 0))
+        zero = self.index * 0
+        trained, given = self._at_hand(self.params, Task(zero, zero, self._position(zero), zero == 0))
         if save is None:
             f = lambda *arguments: (self._differentiable_stage(*arguments), [])
             self.programs["forward"] = trace(f, trained, self.x, given)
@@ -453,12 +453,12 @@ class Jobs:
 
             return jax.vjp(moving_of, params.ends)[1](ct)[0]
 
-        everywhere = jnp.zeros((), jnp.int32)
-        rows = self._rows(everywhere)
-        self.programs["head"] = trace(differentiated, self.params, self.x, *self._finished(everywhere))
+        zero = jnp.zeros((), jnp.int32)
+        rows = self._rows(zero)
+        self.programs["head"] = trace(differentiated, self.params, self.x, *self._finished(zero))
         if not self.differentiates:
             return
-        self.programs["embed_backward"] = trace(embed_backward, self.params, rows, everywhere, self.moving)
+        self.programs["embed_backward"] = trace(embed_backward, self.params, rows, zero, self.moving)
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:

@@ -94,16 +94,17 @@ def run_layers(
     pipeline of v P places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
     """
     table = checked(table)
-    count, first = (jnp.asarray(of.reshape(-1), jnp.int32)[position] for of in (table, _first(table)))
+    count, first = (jnp.asarray(of_places.reshape(-1), jnp.int32)[position] for of_places in (table, _first(table)))
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
-    def one(x, each):
-        weights, i = each
+    def layer_or_none(x, weights_and_number):
+        weights, i = weights_and_number
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
         return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), y, x), None
 
-    each = arrays, jnp.arange(table.max(), dtype=jnp.int32)
-    return lax.scan(one, _as_varying(x, lambda x: one(x, jax.tree.map(lambda w: w[0], each))[0]), each)[0]
+    layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
+    first_layer = lambda x: layer_or_none(x, jax.tree.map(lambda w: w[0], layers))[0]
+    return lax.scan(layer_or_none, _as_varying(x, first_layer), layers)[0]
 
 
 def _as_varying(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
@@ -190,7 +191,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
         )
     own_places = jnp.asarray(placement)[:, axis.index()]
 
-    def own(path, leaf):
+    def of_this_stage(path, leaf):
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
@@ -198,7 +199,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
             )
         return leaf[own_places]
 
-    return jax.tree.map_with_path(own, stages)
+    return jax.tree.map_with_path(of_this_stage, stages)
 
 
 def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
@@ -224,7 +225,7 @@ def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers 
         w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else pad_layers(w, layers)
         return to_placement(w, placement)
 
-    def over(change, dims):
+    def on_blocks(change, dims):
         def converted(state):
             of_model = _leading(blocks, state.model, dims)
 
@@ -235,7 +236,7 @@ def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers 
 
         return converted
 
-    return {"to_disk": over(to_disk, 2), "from_disk": over(from_disk, 1)}
+    return {"to_disk": on_blocks(to_disk, 2), "from_disk": on_blocks(from_disk, 1)}
 
 
 def _leading(blocks: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tuple[str, ...], tuple[int, ...] | None]:
@@ -251,8 +252,8 @@ def _leading(blocks: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tup
 def _is_block(path: Any, x: Any, of_model: dict[tuple[str, ...], tuple[int, ...] | None], dims: int) -> bool:
     """Whether an array is one of the blocks, or goes with one in the optimizer's state: the longest path that fits says it."""
     names = _names(path)
-    found = next((of_model[names[i:]] for i in range(len(names)) if names[i:] in of_model), None)
-    return found is not None and mesh.is_array(x) and tuple(x.shape[:dims]) == found
+    leading = next((of_model[names[i:]] for i in range(len(names)) if names[i:] in of_model), None)
+    return leading is not None and mesh.is_array(x) and tuple(x.shape[:dims]) == leading
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Parameters, Sums
 from parallax.pipeline.rows import Row, rows
 from parallax.schedule import Schedule
+from parallax.schedule.table import phases_of
 from parallax.typed import PyTree
 
 
@@ -144,13 +145,10 @@ def _stretches(jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carr
 
 def stretches(schedule: Schedule) -> list[Stretch]:
     """Which lanes run on any stage, the head's included, and for how many ticks in a row."""
-    v = schedule.chunks
-    lanes = [(name, (table >= 0).any(1)) for name, table in schedule.lanes.items()]
-    lanes.insert(1, ("head", (schedule.forward[:, -1] >= 0) & (schedule.forward[:, -1] % v == v - 1)))
-    runs = np.stack([runs for _, runs in lanes], axis=1)
-    starts = [0, *(np.flatnonzero((runs[1:] != runs[:-1]).any(axis=1)) + 1).tolist()]
-    named = lambda row: frozenset(name for (name, _), runs in zip(lanes, row, strict=True) if runs)
-    return [(named(runs[t]), stop - t) for t, stop in zip(starts, [*starts[1:], schedule.ticks], strict=True)]
+    runs = {lane: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
+    last_chunk = schedule.forward[:, -1] % schedule.chunks == schedule.chunks - 1
+    runs["head"] = (schedule.forward[:, -1] >= 0) & last_chunk
+    return [(frozenset(phase.lanes), phase.stop - phase.start) for phase in phases_of(runs)]
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:

@@ -50,15 +50,16 @@ def unpipelined(
             places = placement.size
             arrays = from_placement(arrays, placement)
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
-        x, made = embed(params, batch), []
+        x, outputs = embed(params, batch), []
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
-            own = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
-            made.append(checks.output(stage(eqx.tree_at(blocks, params, own), x, batch, jnp.asarray(place, jnp.int32))))
-            x = made[-1].x
+            of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
+            with_place = eqx.tree_at(blocks, params, of_place)
+            outputs.append(checks.output(stage(with_place, x, batch, jnp.asarray(place, jnp.int32))))
+            x = outputs[-1].x
         total, of_head = checks.loss_and_aux(head(params, x, batch))
-        total = sum((each.loss for each in made if each.loss is not None), start=total)
-        found = Aux(of_head, jax.tree.map(lambda *each: jnp.stack(each), *(each.aux for each in made)))
-        return with_aux(total, found, lambda aux: aux)
+        total = sum((output.loss for output in outputs if output.loss is not None), start=total)
+        of_stages = jax.tree.map(lambda *values: jnp.stack(values), *(output.aux for output in outputs))
+        return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
     return loss
 
@@ -70,16 +71,18 @@ def sequential(embed: Callable[..., Any], stage: Callable[..., Any], head: Calla
     """
 
     def loss(params, batch):
-        made = checks.output(stage(params, embed(params, batch), batch, 0))
-        total, of_head = checks.loss_and_aux(head(params, made.x, batch))
-        found = Aux(of_head, jax.tree.map(lambda leaf: leaf[None], made.aux))
-        return with_aux(total if made.loss is None else total + made.loss, found, lambda aux: aux)
+        output = checks.output(stage(params, embed(params, batch), batch, 0))
+        total, of_head = checks.loss_and_aux(head(params, output.x, batch))
+        if output.loss is not None:
+            total = total + output.loss
+        of_stages = jax.tree.map(lambda leaf: leaf[None], output.aux)
+        return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
     return loss
 
 
-def with_aux(loss: Array, found: Aux, aux: Callable[[Any], Any]) -> Any:
+def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
     """What a loss arrow returns: the loss, or `(loss, aux)` where there are auxiliary values."""
-    if jax.tree.leaves(found.stages):
-        return loss, aux(found)
-    return (loss, aux(found.head)) if jax.tree.leaves(found.head) else loss
+    if jax.tree.leaves(values.stages):
+        return loss, aux(values)
+    return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

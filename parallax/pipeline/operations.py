@@ -64,20 +64,20 @@ def counted(
     functions = Functions(embed, stage, head, blocks, trainable)
 
     def counts(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> Work:
-        found: list[Work] = []
+        counts_of_trace: list[Work] = []
 
         def traced(params, batch):
             jobs = Jobs(functions, schedule, axis, params, batch, save=save, send=whole, in_halves=True)
             names = "forward", "backward_input", "backward_weight", "head"
-            found.append(Work(*(_products(opened(jobs.programs[name].program)) for name in names)))
+            counts_of_trace.append(Work(*(_products(opened(jobs.programs[name].program)) for name in names)))
             return ()
 
         arrays, static = eqx.partition(params, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-        over = meshes.spmd(
+        mapped = meshes.spmd(
             lambda params, batch: traced(eqx.combine(params, static), batch), mesh=mesh, in_specs=in_specs, out_specs=()
         )
-        jax.eval_shape(over, arrays, batch)
-        return found[-1]
+        jax.eval_shape(mapped, arrays, batch)
+        return counts_of_trace[-1]
 
     return counts
 

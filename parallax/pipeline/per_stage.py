@@ -52,8 +52,8 @@ def run(jobs: Jobs) -> Sums:
     table = rows(jobs.schedule)
     if not jobs.differentiates:
         return _run(jobs, forward_alone(table), {"forward": forward}, {"head": head})
-    own = {"forward": forward, "backward": backward_input, "weight": backward_weight}
-    return _run(jobs, table, own, {"head": head, "embed_backward": embed_backward})
+    alone = {"forward": forward, "backward": backward_input, "weight": backward_weight}
+    return _run(jobs, table, alone, {"head": head, "embed_backward": embed_backward})
 
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
@@ -96,13 +96,13 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     return jobs.embed_backward(jobs.params, carry, row, masked(jobs.first, ct))
 
 
-def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]) -> Sums:
+def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Part]) -> Sums:
     """The sums after all ticks.
 
     Args:
         jobs: the jobs.
         table: the rows, one a tick.
-        own: what a stage runs by itself, by lane.
+        alone: what a stage runs by itself, by lane.
         together: what all stages run after the messages, by its name in `TOGETHER`.
     """
     schedule = jobs.schedule
@@ -114,7 +114,7 @@ def _run(jobs: Jobs, table: Row, own: dict[str, Part], together: dict[str, Part]
     ticks = jax.tree.map(jnp.asarray, table)
     # In a loop of a stage's own its row differs between stages too, by the number of the trip.
     row = varying(jax.tree.map(lambda column: column[0], ticks), jobs.axis.names)
-    traced = {name: trace(functools.partial(part, jobs), begun(carry), row) for name, part in own.items()}
+    traced = {name: trace(functools.partial(part, jobs), begun(carry), row) for name, part in alone.items()}
     for name, part in traced.items():
         refuse_crossing(DESCRIPTIONS[name], opened(part.program), jobs.axis)
 
@@ -183,9 +183,9 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
     """
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
-        over = ", ".join(map(repr, along))
+        axes = ", ".join(map(repr, along))
         crosses = sorted(set(along) & set(axes_of(axis)))
-        runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {over} ({line})"
+        runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {axes} ({line})"
         cure = "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
         if crosses:
             raise ValueError(
@@ -194,19 +194,19 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
                 f"pipeline: in this schedule {runs}, which all devices must run at once. Let jax.lax move the data there (pass "
-                f"{over} for the axis), or {cure}."
+                f"{axes} for the axis), or {cure}."
             )
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     """The collectives of more than one device, each with the caller's line."""
     for eqn in jaxpr.eqns:
-        here = line or source(eqn)
+        source_line = line or source(eqn)
         if eqn.primitive.name == "linear_collective":
-            yield from _moves(types.opened(eqn, None, check_vma=True), here)
+            yield from _moves(types.opened(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:
             if types.size(_along(eqn)) > 1:
-                yield eqn, here
+                yield eqn, source_line
         else:
             for body in inner(eqn):
                 yield from _moves(body, line)

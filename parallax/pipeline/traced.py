@@ -76,16 +76,16 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
     """Refuse a function that reads trained parameters, or what was computed of them, and was not given them."""
     sources = {
-        id(each): mesh.dotted(path) for tree in params for path, leaf in jax.tree.leaves_with_path(tree) for each in _casts(leaf)
+        id(cast): mesh.dotted(path) for tree in params for path, leaf in jax.tree.leaves_with_path(tree) for cast in _casts(leaf)
     }
     for value in outside:
-        found = _source(value, sources) if eqx.is_inexact_array(value) else None
-        if found is not None:
+        source = _source(value, sources) if eqx.is_inexact_array(value) else None
+        if source is not None:
             raise Misused(
                 "parameter-by-closure",
-                sources[found] or "the parameters",
-                f"{name} uses {'' if found == id(value) else 'a value made of '}"
-                f"{f'the parameter {sources[found]}' if sources[found] else 'the parameters'} by closure, so that part of the "
+                sources[source] or "the parameters",
+                f"{name} uses {'' if source == id(value) else 'a value made of '}"
+                f"{f'the parameter {sources[source]}' if sources[source] else 'the parameters'} by closure, so that part of the "
                 "gradient would be missing.",
                 f"Read it from {name}'s first argument, which has all parameters; what is not to be differentiated, with "
                 "jax.lax.stop_gradient there.",
@@ -104,11 +104,11 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
     """Which of `sources` a traced value is, or was made of, as far as JAX remembers."""
     seen, waiting = set(), [value]
     while waiting:
-        each = waiting.pop()  # kept alive by what was made of it, so that ids are not used again
-        if id(each) in sources:
-            return id(each)
-        seen.add(id(each))
-        waiting += [other for other in operands(each) if id(other) not in seen]
+        tracer = waiting.pop()  # kept alive by what was made of it, so that ids are not used again
+        if id(tracer) in sources:
+            return id(tracer)
+        seen.add(id(tracer))
+        waiting += [operand for operand in operands(tracer) if id(operand) not in seen]
     return None
 
 
@@ -126,10 +126,10 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
             )
 
 
-def moves_early(found: Traced) -> bool:
+def moves_early(traced: Traced) -> bool:
     """Whether a collective in a function needs nothing but its first argument, the parameters: nothing keeps it waiting."""
-    is_late = [i > 0 for i, argument in enumerate(found.used) for _ in jax.tree.leaves(argument)]
-    return _moves_early(opened(found.program), is_late)
+    is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
+    return _moves_early(opened(traced.program), is_late)
 
 
 def _moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:

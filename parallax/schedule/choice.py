@@ -35,11 +35,11 @@ def compared(
     W runs B, which is both. `hop` is the time of a tick's exchange. In the schedules of one job a tick all wait for the dearest
     job in each tick, and exchange in each; in those that keep step a tick has F and B and one exchange.
     """
-    found = []
+    times = []
     for name, table in schedules.items():
         of_backward = backward + weight if table.weight is None else backward
         time = table.makespan(forward, of_backward, weight, hop=hop)
         in_flight = float(table.in_flight.max())
         if in_flight <= held:
-            found.append(Time(name, time, in_flight))
-    return sorted(found, key=lambda time: (time.seconds, time.in_flight))
+            times.append(Time(name, time, in_flight))
+    return sorted(times, key=lambda time: (time.seconds, time.in_flight))

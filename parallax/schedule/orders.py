@@ -104,14 +104,14 @@ def from_orders(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chu
         tick, row = len(rows), np.full((3, len(orders)), -1)
         for s, order in enumerate(orders):
             job = order[begun[s]] if begun[s] < len(order) else None
-            if job is not None and all(done.get(each, tick) < tick for each in needs(job, last)):
+            if job is not None and all(done.get(needed, tick) < tick for needed in needs(job, last)):
                 if homes.get(job.place) != s:
                     raise ValueError(f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}.")
                 row[LANES.index(job.lane), s] = job.microbatch * v + chunk[job.place]
         if (row < 0).all():
             s = next(s for s, order in enumerate(orders) if begun[s] < len(order))
             job = orders[s][begun[s]]
-            missing = next(each for each in needs(job, last) if each not in done)
+            missing = next(needed for needed in needs(job, last) if needed not in done)
             raise ValueError(
                 f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, "
                 "which comes in no tick before. Change the order of one of the two stages."

@@ -196,10 +196,7 @@ class Schedule:
 
         1F1B has three: forward alone, both, backward alone; the zero-bubble schedule has four.
         """
-        runs = np.stack([(table >= 0).any(axis=1) for table in self.lanes.values()], axis=1)
-        starts = [0, *(np.flatnonzero((runs[1:] != runs[:-1]).any(axis=1)) + 1).tolist()]
-        named = lambda row: tuple(itertools.compress(self.lanes, row))
-        return tuple(Phase(t, stop, named(runs[t])) for t, stop in zip(starts, [*starts[1:], self.ticks], strict=True))
+        return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
@@ -336,12 +333,12 @@ class Schedule:
         """All activations and cotangents, those that stay on their stage among them."""
         stages, _ = self._homes
         forward, backward = self._when["forward"], self._when["backward"]
-        found = []
+        messages = []
         for when, walk in ((forward, range(len(stages))), (backward, range(len(stages))[::-1])):
-            for here, there in itertools.pairwise(walk):
-                pairs = zip(when[:, here].tolist(), when[:, there].tolist(), strict=True)
-                found += [Message(sent, used, int(stages[here]), int(stages[there])) for sent, used in pairs]
-        return tuple(found)
+            for source, target in itertools.pairwise(walk):
+                pairs = zip(when[:, source].tolist(), when[:, target].tolist(), strict=True)
+                messages += [Message(sent, used, int(stages[source]), int(stages[target])) for sent, used in pairs]
+        return tuple(messages)
 
     @cached_property
     def from_head(self) -> tuple[Message, ...]:
@@ -359,8 +356,8 @@ class Schedule:
         # In lockstep the head runs before the job that uses an arrival in the same tick; per stage it runs after the jobs.
         until = 0 if self.per_stage else 1
         for s in range(self.stages):
-            here = [message for message in everything if message.target == s]
-            slots |= zip(here, fewest([Interval(message.sent, message.used + until) for message in here]), strict=True)
+            to_stage = [message for message in everything if message.target == s]
+            slots |= zip(to_stage, fewest([Interval(message.sent, message.used + until) for message in to_stage]), strict=True)
         return slots
 
     @property
@@ -394,6 +391,14 @@ class Schedule:
             return None
         stages, chunks = self._homes
         return int(stages[place]), microbatch * self.chunks + int(chunks[place])
+
+
+def phases_of(runs: Mapping[str, Shaped[np.ndarray, " ticks"]]) -> tuple[Phase, ...]:
+    """The stretches of ticks over which the same lanes run, of those whose ticks `runs` has by name."""
+    table = np.stack(list(runs.values()), axis=1)
+    starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
+    lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
+    return tuple(map(Phase, starts, [*starts[1:], len(table)], lanes))
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
