@@ -346,7 +346,7 @@ PIPELINE = (
         "jnp.zeros_like(out[1])",
         "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
     ),
-    Mutant("_cut", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
+    Mutant("_cut_dim", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
     Mutant(
         "_source",
         "for operand in operands(tracer) if id(operand) not in seen",

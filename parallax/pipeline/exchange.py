@@ -1,16 +1,16 @@
 """How an activation, or a cotangent, goes from one stage to the next: whole, or in parts by the devices that all have it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax import lax
 from jaxtyping import Array
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import replicated, varying_axes
 from parallax.grads import axes_of
 from parallax.typed import PyTree
-from parallax.zero import Split, share
 
 
 class Exchange(NamedTuple):
@@ -38,22 +38,25 @@ def split_over(axis: AxisLike) -> Exchange:
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv 2104.04473), section 4.1.
     """
     axis = Axis.of(axis)
-    part = lambda x: jax.tree.map(lambda leaf: share(leaf, _cut(leaf, axis)), x)
 
-    def whole(parts, like):
-        return jax.tree.map(lambda leaf, wanted: _gathered(leaf, _cut(wanted, axis)), parts, like)
+    def part_of(leaf):
+        dim = _cut_dim(leaf, axis)
+        if dim is None:
+            return leaf
+        length = leaf.shape[dim] // axis.size()
+        return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
-    return Exchange(part, whole)
+    def gathered(leaf, wanted):
+        dim = _cut_dim(wanted, axis)
+        return leaf if dim is None else replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
+
+    return Exchange(lambda x: jax.tree.map(part_of, x), lambda parts, like: jax.tree.map(gathered, parts, like))
 
 
-def _cut(x: Array, axis: Axis) -> list[Split]:
-    """The dim along which an array is cut, if any is."""
-    t, names = axis.size(), axes_of(axis)
-    fits = [] if t == 1 or set(names) & set(varying_axes(x)) else [dim for dim in range(x.ndim) if x.shape[dim] % t == 0]
-    return [Split(max(fits, key=lambda dim: x.shape[dim]), axis)] if fits else []
-
-
-def _gathered(x: Any, splits: list[Split]) -> Any:
-    for dim, axis in splits:
-        x = replicated(axis.all_gather(x, axis=dim, tiled=True), axis.names)
-    return x
+def _cut_dim(x: Array, axis: Axis) -> int | None:
+    """The dim along which an array is cut: the largest that the axis divides; None where it goes whole."""
+    t = axis.size()
+    if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
+        return None
+    dims = [dim for dim in range(x.ndim) if x.shape[dim] % t == 0]
+    return max(dims, key=lambda dim: x.shape[dim], default=None)

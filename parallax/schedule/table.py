@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
@@ -393,8 +393,8 @@ class Schedule:
         return int(stages[place]), microbatch * self.chunks + int(chunks[place])
 
 
-def phases_of(runs: Mapping[str, Shaped[np.ndarray, " ticks"]]) -> tuple[Phase, ...]:
-    """The stretches of ticks over which the same lanes run, of those whose ticks `runs` has by name."""
+def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
+    """The stretches of ticks over which the same lanes run; `runs` has by name whether a lane does, [ticks]."""
     table = np.stack(list(runs.values()), axis=1)
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
     lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
