@@ -57,6 +57,8 @@ def drawn(root: Path, count: int, seed: int) -> list[Mutant]:
 
     No two of them are in one function.
     """
+    if not count:
+        return []
     kinds: dict[str, list] = {}
     for ranked in sorted(_ranked(root, seed), key=lambda ranked: ranked[0]):
         kinds.setdefault(ranked[-1].operator, []).append(ranked[1:])

@@ -506,6 +506,7 @@ def test_random_keys_are_not_added(mover, name):
         run(jax.random.split(jax.random.key(0), 4))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
@@ -527,9 +528,10 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
         return jnp.sum(jax.vmap(sent)(x) ** 2)
 
     alone = mesh.make(y=n, devices=jax.devices()[:n])
-    plain = mesh.spmd(lambda x: getattr(mover, name)(x, "y", **arguments), mesh=alone, in_specs=P("y"), out_specs=out)
+    plain = jax.jit(mesh.spmd(lambda x: getattr(mover, name)(x, "y", **arguments), mesh=alone, in_specs=P("y"), out_specs=out))
+    slope = jax.jit(jax.grad(lambda row: jnp.sum(plain(row) ** 2)))
     expected = jnp.stack([plain(row) for row in rows])
-    slopes = jnp.stack([jax.grad(lambda row: jnp.sum(plain(row) ** 2))(row) for row in rows])
+    slopes = jnp.stack([slope(row) for row in rows])
     with jax.set_mesh(world):
         split = jax.device_put(rows, P("x", "y"))
         found, gradient = jax.jit(jax.vmap(sent))(split), jax.jit(jax.grad(energy))(split)

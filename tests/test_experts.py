@@ -282,7 +282,7 @@ def regrouped(model, chunks):
     return model | {"blocks": blocks}
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if "stage" in case.sizes else name for name, case in CASES.items()]
 )

@@ -66,7 +66,7 @@ def part_on_one_device(part):
     return on_one_device(part_of_table(part))
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("way", WAYS)
 def test_five_steps_are_those_of_one_device(way, part):

@@ -52,6 +52,7 @@ def test_a_loss_above_the_limit_changes_nothing_and_compiles_nothing_anew(scale)
     assert not train(state, batch)[1].skipped
 
 
+@pytest.mark.sweep(30, "steps")
 def test_a_decoders_step_over_a_mesh_takes_a_limit_as_data():
     config = gpt2.Config(layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=8)
     layout = Layout(data=2, tensor=2)

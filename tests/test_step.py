@@ -135,6 +135,7 @@ def test_dropout_adds_no_collective(data, tensor, microbatches, mover):
     assert found == expected
 
 
+@pytest.mark.sweep(30, "steps")
 def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     traces = 0
 

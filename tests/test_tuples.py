@@ -108,7 +108,7 @@ def on(case, f, out):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("how", ["averaged", "summed", "scattered"])
-@settings(max_examples=8)
+@settings(max_examples=3)
 @given(case=cases())
 def test_equals_one_device(how, case):
     params, x = problem(case)

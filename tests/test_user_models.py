@@ -96,7 +96,7 @@ BLOCKS = ("tied decoder", "adapted decoder")
 CASES = [(name, way) for name in KINDS for way in WAYS if (name in BLOCKS if way == "pipeline" else name != "adapted decoder")]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_five_steps_are_those_of_one_device(name, way):
     kind, plain, traces = KINDS[name], alone(name), []

@@ -484,6 +484,7 @@ HEADS = {  # and whether they are right
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("table", [schedule.one_f_one_b_lockstep, schedule.one_f_one_b])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):

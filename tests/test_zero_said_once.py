@@ -85,6 +85,7 @@ def trained(stage, *, steps=1, **changes):
     return state, losses
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("axis", ["data", ring("data")], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
