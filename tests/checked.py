@@ -5,6 +5,7 @@ of a test that traces. Here beartype runs once, and only what has an array's sha
 sizes of its dims. What is checked is the same.
 """
 
+import dataclasses
 import functools
 import inspect
 import typing
@@ -29,7 +30,9 @@ def decorator(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def checked(function: Any, *, typechecker: Callable[[Any], Any]) -> Any:
     """The function, which refuses arguments and results that its annotations rule out."""
     if inspect.isclass(function):
-        return jaxtyped(function, typechecker=typechecker)
+        if dataclasses.is_dataclass(function) and not hasattr(function.__init__, "__wrapped__"):
+            function.__init__ = checked(function.__init__, typechecker=typechecker)
+        return function
     if not function.__annotations__:
         return function
     with_types = typechecker(function)

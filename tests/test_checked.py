@@ -1,6 +1,9 @@
 """The annotations of the package are checked in each test: types, dims of one call against one another, and results."""
 
+import dataclasses
+
 import beartype
+import equinox as eqx
 import jax.numpy as jnp
 import pytest
 from beartype.roar import BeartypeCallHintViolation
@@ -37,3 +40,24 @@ def test_dims_are_found_wherever_an_annotation_has_them():
     with pytest.raises(BeartypeCallHintViolation):
         refusing([jnp.zeros(2)], jnp.zeros(3))
     refusing([jnp.zeros(3)], jnp.zeros(3))
+
+
+def test_fields_are_checked():
+    @dataclasses.dataclass
+    class Pair:
+        first: Float[Array, " i"]
+        second: Float[Array, " i"]
+
+    class Layer(eqx.Module):
+        weight: Float[Array, "i i"]
+        name: str = "a"
+
+    for kind, right, wrong in [
+        (Pair, (jnp.zeros(2), jnp.zeros(2)), (jnp.zeros(2), jnp.zeros(3))),
+        (Layer, (jnp.zeros((2, 2)),), (jnp.zeros((2, 3)),)),
+        (Layer, (jnp.zeros((2, 2)), "b"), (jnp.zeros((2, 2)), 3)),
+    ]:
+        refusing = checked(kind, typechecker=beartype.beartype)
+        refusing(*right)
+        with pytest.raises(BeartypeCallHintViolation):
+            refusing(*wrong)
