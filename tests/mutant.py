@@ -15,7 +15,7 @@ class Mutant(NamedTuple):
     """A fault.
 
     Attributes:
-        name: of a function, a method or a class, as its module knows it: `computed_once`, `Checkpoints.save`.
+        name: of a function, a method or a class, as its module knows it: `pin_bits`, `Checkpoints.save`.
         replaces: a text that stands once in the functions of this name, in the whole package.
         by: the text that takes its place.
         tests: the files or tests of `tests/` that should catch it, as pytest takes them.

@@ -3,7 +3,7 @@
     python tests/mutants.py --seed 3            a thirtieth of those chosen by hand and of 24 that are drawn
     python tests/mutants.py --changed HEAD~10   and first up to 20 of the files that changed since that commit
     python tests/mutants.py --all               all of them
-    python tests/mutants.py --only computed_once
+    python tests/mutants.py --only pin_bits
 
 Prints for each whether it was caught, by which test and in how many seconds. Ends with code 1 where one survives that is not in
 `NO_FAULT`, or is not a mutant at all: the package cannot be imported with it.

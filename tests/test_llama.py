@@ -142,6 +142,7 @@ def test_sizes_are_those_that_were_published():
         assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count + padding
 
 
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("joins", [tensor.joins, sequence.joins])
 def test_heads_on_every_device_may_be_more_than_are_needed(joins):
     """All keys and values on each device, though they could be split: each picks its own."""

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 def test_a_text_that_is_gone_or_not_the_only_one_is_told():
     with pytest.raises(ValueError, match=r"nowhere_at_all: the package has no function"):
         place(Mutant("nowhere_at_all", "x", "y", ""), ROOT)
-    with pytest.raises(ValueError, match=r"computed_once: needs 'no such text' once .* it is there 0 times \(none\)"):
-        place(Mutant("computed_once", "no such text", "y", ""), ROOT)
+    with pytest.raises(ValueError, match=r"pin_bits: needs 'no such text' once .* it is there 0 times \(none\)"):
+        place(Mutant("pin_bits", "no such text", "y", ""), ROOT)
     with pytest.raises(ValueError, match=r"all_reduce: needs 'return' once"):
         place(Mutant("all_reduce", "return", "y", ""), ROOT)
 

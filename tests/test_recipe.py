@@ -48,7 +48,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_copy_with_another_order_of_the_same_sums_trains_the_same(layout):
     """The copy computes in float64 by `precision.mixed`, which changes nothing here."""
@@ -65,6 +65,7 @@ def test_a_copy_with_another_order_of_the_same_sums_trains_the_same(layout):
     assert_close(weights, expected, EXACT)
 
 
+@pytest.mark.sweep(30, "steps")
 def test_a_copy_with_a_line_changed_does_as_it_says():
     """Gradients of half the size: with clipping off, SGD takes half the step; here the losses begin the same and then differ."""
     layout = Layout(data=2)

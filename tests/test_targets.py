@@ -232,7 +232,7 @@ def test_arguments_of_saved_steps_are_those_of_the_plan():
 def test_message_and_local_copy_are_one_instruction(kind, what):
     """What a device sends and what it keeps is computed once: the product (gather), or the last sum before the gather.
 
-    With JAX 0.10.2 both compilers compute it once without `computed_once` too, so these programs say what is so, not that the
+    With JAX 0.10.2 both compilers compute it once without `pin_bits` too, so these programs say what is so, not that the
     guard is needed. That the reader would see two instructions is the next test's.
     """
     check_once(hlo.module(text(kind, what)), what)
