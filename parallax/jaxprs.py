@@ -23,6 +23,36 @@ _LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in 
 _STANDARD, _INSTALLED = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
 
 
+# Primitives that compute each element of their result from the same element of their operands
+# fmt: off
+CHEAP = frozenset(  # so cheap that a compiler computes them again for each reader
+    {
+        "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "clz",
+        "complex", "conj", "convert_element_type", "eq", "eq_to", "floor", "ge", "gt", "imag",
+        "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul",
+        "mul_add", "ne", "neg", "not", "or", "population_count", "real", "round", "select_n",
+        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "square",
+        "sub", "xor",
+    }
+)
+DEAR = frozenset(  # computed once where several read them
+    {
+        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+        "bessel_i1e", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc",
+        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "nextafter",
+        "polygamma", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+    }
+)
+UNCHANGED = frozenset(  # the same numbers, perhaps of another type
+    {
+        "copy", "copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary",
+        "reduce_precision", "reshard",
+    }
+)
+# fmt: on
+ELEMENTWISE = CHEAP | DEAR | UNCHANGED
+LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})  # of equal numbers: equal numbers
+
 UNKNOWN = "unknown line"
 COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")  # how a compiled program names a loop in a `counted_scope`
 

@@ -1,4 +1,4 @@
-"""From a grad arrow to a train step, for any model: `(state, batch) -> (state, info)`."""
+"""From a gradient function to a step function, for any model: `(state, batch) -> (state, info)`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from parallax import elementwise, grads, precision, rules, trees
+from parallax import grads, precision, rules, trees
 from parallax.collectives.axis import AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import Grad
+from parallax.optimizers.elementwise import checked, with_extra
 from parallax.typed import PyTree, Rule, Specs
 
 
@@ -38,43 +38,26 @@ class State(eqx.Module):
 
 
 class Info(NamedTuple):
-    """What a step measured: scalars.
+    """What a step measured.
 
     Attributes:
-        loss: of the global batch, in the unit of the grad arrow's.
-        gradient_norm: of all gradients together, before any clipping by `make`.
-        skipped: whether one of the two, or what the step would have made of model and optimizer, was not finite, or the loss was
-            above the limit: model and optimizer are then as they were.
+        loss: of the global batch, in the unit of the gradient function's: a scalar.
+        gradient_norm: of all gradients together, before `make` clips them: a scalar.
+        skipped: whether one of the two, or a number that the step would have changed in the model or the
+            optimizer's state, was not finite, or the loss was above the limit: model and optimizer are then as
+            they were. A scalar.
+        aux: the auxiliary values of the gradient function, if it has any.
     """
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     skipped: Bool[Array, ""]
-
-    @property
-    def aux(self) -> None:
-        """None: the grad arrow has no auxiliary values."""
-        return None
+    aux: PyTree = None
 
 
-class InfoWithAux(NamedTuple):
-    """`Info` of a grad arrow with auxiliary values.
-
-    Attributes:
-        loss: as there, and so the next two.
-        gradient_norm: likewise.
-        skipped: likewise.
-        aux: the auxiliary values.
-    """
-
-    loss: Float[Array, ""]
-    gradient_norm: Float[Array, ""]
-    skipped: Bool[Array, ""]
-    aux: PyTree
-
-
-Step = Callable[..., tuple[State, Info | InfoWithAux]]  # of a state, a batch and perhaps a limit
+Step = Callable[..., tuple[State, Info]]  # of a state, a batch and perhaps a limit
 AfterUpdate = Callable[[Any, Any], Any]
+REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
@@ -82,7 +65,7 @@ def unchanged(model: PyTree, aux: PyTree) -> PyTree:
     return model
 
 
-def value_of(info: Info | InfoWithAux) -> dict[str, Any]:
+def value_of(info: Info) -> dict[str, Any]:
     """The loss as `value`, which optimizers that look at it take, such as `optax.polyak_sgd`."""
     return {"value": info.loss}
 
@@ -99,26 +82,30 @@ def make(
 ) -> Step:
     """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
 
-    A step whose loss or gradient norm is not finite, or by which a finite number of the model or of the optimizer's state would
-    cease to be so, changes nothing but the step's number, and says so in its `Info`. `step(state, batch, limit)`, with a scalar,
-    does the same where the loss is above `limit` (`run.spikes` gives one). A leaf without a gradient stays as it is.
+    A step that would make the loss, the gradient norm, or a finite number of the model or of the optimizer's
+    state infinite or NaN changes nothing but the step's number, and its `Info` says so. `step(state, batch,
+    limit)`, with a scalar, also skips a step whose loss is above `limit` (`run.spikes` gives one). A leaf
+    without a gradient stays as it is.
 
     Args:
-        grad: a grad arrow whose gradients are reduced already.
+        grad: a gradient function whose gradients are reduced already.
         optimizer: one that acts element by element, since each device updates its own shards, or one of
             `parallax.optimizers`.
         max_norm: scale the gradients down to this global norm, over all shards, where they exceed it.
-        reduce_norm_over: who joins the shards' sums of squares, one scalar for each set of axes in use; by default `jax.lax`.
-        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch statistics.
+        reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares are added; by
+            default `jax.lax` adds them.
+        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch
+            statistics.
         extra_args: the extra arguments of `optimizer.update`, from the step's `Info`.
-        specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may depend on.
+        specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may
+            depend on.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis along which the model is the same, since it was not reduced; a
-            gradient is the same where its parameter differs, or is one of a Python number, or a share that the optimizer does
-            not take; other leaves have gradients than have optimizer state;
-            auxiliary values differ between devices; the optimizer mixes the elements of a leaf that is split; or `after_update`
-            changes the form of the model, or a leaf of it that is no array.
+        ValueError: the loss or a gradient varies along an axis along which the model is the same, since it was
+            not reduced; a gradient is the same where its parameter differs, or is that of a Python number; the
+            auxiliary values differ between devices; the optimizer is not right on these shards, or does not fit
+            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
+            model, or a leaf of it that is no array.
     """
     return make_scaled(
         lambda _: grad,
@@ -141,12 +128,14 @@ def make_scaled(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """`make` of a grad arrow that depends on the loss scale, as float16 needs: `grad_of(scale)`, its gradients unscaled.
+    """`make` of a gradient function that depends on the loss scale, as float16 needs: `grad_of(scale)`.
 
-    The state's `scale`, a `precision.Scale`, follows what becomes of the steps (`precision.adjusted`). Where the state has
-    none, `grad_of` is given None. Arguments and errors are otherwise those of `make`.
+    Its gradients are unscaled. The state's `scale`, a `precision.Scale`, is adjusted after each step
+    (`precision.adjusted`). Where the state has none, `grad_of` is given None. Arguments and errors are otherwise
+    those of `make`.
     """
-    optimizer = elementwise.with_extra(optimizer)
+    by_path = {} if specs is None else trees.by_path(specs)
+    update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
         value, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
@@ -157,17 +146,11 @@ def make_scaled(
         _check_joined(aux)
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        with_aux = isinstance(value, tuple)
-        info = lambda finite: InfoWithAux(loss, norm, ~finite, aux) if with_aux else Info(loss, norm, ~finite)
-        gradients = gradients if max_norm is None else grads.scaled(gradients, norm, max_norm)
+        if max_norm is not None:
+            gradients = grads.scaled(gradients, norm, max_norm)
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        also = extra_args(info(finite))
-        update = lambda g, s, w: optimizer.update(g, s, w, **also)
-        _check_trained(update, gradients, state, weights)
-        _check_shapes(update, gradients, state, weights)
-        wholes = elementwise.wholes(weights, {} if specs is None else trees.by_path(specs))
-        elementwise.check(update, gradients, state.optimizer, weights, wholes=wholes, at="step.make")
-        updates, optimizer_state = update(gradients, state.optimizer, weights)
+        extra = extra_args(Info(loss, norm, ~finite, aux))
+        updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
@@ -179,37 +162,34 @@ def make_scaled(
             state.step + 1,
             None if state.scale is None else precision.adjusted(state.scale, finite),
         )
-        return new, info(taken)
+        return new, Info(loss, norm, ~taken, aux)
 
     return step
 
 
 def _lost(new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]) -> Bool[Array, ""]:
-    """Whether a number that was finite is not any more, on any device: one scalar, in `norm`'s type, over all axes in use.
+    """Whether a number that was finite is not any more, on any device: one scalar, over all axes in use.
 
-    What never was finite, such as a mask of -inf, may stay so.
+    A number that never was finite, such as a mask of -inf, may stay so.
     """
-    numbers = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if trees.is_array(leaf) and _is_number(leaf)]
-    changed = ((a, b) for a, b in zip(numbers(new), numbers(old), strict=True) if a is not b)  # a frozen leaf is not read
+    numbers = ([leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old))
+    changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)  # a frozen leaf is not read
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
 
-def _is_number(leaf: Any) -> bool:
-    """Whether it may be infinite."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
+    """Refuse gradients that are each device's own, and gradients that were summed over different shards."""
+
     def check(path, gradient, weight):
-        many = lambda names: sorted(name for name in names if lax.axis_size(name) > 1)
-        ours, theirs = set(varying_axes(gradient)), set(varying_axes(weight))
-        if gradient.shape == weight.shape and (local := many(ours - theirs)):
+        of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
+        local, mixed = grads.several(of_gradient - of_weight), grads.several(of_weight - of_gradient)
+        if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
-                f"the parameter is the same. Wrap the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad."
+                f"the parameter is the same. Wrap the gradient function in {REDUCING}."
             )
-        if mixed := many(theirs - ours):
+        if mixed:
             raise ValueError(
                 f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its gradient is the same there, so "
                 "the gradients of different shards were summed. Reduce it along the axes alone along which the parameter is the "
@@ -222,76 +202,23 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 def _check_own(loss: Array, state: State) -> None:
     """Refuse a loss that is each device's own, where something of the state is the same on all of them."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
-    split = [set(varying_axes(leaf)) for leaf in leaves]
+    split = [varying_axes(leaf) for leaf in leaves]
     local = [name for name in grads.several(varying_axes(loss)) if any(name not in axes for axes in split)]
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
-            "Wrap the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad over that axis."
+            f"Wrap the gradient function in {REDUCING} over that axis."
         )
 
 
-def _check_shapes(update: Callable[..., Any], gradients: PyTree, state: State, weights: PyTree) -> None:
-    """Refuse gradients that are shares beside an optimizer that takes whole ones."""
-    leaves = zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(weights), strict=True)
-    apart = [(trees.dotted(path), g.shape, w.shape) for (path, g), w in leaves if g.shape != w.shape]
-    if not apart:
-        return
-    path, share, whole = apart[0]
-    message = (
-        f"step.make: the gradient of {path or 'the parameter'} has shape {share}, a share of {whole} as "
-        "zero.reduce_scattered makes it, and the optimizer takes whole gradients. Wrap it: "
-        "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and give "
-        "step.init the rule of the shares as optimizer_rule."
-    )
-    try:
-        updates, _ = jax.eval_shape(lambda: update(gradients, state.optimizer, weights))
-    except TypeError as error:
-        raise ValueError(message) from error
-    if [leaf.shape for leaf in jax.tree.leaves(updates)] != [leaf.shape for leaf in jax.tree.leaves(weights)]:
-        raise ValueError(message)
-
-
 def _check_joined(aux: PyTree) -> None:
+    """Refuse auxiliary values that differ between devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
-        local = sorted(name for name in varying_axes(leaf) if lax.axis_size(name) > 1)
-        if local:
+        if local := grads.several(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
                 f"all devices. Join it: grads.averaged(grad, axis, aux=...) takes a function of the values and the axis."
             )
-
-
-def _check_trained(update: Callable[..., Any], gradients: PyTree, state: State, weights: PyTree) -> None:
-    """Refuse gradients of other leaves than those that the optimizer has state for, where it cannot work with them."""
-    paths = {tuple(path) for path, _ in jax.tree.leaves_with_path(state.model)}
-    suffixes = lambda path: (tuple(path[begin:]) for begin in range(len(path) + 1))
-    owners = (next(filter(paths.__contains__, suffixes(path)), None) for path, _ in jax.tree.leaves_with_path(state.optimizer))
-    with_state = {owner for owner in owners if owner is not None}
-    with_gradient = {tuple(path) for path, _ in jax.tree.leaves_with_path(gradients)}
-    if not with_state or with_state == with_gradient:
-        return
-    try:  # some optimizers have state for some leaves alone
-        jax.eval_shape(lambda: update(gradients, state.optimizer, weights))
-    except elementwise.Mixes:
-        raise
-    except (TypeError, ValueError) as error:
-        path = min(with_state ^ with_gradient, key=trees.dotted)
-        has, lacks = ("a gradient", "no state in the optimizer") if path in with_gradient else ("optimizer state", "no gradient")
-        leaves = dict(jax.tree.leaves_with_path(state.model))
-        split = tuple(name for name in varying_axes(leaves[path]) if lax.axis_size(name) > 1)
-        axis = repr(split[0] if len(split) == 1 else split)
-        by_size = (
-            f" Or, if the optimizer chooses leaves by their size, which is another on a shard along {axis}, wrap it in "
-            f"optimizers.whole(optimizer, {axis}, specs)."
-        )
-        raise ValueError(
-            f"step.make: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the grad arrow "
-            f"differentiates ({len(with_gradient)}; it gives None for the others) must be those that the optimizer has state for "
-            f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by the same in the grad arrow."
-            + by_size
-            * bool(split)
-        ) from error
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
@@ -328,7 +255,7 @@ def init(
     make_model: Callable[[], PyTree],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
-    mesh_: Mesh,
+    mesh: Mesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
@@ -345,7 +272,7 @@ def init(
         optimizer_rule: the rule that the optimizer's state follows, where it is split further (ZeRO-1); by default `rule`.
         scale: the first loss scale, for `make_scaled`.
         trainable: which leaves the optimizer has state for: a function of a leaf (an array or its shape), or a tree of truth
-            values, a prefix of the model. The grad arrow gives None for the others.
+            values, a prefix of the model. The gradient function gives None for the others.
         batch_axes: the mesh axes that split the batch, for `rules.specs`.
 
     Raises:
@@ -355,7 +282,7 @@ def init(
         make_model,
         optimizer,
         rule,
-        mesh_,
+        mesh,
         optimizer_rule=optimizer_rule,
         scale=scale,
         trainable=trainable,
@@ -382,7 +309,7 @@ def planned(
     make_model: Callable[[], PyTree],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     rule: Rule,
-    mesh_: trees.AnyMesh,
+    mesh: trees.AnyMesh,
     *,
     optimizer_rule: Rule | None = None,
     scale: precision.Scale | None = None,
@@ -390,42 +317,40 @@ def planned(
     batch_axes: Sequence[str] = (),
 ) -> Planned:
     """What `init` makes, before it is made; arguments and errors as there. Nothing is computed."""
-
-    trained = lambda model: eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
     statics = []
 
-    def made():
-        model = make_model()
-        arrays, static = eqx.partition(model, trees.is_array)
+    def make_arrays():
+        arrays, static = eqx.partition(make_model(), trees.is_array)
         statics.append(static)
         return jax.tree.map(jnp.asarray, arrays)
 
-    def leaves_of(model):
-        return jax.tree.leaves(State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale))
+    def trained(model):
+        return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
-    def traced():
-        model = made()
-        return model, trained(model)
+    def state_of(model):
+        return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
-    model, seen = jax.eval_shape(traced)
-    static = statics[0]
-    model_specs = rules.specs(model, rule, mesh_, batch_axes=batch_axes)
-    owned = model_specs if optimizer_rule is None else rules.specs(model, optimizer_rule, mesh_, batch_axes=batch_axes)
-    of_optimizer = rules.optimizer_specs(optimizer, seen, owned, mesh_)
-    specs = State(model_specs, of_optimizer, P(), jax.tree.map(lambda _: P(), scale))
-    placed = trees.shardings(specs, mesh_)
-    # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
-    make = jax.jit(lambda: leaves_of(made()), out_shardings=jax.tree.leaves(placed))
-    begin = jax.jit(leaves_of, out_shardings=jax.tree.leaves(placed), donate_argnums=0)
-    state = State(model, jax.eval_shape(optimizer.init, seen), jax.ShapeDtypeStruct((), jnp.int32), scale)
+    state = jax.eval_shape(lambda: state_of(make_arrays()))
+    static, seen = statics[0], trained(state.model)
+    model_specs = rules.specs(state.model, rule, mesh, batch_axes=batch_axes)
+    owned = model_specs if optimizer_rule is None else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
+    optimizer_specs = rules.optimizer_specs(optimizer, seen, owned, mesh)
+    specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
+    placed = trees.shardings(specs, mesh)
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed)
-    whole = lambda state: dataclasses.replace(state, model=eqx.combine(state.model, static))
+    # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
+    places = jax.tree.leaves(placed)
+    make = jax.jit(lambda: jax.tree.leaves(state_of(make_arrays())), out_shardings=places)
+    begin = jax.jit(lambda model: jax.tree.leaves(state_of(model)), out_shardings=places, donate_argnums=0)
+
+    def with_static(state):
+        return dataclasses.replace(state, model=eqx.combine(state.model, static))
 
     def init(given=None):
         leaves = make() if given is None else begin(_placed_as(given, shapes.model))
-        return whole(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+        return with_static(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
-    return Planned(init, whole(shapes), specs)
+    return Planned(init, with_static(shapes), specs)
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
@@ -434,7 +359,7 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared.")
-    found = []
+    placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
@@ -442,8 +367,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
                 f"{leaf.dtype}. Prepare for the configuration and the dtype of this model."
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
-            found.append(jax.device_put(leaf, like.sharding))
+            placed.append(jax.device_put(leaf, like.sharding))
         else:
             host = np.asarray(leaf)
-            found.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+            placed.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
+    return jax.tree.unflatten(jax.tree.structure(shapes), placed)

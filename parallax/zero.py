@@ -20,6 +20,7 @@ those that split the parameter itself (experts); a mean divides by the size of a
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (arXiv 1910.02054).
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,36 +28,26 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from parallax import elementwise, grads, remat, rules, trees
+from parallax import grads, remat, rules, shards, trees
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.collectives.types import linear, replicated, varying_axes, wide
+from parallax.collectives.types import linear, varying_axes, wide
 from parallax.grads import (
     Grad,
     axes_of,
-    copied,
-    local,
-    loss_of,
-    map_loss_and_aux,
     matching_parameters,
     mean_of_devices,
+    over_devices,
     replicated_axes,
-    summed_over,
 )
+from parallax.optimizers.elementwise import checked, with_extra
+from parallax.optimizers.programs import has_unknown_sizes, vouched_for, vouched_for_as
+from parallax.shards import Split, splits_of
 from parallax.typed import PyTree, Rule, Specs
-
-
-class Split(NamedTuple):
-    """A dim of a leaf, and the axes that split it."""
-
-    dim: int
-    axis: Axis
 
 
 def reduce_scattered(
@@ -72,7 +63,7 @@ def reduce_scattered(
     the loss. Gradients that `reduce_scatter` has split inside `grad` already are divided only.
 
     Args:
-        grad: a grad arrow.
+        grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         specs: of the shares, a tree like the parameters, as `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
         aux: as in `grads.averaged`.
@@ -80,30 +71,30 @@ def reduce_scattered(
     Raises:
         ValueError: a dim of `specs` is split over `axis` and, inside that, over another axis.
     """
-    axis = Axis.of(axis)
+    axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    def wrapped(params, batch):
-        n, found = axis.size(), trees.by_path(specs)
-        _, *own_values = local(grad, params, batch, axis, loss=True)
-        value, gradients = ordered(own_values, own_values)
-        weights = matching_parameters(gradients, params)
-        splits = lambda path, weight: splits_of(path, found, axis.over(copied(weight, axis)))
+    def mean(total, term):
+        return total / axis.size()
 
-        def own(path, gradient, weight):
-            return _wide(_scatter(gradient, splits(path, weight)) if gradient.shape == weight.shape else gradient)
+    def scatter(value, gradients, params, names):
+        def splits_of_leaf(path, gradient, names):
+            return splits_of(path, by_path, axis.over(names))
 
-        def rest(path, weight):
-            done = {name for split in splits(path, weight) for name in axes_of(split.axis)}
-            return tuple(name for name in copied(weight, axis) if name not in done)
+        def scattered(gradient, param, splits):
+            if gradient.shape == param.shape:
+                gradient = shards.reduce_scatter(gradient, splits)
+            return gradient.astype(wide(gradient.dtype))
 
-        shares = jax.tree.map_with_path(own, gradients, weights)
-        total, sums = summed_over(
-            (loss_of(value), shares), (axes_of(axis), jax.tree.map_with_path(rest, weights)), axis, after=shares
-        )
-        value = map_loss_and_aux(value, lambda _: total / n, lambda values: aux(ordered(values, (total, sums)), axis))
-        return value, jax.tree.map(lambda g: g / n, sums)
+        def names_left(gradient, names, splits):
+            done = shards.names_of(splits)
+            return tuple(name for name in names if name not in done)
 
-    return wrapped
+        value, gradients = ordered((value, gradients), (value, gradients))
+        splits = jax.tree.map_with_path(splits_of_leaf, gradients, names)
+        shares = jax.tree.map(scattered, gradients, params, splits)
+        return value, shares, jax.tree.map(names_left, gradients, names, splits)
+
+    return over_devices(grad, axis, mean, aux=aux, scatter=scatter)
 
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
@@ -115,7 +106,7 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """
     axis = Axis.of(axis)
     found = trees.by_path(specs)
-    return jax.tree.map_with_path(lambda path, g: _scatter(g, splits_of(path, found, axis)), gradients)
+    return jax.tree.map_with_path(lambda path, g: shards.reduce_scatter(g, splits_of(path, found, axis)), gradients)
 
 
 def sharded(
@@ -138,70 +129,51 @@ def sharded(
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements of a leaf that is split.
     """
 
-    axis, optimizer = Axis.of(axis), elementwise.with_extra(optimizer)
+    axis, optimizer, by_path = Axis.of(axis), with_extra(optimizer), trees.by_path(specs)
+    update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    def own_splits(params):
-        found = trees.by_path(specs)
-        return lambda path, weight: splits_of(path, found, axis.over(replicated_axes(weight, axis)))
+    def splits(path, weight):
+        return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
-    def shares(weights, splits):
-        return jax.tree.map_with_path(lambda path, w: share(w, splits(path, w)), weights)
+    def share(path, weight):
+        return shards.take(weight, splits(path, weight))
+
+    def gradient_share(path, gradient, weight):
+        if gradient.shape != weight.shape:
+            return gradient
+        local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
+        return _mean_share(gradient, weight, splits(path, weight), axis, local) if local else share(path, gradient)
+
+    def whole(path, update, weight):
+        return shards.gather(update, splits(path, weight))
 
     def init(params):
         weights = eqx.filter(params, trees.is_inexact)
-        return optimizer.init(shares(weights, own_splits(params)) if inside(axis) else weights)
+        return optimizer.init(jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights)
 
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
-        splits, weights = own_splits(params), matching_parameters(updates, params)
-        if elementwise.COMPARES.get():
-            return elementwise.right((weights, state))
-
-        def own(path, gradient, weight):
-            if gradient.shape != weight.shape:
-                return gradient
-            local = [name for name in replicated_axes(weight, axis) if name in varying_axes(gradient)]
-            if not local:
-                return share(gradient, splits(path, weight))
-            gradient, left = _wide(gradient), set(local)
-            for dim, part in splits(path, weight):
-                if left >= set(axes_of(part)):
-                    gradient, left = _scatter(gradient, [Split(dim, part)]), left - set(axes_of(part))
-                else:
-                    over = part.over(tuple(left))
-                    gradient = share(over.all_reduce(gradient) if over.names else gradient, [Split(dim, part)])
-                    left -= set(axes_of(over))
-            over = axis.over(tuple(name for name in axes_of(axis) if name in left))
-            total = over.all_reduce(gradient) if over.names else gradient
-            return total / axis.over((*local, *(name for name in axes_of(axis) if name in varying_axes(weight)))).size()
-
-        def whole(path, share, weight):
-            for dim, part in splits(path, weight):
-                share = replicated(part.all_gather(share, axis=dim, tiled=True), part.names)
-            return share
-
-        own_gradients, own_weights = jax.tree.map_with_path(own, updates, weights), shares(weights, splits)
-        _check_state(optimizer, state, own_weights, weights)
-        one = lambda g, s, w: optimizer.update(g, s, w, **extra)
-        wholes = elementwise.wholes(weights, trees.by_path(specs))
-        elementwise.check(one, own_gradients, state, own_weights, wholes=wholes, at="zero.sharded")
-        shared, state = one(own_gradients, state, own_weights)
-        return elementwise.right((jax.tree.map_with_path(whole, shared, weights), state))
+        weights = matching_parameters(updates, params)
+        if has_unknown_sizes((updates, weights)):  # asked by `checked`; below it asks about the shares
+            return vouched_for_as(updates, weights), vouched_for(state)
+        gradients = jax.tree.map_with_path(gradient_share, updates, weights)
+        weight_shares = jax.tree.map_with_path(share, weights)
+        updates, state = update_shares(gradients, state, weight_shares, **extra)
+        return vouched_for((jax.tree.map_with_path(whole, updates, weights), state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_state(optimizer: optax.GradientTransformation, state: PyTree, shares: PyTree, weights: PyTree) -> None:
-    """Refuse the state of whole weights where that of shares is needed."""
-    shapes = lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    made_of = lambda tree: shapes(jax.eval_shape(optimizer.init, tree))
-    if shapes(state) not in (made_of(shares), []) and shapes(state) == made_of(weights):
-        raise ValueError(
-            "zero.sharded: the optimizer's state is that of whole parameters, and each device needs that of its shares. Give "
-            "step.init the rule of the shares, optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the state "
-            "by this optimizer's own init inside the map."
-        )
+def _mean_share(gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]) -> Array:
+    """This device's share of the mean of gradients that are local along the axes `local`."""
+    scattered = [split for split in splits if shards.names_of([split]) <= local]
+    gradient = shards.reduce_scatter(gradient.astype(wide(gradient.dtype)), scattered)
+    summed = axis.over(tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered)))
+    total = summed.all_reduce(gradient) if summed.names else gradient
+    total = shards.take(total, [split for split in splits if split not in scattered])
+    # Along axes that split the parameter itself, such as that of experts, its gradient is a sum already.
+    return total / axis.over((*local, *varying_axes(weight))).size()
 
 
 def gathered(
@@ -226,8 +198,10 @@ def gathered(
         ValueError: a dim is split over `axis` and, inside that, over another axis: then what is gathered is not one block.
     """
 
+    axis, by_path = Axis.of(axis), trees.by_path(specs)
+
     def wrapped(params, *arguments):
-        return function(_wholes(params, Axis.of(axis), specs), *arguments)
+        return function(_wholes(params, axis, by_path), *arguments)
 
     return wrapped
 
@@ -243,13 +217,16 @@ def gathered_once(
     Leaves whose spec is None or does not name `axis` pass as they are. Wrap it in `grads.averaged`.
     """
 
-    axis = Axis.of(axis)
+    axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
-        wholes, found = _wholes(params, axis, specs), trees.by_path(specs)
-        gathered = jax.tree.map_with_path(lambda path, x: x if splits_of(path, found, axis) else None, wholes)
-        local = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
-        value, gradients = ordered(local, local)
+        def only_split(path, x):
+            return x if splits_of(path, by_path, axis) else None
+
+        wholes = _wholes(params, axis, by_path)
+        gathered = jax.tree.map_with_path(only_split, wholes)
+        results = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
+        value, gradients = ordered(results, results)
         return value, reduce_scatter(gradients, axis, specs)
 
     return wrapped
@@ -303,67 +280,23 @@ def part_specs(
     return PartSpecs(ends, stage=without(loops - 1), layer=without(loops))
 
 
-def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
-    """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do."""
-    found = []
-    for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
-        names = trees.entry_axes(entry)
-        own = tuple(name for name in names if name in axes_of(axis))
-        if own and names[-len(own) :] != own:
-            inner = tuple(name for name in names if name not in own)
-            raise ValueError(
-                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, the last of them innermost, and "
-                f"gathered or scattered over {own!r}. A device's blocks would not lie one after another. Name those axes last, "
-                f"{(*inner, *own)!r}, or split another dim over them."
-            )
-        if own:
-            found.append(Split(dim, axis.over(own)))
-    return found
-
-
-def _wholes(params: PyTree, axis: Axis, specs: Specs) -> PyTree:
+def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
+    """The whole leaves of these shares; the transpose is a reduce-scatter."""
     axis.size()  # refuses an axis that is not there
-    found = trees.by_path(specs)
+
+    def gather_dim(x, split):
+        def gather(x):
+            return split.axis.all_gather(x, axis=split.dim, tiled=True)
+
+        def scatter(cotangent):
+            return shards.reduce_scatter(cotangent, [split]).astype(cotangent.dtype)
+
+        return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
     def whole(path, x):
-        for dim, part in splits_of(path, found, axis):
-            x = linear(
-                x,
-                forward=lambda x, dim=dim, part=part: part.all_gather(x, axis=dim, tiled=True),
-                backward=lambda ct, dim=dim, part=part: _scatter(ct, [Split(dim, part)]).astype(ct.dtype),
-                name=remat.GATHERED,
-            )
-        return x
+        return functools.reduce(gather_dim, splits_of(path, by_path, axis), x)
 
     return jax.tree.map_with_path(whole, params)
-
-
-def _scatter(x: Array, splits: Sequence[Split]) -> Array:
-    """The sum over devices, in a wide type, of which each keeps its share: `A[I] {U_X} -> A[I_X]`; without splits, `x`."""
-    for dim, axis in splits:
-        x = axis.reduce_scatter(_wide(x), scatter_dimension=dim, tiled=True)
-    return x
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(wide(x.dtype))
-
-
-def share(x: Array, splits: Sequence[Split]) -> Array:
-    """This device's share of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
-    for dim, axis in splits:
-        share = x.shape[dim] // axis.size()
-        x = lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
-    return x
-
-
-def inside(axis: Axis) -> bool:
-    """Whether this runs inside a map over the axis, on blocks, and not outside, on global arrays."""
-    try:
-        lax.axis_size(axis.names)
-    except NameError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,7 +368,6 @@ class ZeRO:
             value, gradients = grad(params, batch)
             return value, reduce_scatter(gradients, self.axis, self.specs)
 
-        grads.refuse_clipped(grad, "ZeRO.grad", "the gradients of one device")
         accumulated = grads.accumulated(scattered_grad if self.stage == 2 else grad, microbatches=microbatches)
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
@@ -450,28 +382,25 @@ class ZeRO:
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`function(params, ...)`, which refuses parameters that do not live as `rule` says."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
-        shapes = {
-            trees.dotted(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(eqx.filter(self.model, trees.is_array))
-        }
+        wholes = {trees.dotted(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(self.model) if trees.is_array(leaf)}
 
-        def check(path, leaf):
-            at = trees.dotted(path)
-            if at not in shapes:
+        def check(path, shape):
+            if path not in wholes:
                 raise ValueError(
-                    f"ZeRO.{name}: the parameters have a leaf {at!r}, and the model that ZeRO was given has none. Give it the "
-                    "shapes of the model that is trained."
+                    f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO was given has none. "
+                    "Give it the shapes of the model that is trained."
                 )
-            needed = NamedSharding(self.mesh, specs[at]).shard_shape(shapes[at])
-            if leaf.shape != needed:
+            needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
+            if shape != needed:
                 raise ValueError(
-                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of {at or 'the parameter'}, {shapes[at]} as a "
-                    f"whole, by {specs[at]}; got {leaf.shape}. Give step.init this object's rule, ZeRO.rule, and run the step on "
-                    f"its mesh, {dict(self.mesh.shape)}."
+                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of {path or 'the parameter'}, "
+                    f"{wholes[path]} as a whole, by {specs[path]}; got {shape}. Give step.init this object's rule, "
+                    f"ZeRO.rule, and run the step on its mesh, {dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):
             for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):
-                check(path, leaf)
+                check(trees.dotted(path), leaf.shape)
             return function(params, *arguments)
 
         return wrapped

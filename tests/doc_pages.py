@@ -57,7 +57,7 @@ def run(page: Path) -> None:
         code = compile("\n" * block.line + block.text, str(page), "exec")
         shown = after.text if after.language == "text" and after.previous == "python" else None
         printed, where = io.StringIO(), f"{page.name}, line {block.line}"
-        error = shown and re.match(r"(\w*Error|Refused|Mixes|Misused|CannotRun|OverBudget): ", shown)
+        error = shown and re.match(r"(\w*Error|Refused|UnfitOptimizer|Misused|CannotRun|OverBudget): ", shown)
         try:
             with contextlib.redirect_stdout(printed):
                 exec(code, names)

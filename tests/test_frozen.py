@@ -111,8 +111,11 @@ def test_frozen_leaves_have_no_state_and_the_step_moves_no_bytes_for_them(sharde
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ({**FEW, "bias": False}, "step.make: bias has a gradient, and no state in the optimizer. The leaves that the grad arrow"),
-        ({**FEW, "base": True}, "step.make: base has optimizer state, and no gradient. The leaves that the grad arrow"),
+        (
+            {**FEW, "bias": False},
+            "step.make: bias has a gradient, and no state in the optimizer. The leaves that the gradient function",
+        ),
+        ({**FEW, "base": True}, "step.make: base has optimizer state, and no gradient. The leaves that the gradient function"),
     ],
 )
 def test_leaves_with_a_gradient_and_no_state_are_refused(trainable, message):

@@ -337,7 +337,7 @@ def test_gradients_that_nobody_reduced_are_refused():
     run = mesh.spmd(step.make(local, optimizer), mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
     refused(
         "step.make needs gradients that are reduced; that of bias differs along ['data'], where the parameter is the same. Wrap "
-        "the grad arrow in grads.averaged, zero.reduce_scattered or ZeRO.grad.",
+        "the gradient function in grads.averaged, zero.reduce_scattered or ZeRO.grad.",
         jax.jit(run),
         state,
         INPUTS,

@@ -142,7 +142,7 @@ def init(make: Callable[[], Params], world: Mesh) -> tuple[step.State, step.Stat
     return step.init(make, optax.adamw(3e-4), RULE, world)
 
 
-def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info | step.InfoWithAux]:
+def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info]:
     """The recipe: planned, compiled, certified, run; the weights saved and loaded."""
     config, layout = gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64), Layout(data=4, tensor=2, zero=1)
     planned = plan.plan(config, layout, hardware.A100, batch=8, axes={"data": halving("data")})

@@ -26,17 +26,18 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Int
 
-from parallax import elementwise, jaxprs, trees
+from parallax import jaxprs, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import axes_of_type, index, replicated, size, varying, varying_axes, wide
 from parallax.islands import fragments
 from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Stream
 from parallax.islands.state import Sent, State, names_of
-from parallax.step import Info, InfoWithAux, Step
+from parallax.optimizers.elementwise import checked, with_extra
+from parallax.step import Info, Step
 from parallax.typed import PyTree
 
-IslandStep = Callable[..., tuple[State, Info | InfoWithAux]]  # of a state, a batch, perhaps a limit and who is there
+IslandStep = Callable[..., tuple[State, Info]]  # of a state, a batch, perhaps a limit and who is there
 
 
 def nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
@@ -85,7 +86,7 @@ def local(
         raise ValueError(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands take the outer weights."
         )
-    outer, names = elementwise.with_extra(outer), names_of(axis)
+    update, names = checked(with_extra(outer).update, {}, at="islands.local"), names_of(axis)
 
     def step(state, batch, limit=None, present=None):
         inner, info = _alone(train, names)(_own(state.inner, names), batch, limit)
@@ -93,7 +94,7 @@ def local(
         for k, part in enumerate(parts):
             offset = every * k // len(parts)
             due = lambda number, offset=offset: (number > 0) & ((number - offset) % every == 0)
-            one = _Round(part, k, outer, axis, stream.mixing)
+            one = _Round(part, k, update, axis, stream.mixing)
             if not stream.delay:
                 both = lambda both, one=one: one.received(both[0], both[1], one.sent(both[0], both[1], present))
                 inner, state = _when(due(inner.step), both, (inner, state))
@@ -112,7 +113,7 @@ class _Round(eqx.Module):
 
     part: Fragment
     k: int
-    outer: optax.GradientTransformationExtraArgs
+    update: Callable[..., Any]
     axis: Any
     mixing: float
 
@@ -148,11 +149,7 @@ class _Round(eqx.Module):
         sent, error = given
         weights, own = self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
-        update = self.outer.update
-        elementwise.check(
-            update, delta, state.optimizer[self.k], weights, wholes=elementwise.wholes(weights, {}), at="islands.local"
-        )
-        updates, moments = update(delta, state.optimizer[self.k], weights)
+        updates, moments = self.update(delta, state.optimizer[self.k], weights)
         chosen = lambda new, old: jax.tree.map(lambda a, b: jnp.where(sent.some, a.astype(b.dtype), b), new, old)
         weights = chosen(optax.apply_updates(weights, updates), weights)
         moments = chosen(moments, state.optimizer[self.k])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallax import elementwise, jaxprs
+from parallax import jaxprs
 from parallax.lint import flat, spread, values
 from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.spread import WRITTEN, Spread
@@ -11,8 +11,8 @@ from parallax.lint.values import LINEAR
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
 
-ELEMENTWISE = elementwise.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = elementwise.LAID_OUT
+ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
+LAID_OUT = jaxprs.LAID_OUT
 
 
 class Known(NamedTuple):

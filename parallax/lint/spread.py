@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax import elementwise, jaxprs
+from parallax import jaxprs
 from parallax.lint import mistakes
 from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import Sent, in_tuple
@@ -128,7 +128,7 @@ LINEAR = frozenset(
     {"neg", "convert_element_type", "copy", "copy_p", "pbroadcast", "pcast", "pvary", "real", "reduce_precision", "reshard"}
     | {"stop_gradient", "replicated"}
 )
-JOINS = elementwise.ELEMENTWISE | LINEAR | {"bitcast_convert_type"}
+JOINS = jaxprs.ELEMENTWISE | LINEAR
 COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 

@@ -27,7 +27,7 @@ from parallax.models import recipe, tapped
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import Compute
 from parallax.schedule import Schedule
-from parallax.step import Info, InfoWithAux, Planned, State, Step, make_scaled, planned
+from parallax.step import Info, Planned, State, Step, make_scaled, planned
 from parallax.typed import PyTree
 
 __all__ = [
@@ -62,7 +62,7 @@ class Train(Protocol):
         weights: Float[ArrayLike, "batch tokens"] | None = None,
         limit: Float[ArrayLike, ""] | None = None,
         /,
-    ) -> tuple[State, Info | InfoWithAux]:
+    ) -> tuple[State, Info]:
         """The state after the step, and the step's loss and gradient norm."""
         ...
 
@@ -249,7 +249,7 @@ class _TrainArrays(NamedTuple):
     train: Any
     static: Any
 
-    def __call__(self, state: Any, windows: Any, *options: Any) -> tuple[Any, Info | InfoWithAux]:
+    def __call__(self, state: Any, windows: Any, *options: Any) -> tuple[Any, Info]:
         """The state after the step, and the step's loss and gradient norm."""
         new, info = self.train(eqx.filter(state, meshes.is_array), windows, *options)
         return eqx.combine(new, self.static), info

@@ -22,19 +22,7 @@ SAME = {
 }
 PARTS = {"slice", "dynamic_slice"}
 VIEWS = SAME | PARTS | {"rev", "broadcast_in_dim", "iota", "pad"}
-# Element by element, and cheap enough that a compiler computes them again for each reader.
-CHEAP = {
-    *("add", "add_any", "sub", "mul", "neg", "sign", "abs", "max", "min", "select_n", "clamp", "and", "or", "not", "xor"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "convert_element_type", "integer_pow", "square", "floor", "ceil", "round"),
-    *("real", "imag", "complex", "conj", "shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type"),
-    *("eq_to", "lt_to", "le_to", "population_count", "mul_add"),
-}
-# Element by element, computed once where several read them.
-DEAR = {
-    *("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "logistic", "erf", "erf_inv", "erfc", "rsqrt", "sqrt"),
-    *("div", "rem", "pow", "cbrt", "atan2", "asin", "acos", "atan", "sinh", "cosh", "lgamma", "digamma"),
-}
-FUSED = VIEWS | CHEAP | DEAR
+FUSED = VIEWS | jaxprs.CHEAP | jaxprs.DEAR  # computed as they are read
 # These compute what they read as they read it.
 READERS = {"concatenate", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 UPDATES = {"dynamic_update_slice": 0, "scatter": 0, "scatter-add": 0, "scatter_add": 0}  # which operand is written

@@ -205,7 +205,7 @@ class Reading:
         value = self._fused(eqn, operands)
         if eqn.primitive.name in primitives.SAME:
             value.source = operands[0].root
-        elif eqn.primitive.name in primitives.DEAR and readers > 1 and value.reads:
+        elif eqn.primitive.name in jaxprs.DEAR and readers > 1 and value.reads:
             self.hold(value)
         return value
 

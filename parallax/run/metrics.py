@@ -17,7 +17,7 @@ import jax
 
 from parallax import disk, precision
 from parallax.run.stages import transient
-from parallax.step import Info, InfoWithAux
+from parallax.step import Info
 
 # Steps that are not finite
 
@@ -42,7 +42,7 @@ class Skipped:
     steps: list[int] = dataclasses.field(default_factory=list)
     _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
 
-    def count(self, number: int, info: Info | InfoWithAux, scale: precision.Scale | None = None) -> bool:
+    def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
         """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the state is still good to save.
 
         Args:

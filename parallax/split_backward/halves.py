@@ -15,8 +15,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from parallax.elementwise import ELEMENTWISE, LAID_OUT
-from parallax.jaxprs import is_literal, opened, types
+from parallax.jaxprs import ELEMENTWISE, LAID_OUT, is_literal, opened, types
 from parallax.split_backward.flat import (
     Flat,
     Loop,

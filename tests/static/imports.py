@@ -23,7 +23,6 @@ ORDER = (
         "jaxprs",
         "taps",
         "rules",
-        "elementwise",
         "schedule",
         "grads",
         "precision",
@@ -32,8 +31,9 @@ ORDER = (
         "sequence",
         "context",
         "experts",
-        "zero",
+        "shards",
         "optimizers",
+        "zero",
         "cross_entropy",
     ),
     *("split_backward", "pipeline", "step", "islands", "validate", "layout", "models"),
@@ -120,7 +120,7 @@ def check_what_is_light_stays_light() -> Iterator[str]:
 
 # Tokens of code, without comments and docstrings, that importing a module brings along: the most that it may. What somebody
 # lifts out of the package is as small as this. A figure goes up only with the reason in the commit that raises it.
-MOST = {"tensor": 7_000, "grads": 12_500, "zero": 25_000, "step": 25_500}
+MOST = {"tensor": 7_000, "grads": 12_700, "zero": 25_000, "step": 25_500}
 LOADED = "import sys, parallax.{0}; print(*(name for name in sys.modules if name.split('.')[0] == 'parallax'))"
 LAYOUT_TOKENS = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 

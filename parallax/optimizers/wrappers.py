@@ -1,0 +1,288 @@
+"""Optimizers that look at more than one element at a time, made right on shards.
+
+An update of a shard is the shard of the update only where an optimizer acts element by element, and `step.make` refuses others
+(`parallax.optimizers.elementwise`). Two wrappers cure that; both give each device what it can compute on, and its own
+share of the result:
+
+    whole      every device has all leaves whole, and updates all of them
+    by_matrix  every device has some layers' matrices whole, and updates those: Muon, LARS, LAMB, Adafactor
+
+Bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`:
+
+                                  whole            by_matrix
+    all three live as shares      2 (n - 1)/n S    3 (n - 1)/n² S               gradient and parameter; then the update too
+    gradients alone (ZeRO-1)      (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S   gradient; then the update too
+
+By matrix, a leaf whose layers are what is split is with its owners already: only the update of ZeRO-1 moves, as it always does.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import Array
+
+from parallax import jaxprs, rules, shards, trees
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import varying_axes
+from parallax.grads import axes_of, matching_parameters
+from parallax.optimizers.elementwise import checked, with_extra
+from parallax.optimizers.programs import RIGHT, WHOLE, Value, follow, has_unknown_sizes, of_leaf, vouched_for, vouched_for_as
+from parallax.rules import Owned
+from parallax.shards import Split
+from parallax.typed import PyTree, Specs
+
+Leads = Callable[[str, int], int]
+
+
+def whole(
+    optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` on whole leaves: gathered over `axis`, updated by every device, of which each keeps its own share.
+
+    Right for any optimizer, with any state, which is whole on each device. Gradients and parameters may both be shares (tensor
+    parallelism, ZeRO-3), or gradients alone (from `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its
+    saving).
+
+    Args:
+        optimizer: any.
+        axis: all axes over which a leaf is split that the optimizer looks at.
+        specs: of the shares, a tree like the parameters.
+
+    Raises:
+        ValueError: the leaves are split over other axes too, and the optimizer does not act element by element; or, when its
+            state is made, the mesh has no such axis.
+    """
+
+    def no_layers(path, ndim):
+        return 0
+
+    return _on_owners(optimizer, Axis.of(axis), specs, no_layers, apart=False)
+
+
+def by_matrix(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    axis: AxisLike,
+    specs: Specs,
+    *,
+    layers: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with its state.
+
+    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i takes layers i L/n to (i + 1) L/n - 1 whole, by one
+    all-to-all, and gives back their updates by another. The optimizer sees leaves of [I, J], one layer of all stacked leaves
+    together, so that one which takes matrices, such as `optax.contrib.muon`, sees matrices. What is not stacked is updated by
+    every device, as in `whole`.
+
+    Args:
+        optimizer: one that updates each leaf by itself. To use another for some leaves, put `optax.partition` round both.
+        axis: the axes over which leaves are split that the optimizer looks at.
+        specs: of the shares, a tree like the parameters.
+        layers: for globs of paths, how many leading dims are layers; the first that matches counts. By default a leaf of three
+            dims is [L, I, J]; stacked vectors, [L, I], need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
+
+    Raises:
+        ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims of a convolution or of heads
+            might be taken for layers; the layers on a device do not divide by the devices; a dim of layers but the last is split
+            over `axis`; the optimizer joins several leaves, as clipping by the global norm does; or those of `whole`.
+    """
+
+    def leading(path, ndim):
+        counts = [count for pattern, count in (layers or {}).items() if rules.covers(pattern, path)]
+        if not counts and ndim > 3:
+            raise ValueError(
+                f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how many of the first are layers: a "
+                f"convolution has none, attention weights [L, D, H, K] have one. Pass layers={{{path!r}: 1}}, or its number."
+            )
+        return counts[0] if counts else max(ndim - 2, 0)
+
+    return _on_owners(optimizer, Axis.of(axis), specs, leading, apart=True)
+
+
+def on_shards(optimizer: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, which is right on shards though it does not act element by element: `step.make` takes your word for it.
+
+    For one that joins the shards itself, with collectives of its own.
+    """
+    optimizer = with_extra(optimizer)
+
+    def update(updates, state, params=None, **extra):
+        if has_unknown_sizes(updates):
+            return vouched_for_as(updates, updates), vouched_for(state)
+        return vouched_for(optimizer.update(updates, state, params, **extra))
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+class _Way(NamedTuple):
+    """How a leaf comes to its owner.
+
+    Attributes:
+        name: of the leaf.
+        lead: how many of its first dims are layers.
+        splits: the dims that `axis` splits.
+        rest: the split of the layers over the axes that split no dim. Layers are split among owners over the
+            axes of `splits`, and inside that over these.
+    """
+
+    name: str
+    lead: int
+    splits: list[Split]
+    rest: list[Split]
+
+
+def _on_owners(optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool) -> optax.GradientTransformationExtraArgs:
+    optimizer, by_path = with_extra(optimizer), trees.by_path(specs)
+
+    def way(path, leaf):
+        name, splits = trees.dotted(path), shards.splits_of(path, by_path, axis)
+        lead, done = leads(name, leaf.ndim), shards.names_of(splits)
+        _check_layers(name, lead, splits)
+        others = tuple(axis_name for axis_name in axes_of(axis) if axis_name not in done)
+        return _Way(name, lead, splits, [Split(lead - 1, axis.over(others))] if others else [])
+
+    def groups(tree):
+        """The leaves that the optimizer sees together: those with the same layers."""
+        paths: dict[tuple[int, ...], list[Any]] = {}
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            paths.setdefault(leaf.shape[: leads(trees.dotted(path), leaf.ndim)], []).append(path)
+        return list(paths.items())
+
+    def init(params) -> Any:
+        params = eqx.filter(params, trees.is_inexact)
+        if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
+            rules.check_axes(axes_of(axis), manual_axes)
+        if shards.runs_over(axis):
+            params = jax.tree.map_with_path(lambda path, w: _to_owner(w, w, way(path, w)), params)
+        by_layers = groups(params)
+        states = [_mapped(optimizer.init, len(layers))(_only(params, paths)) for layers, paths in by_layers]
+        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
+        return Owned(states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers))
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("optimizers: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
+        weights = matching_parameters(updates, params)
+        if has_unknown_sizes((updates, weights)):  # asked by `checked`; the leaves that this one sees are whole
+            return vouched_for_as(updates, weights), vouched_for(state)
+        ways = jax.tree.map_with_path(way, weights)
+        whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
+        whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
+        one_layer = functools.partial(optimizer.update, **extra)
+        results, states = [], []
+        for (layers, paths), old in zip(groups(whole_weights), state.groups, strict=True):
+            members = _only(whole_weights, paths)
+            if apart:
+                _check_apart(one_layer, _first(members, len(layers)), _first(old, len(layers)))
+            run = checked(_mapped(one_layer, len(layers)), by_path, at="optimizers", gathered=axes_of(axis))
+            result, new = run(_only(whole_gradients, paths), old, members)
+            results.append(result)
+            states.append(new)
+        result = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
+        return vouched_for((result, Owned(states, state.names, state.members, state.leads)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
+    """Along which splits `x` is a share: as `weight`, or along all, as gradients of ZeRO-1 whose `weight` is whole."""
+    if x.shape != weight.shape:
+        return splits
+    return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
+
+
+def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
+    """`x`, a share or whole, where it is updated."""
+    splits = _splits_here(x, weight, way.splits)
+    if not way.lead:
+        return shards.gather(x, splits)
+    layers = way.lead - 1
+    _check_divides(x.shape, way)
+    for split in way.splits:
+        if split not in splits:
+            x = shards.take(x, [Split(layers, split.axis)])
+        elif split.dim > layers:
+            x = split.axis.all_to_all(x, layers, split.dim, tiled=True)
+    return shards.take(x, way.rest)
+
+
+def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
+    """The way back: the update of `weight`, as that lies here."""
+    splits = _splits_here(weight, weight, way.splits)
+    if not way.lead:
+        return shards.take(x, splits)
+    layers = way.lead - 1
+    x = shards.gather(x, way.rest)
+    for split in reversed(way.splits):
+        if split not in splits:
+            x = shards.gather(x, [Split(layers, split.axis)])
+        elif split.dim > layers:
+            x = split.axis.all_to_all(x, split.dim, layers, tiled=True)
+    return x
+
+
+def _mapped(f: Callable[..., Any], times: int) -> Callable[..., Any]:
+    for _ in range(times):
+        f = jax.vmap(f)
+    return f
+
+
+def _only(tree: PyTree, paths: list[Any]) -> PyTree:
+    """`tree` with None for all leaves but those at `paths`."""
+    return jax.tree.map_with_path(lambda path, x: x if path in paths else None, tree)
+
+
+def _first(tree: PyTree, lead: int) -> PyTree:
+    """The shapes of one layer."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
+
+
+def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
+    """Refuse a split of a dim of layers that is not the last of them."""
+    for dim, axis in splits:
+        if dim < lead - 1:
+            names = axes_of(axis)
+            raise ValueError(
+                f"optimizers.by_matrix: {name} has {lead} dims of layers, and dim {dim} of them is split over "
+                f"{(names[0] if len(names) == 1 else names)!r}. Split dim {lead - 1}, or a dim of the matrices."
+            )
+
+
+def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
+    """Refuse layers that cannot be dealt out evenly."""
+    layers = way.lead - 1
+    inside = [split for split in way.splits if split.dim > layers]
+    owners = math.prod(split.axis.size() for split in [*inside, *way.rest])
+    if shape[layers] % owners:
+        raise ValueError(
+            f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim {layers} of {shape}), which must "
+            f"divide by the {owners} devices that own some each. Take optimizers.whole, or other axes."
+        )
+
+
+def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
+    """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are shapes."""
+    paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
+    owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    program = jax.make_jaxpr(update)(weights, state, weights)
+    if any(eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)):
+        raise ValueError(
+            "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones in every layer. Take "
+            "optimizers.whole, which draws them for whole leaves, as one device does."
+        )
+    values = list(map(of_leaf, range(len(paths))))
+    of_state = [Value() if owner is None else values[owner] for owner in owners]
+    results = follow(program, [*values, *of_state, *values])
+    for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
+        others = sorted(value.leaves - {owner, WHOLE, RIGHT})
+        if others:
+            names = " and ".join(repr(trees.dotted(paths[other]) or "the parameter") for other in others[:2])
+            what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
+            raise ValueError(
+                f"optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes {what} from "
+                f"{names}. Take optimizers.whole, or join leaves elsewhere: step.make and grads.clipped clip by the norm."
+            )

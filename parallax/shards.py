@@ -1,0 +1,84 @@
+"""A device's shard of a leaf, and the way from it to the whole leaf and back.
+
+Which dims of a leaf are split, and over which axes, is a list of `Split`s; an empty list is a leaf that is whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from parallax import trees
+from parallax.collectives import types
+from parallax.collectives.axis import Axis
+
+
+class Split(NamedTuple):
+    """A dim of a leaf, and the axes that split it."""
+
+    dim: int
+    axis: Axis
+
+
+def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
+    """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do.
+
+    Raises:
+        ValueError: a dim is split over `axis` and, inside that, over another axis.
+    """
+    splits = []
+    for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
+        names = trees.entry_axes(entry)
+        inside = tuple(name for name in names if name in types.axes(axis.names))
+        if inside and names[-len(inside) :] != inside:
+            outside = tuple(name for name in names if name not in inside)
+            raise ValueError(
+                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, the last of "
+                f"them innermost, and gathered or scattered over {inside!r}. A device's blocks would not lie "
+                f"one after another. Name those axes last, {(*outside, *inside)!r}, or split another dim over "
+                "them."
+            )
+        if inside:
+            splits.append(Split(dim, axis.over(inside)))
+    return splits
+
+
+def names_of(splits: Sequence[Split]) -> set[str]:
+    """The names of all axes of these splits."""
+    return {name for split in splits for name in types.axes(split.axis.names)}
+
+
+def take(x: Array, splits: Sequence[Split]) -> Array:
+    """This device's shard of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
+    for dim, axis in splits:
+        size = x.shape[dim] // axis.size()
+        x = lax.dynamic_slice_in_dim(x, axis.index() * size, size, dim)
+    return x
+
+
+def gather(x: Array, splits: Sequence[Split]) -> Array:
+    """The whole leaf, declared the same on all devices: `A[I_X] -> A[I]`."""
+    for dim, axis in splits:
+        x = types.replicated(axis.all_gather(x, axis=dim, tiled=True), axis.names)
+    return x
+
+
+def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
+    """The sum over devices, of which each keeps its shard: `A[I] {U_X} -> A[I_X]`.
+
+    The sum is taken, and returned, in float32 or wider; without splits, `x` comes back as it is.
+    """
+    for dim, axis in splits:
+        x = axis.reduce_scatter(x.astype(types.wide(x.dtype)), scatter_dimension=dim, tiled=True)
+    return x
+
+
+def runs_over(axis: Axis) -> bool:
+    """Whether this code runs inside a map over `axis`, on blocks, and not outside, on global arrays."""
+    try:
+        lax.axis_size(axis.names)
+    except NameError:
+        return False
+    return True
