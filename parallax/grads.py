@@ -226,7 +226,7 @@ def local(
     """The parameters declared varying along `axis`, and each device's own loss and gradients.
 
     Args:
-        grad: a gradient function. It is traced once, to a program that is checked and then run.
+        grad: a gradient function. With shares it is traced to a program that is checked and then run.
         params: its parameters.
         batch: this device's batch.
         axis: the axis to be reduced over.
@@ -250,15 +250,23 @@ def local(
     if reduced is not None:
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with OUTSIDE(Outside(outside.declared.union(names), outside.shares.union(shares))):
-        try:
-            program = _Program(grad, declared, batch)
-        except TypeError as error:
-            if shares:
+        if shares:
+            try:
+                program = _Program(grad, declared, batch)
+            except TypeError as error:
                 _refuse_untraceable(shares, error)
-            raise
-        for name in names:
-            program.check(name, shares.get(name, set()), loss=loss)
-        return declared, *program.run()
+            for name in names:
+                program.check(name, shares.get(name, set()), loss=loss)
+            return declared, *program.run()
+        # Without shares the function runs as it is: the pipeline's checks follow its values back to the parameters.
+        value, gradients = grad(declared, batch)
+        differ = {name for gradient in jax.tree.leaves(gradients) for name in varying_axes(gradient)}
+        unclear = [name for name in names if name in differ and name not in varying_axes(loss_of(value))]
+        if loss and unclear:
+            program = _Program(grad, declared, batch)
+            for name in unclear:
+                program.check(name, set(), loss=True)
+        return declared, value, gradients
 
 
 def _shares(params: PyTree, name: str) -> set[str]:
