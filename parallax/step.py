@@ -330,8 +330,12 @@ def planned(
     def state_of(model):
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
-    state = jax.eval_shape(lambda: state_of(make_arrays()))
-    static, seen = statics[0], trained(state.model)
+    def state_and_trained():
+        model = make_arrays()
+        return state_of(model), trained(model)  # `trainable` may ask whether a leaf is an array, which a shape is not
+
+    state, seen = jax.eval_shape(state_and_trained)
+    static = statics[0]
     model_specs = rules.specs(state.model, rule, mesh, batch_axes=batch_axes)
     owned = model_specs if optimizer_rule is None else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
     optimizer_specs = rules.optimizer_specs(optimizer, seen, owned, mesh)
