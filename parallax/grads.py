@@ -8,7 +8,7 @@ order of wrapping is the cost: `averaged` outside `accumulated` reduces once a s
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -254,18 +254,22 @@ def local(
             try:
                 program = _Program(grad, declared, batch)
             except TypeError as error:
-                _refuse_untraceable(shares, error)
+                paths = sorted({path or "itself" for split in shares.values() for path in split})
+                raise ValueError(
+                    f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are shares along "
+                    f"{sorted(shares)} here, smaller than the whole ones. Where nothing gathers them, wrap the loss, or the "
+                    f"block that uses them, in zero.gathered(..., {next(iter(shares))!r}, specs) or ZeRO.loss."
+                ) from error
             for name in names:
                 program.check(name, shares.get(name, set()), loss=loss)
             return declared, *program.run()
         # Without shares the function runs as it is: the pipeline's checks follow its values back to the parameters.
         value, gradients = grad(declared, batch)
         differ = {name for gradient in jax.tree.leaves(gradients) for name in varying_axes(gradient)}
-        unclear = [name for name in names if name in differ and name not in varying_axes(loss_of(value))]
-        if loss and unclear:
-            program = _Program(grad, declared, batch)
-            for name in unclear:
-                program.check(name, set(), loss=True)
+        same = differ.intersection(names).difference(varying_axes(loss_of(value)))
+        if loss:
+            for name in sorted(same):
+                _Program(grad, declared, batch).check(name, set(), loss=True)
         return declared, value, gradients
 
 
@@ -273,16 +277,6 @@ def _shares(params: PyTree, name: str) -> set[str]:
     """The paths of the parameters that differ along the axis `name`."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     return {trees.dotted(path) for path, leaf in leaves if name in varying_axes(leaf)}
-
-
-def _refuse_untraceable(shares: dict[str, set[str]], error: TypeError) -> NoReturn:
-    """Refuse a loss that fails to be traced, naming the parameters that are shares, by their axis."""
-    paths = sorted({path or "itself" for split in shares.values() for path in split})
-    raise ValueError(
-        f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are shares along {sorted(shares)} here, "
-        "smaller than the whole ones. Where nothing gathers them, wrap the loss, or the block that uses them, in "
-        f"zero.gathered(..., {next(iter(shares))!r}, specs) or ZeRO.loss."
-    ) from error
 
 
 class _Program:
@@ -491,7 +485,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
             "grads.norm needs at least one gradient, and all of them are None: nothing is trained. A gradient function returns "
             "an array for each leaf that is, as eqx.filter_value_and_grad does for arrays of floating-point numbers."
         )
-    squares: dict[tuple[str, ...], Any] = {}
+    squares = {}
     for leaf in jax.tree.leaves(gradients):
         split, x = varying_axes(leaf), leaf.astype(wide(leaf.dtype))
         if unreduced := sorted(OUTSIDE.value.declared & set(split)):
