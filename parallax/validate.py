@@ -153,7 +153,7 @@ def repaired(fields: Fields, sizes: Fields, change: Fields, fixed: Collection[st
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
             changed[name] = value
-        fault = next(_faults_in_repair_order(new_fields, new_sizes), None)
+        fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {name: value for name, value in after.items() if _differs(value, before[name])}
@@ -165,28 +165,19 @@ def repaired(fields: Fields, sizes: Fields, change: Fields, fixed: Collection[st
     return None
 
 
-def faults(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """All that is wrong, in the order in which a reader would mend it."""
+def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
+    """All that is wrong, in the order in which a reader would mend it.
+
+    To repair one fault after another, what decides the number of devices comes before what must divide by it.
+    """
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
     if unreadable:
         yield from unreadable
         return
     yield from _choices(fields)
-    yield from _processes(fields, sizes)
-    yield from _model_and_batch(fields, sizes)
-    yield from _machine(fields, sizes)
-
-
-def _faults_in_repair_order(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """The same faults; what decides the number of devices comes before what must divide by it."""
-    unreadable = list(_values(fields)) or list(_counts(fields, sizes))
-    if unreadable:
-        yield from unreadable
-        return
-    yield from _choices(fields)
-    yield from _machine(fields, sizes)
-    yield from _processes(fields, sizes)
-    yield from _model_and_batch(fields, sizes)
+    to_read = (_processes, _model_and_batch, _machine)
+    for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
+        yield from kind(fields, sizes)
 
 
 # Values

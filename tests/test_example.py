@@ -276,17 +276,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 
 
 MISTAKES = {
-    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 2 --stage 1 --tensor 4 (or",
+    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 4 --stage 1 --tensor 2, which divides it.",
     "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. Take --batch 16 (or --batch 8).",
     "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. Take --layers 4 (or --layers 2).",
     "--schedule=pipedream": "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b",
-    "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. Take --layers 6.",
+    "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. Take --layers 6 (or --chunks 1).",
     "--width=130": "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132).",
     "--text=nowhere.txt": "nowhere.txt: needed a text file, found no file",
     "--text=short.txt": "short.txt has 27 tokens to train on and 3 held out; needed 65 and 1,025",
     "--out=short.txt": "needed a folder for the results, found a file",
     "--prompt=": "--prompt must have a character or more",
-    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 4 --stage 2 --tensor 1, the nearest",
+    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 8 --stage 1 --tensor 1 --zero 0",
     "--steps=0": "--steps must be 1 or more; got 0",
     "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
     "--learning-rate=nan": "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003.",

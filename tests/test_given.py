@@ -57,7 +57,7 @@ CASES = {
     "Layout(remat=['block'])": r"Layout needs remat to be a word; got \['block'\]\. Take remat='none'\.",
     "Layout(data=10**400)": r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. Take data=1\.",
     "Layout().check(**FITTING | {'batch': '48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Take batch=1\.",
-    "Layout(data=4).check(**FITTING, processes=3)": r"the run has 3\. Take data=3,processes=3, the nearest",
+    "Layout(data=4).check(**FITTING, processes=3)": r"the run has 3\. Take data=3,processes=3\.",
     "data.bytes_tokenizer().decode([1.5])": r"ids to decode: needed one dim of one or more whole numbers, got float64\[1\]",
 }
 NUMPYS = {
