@@ -72,7 +72,10 @@ def main():
         jax.config.update("jax_platforms", "cpu")
         return collect(arguments.target, arguments.file)
     rows = read(arguments.file)
-    parts = {name: halves([row for row in rows if row["target"] == target]) for name, target in COMPILERS.items()}
+    parts = {
+        name: halves([row for row in rows if row["target"] == target])
+        for name, target in COMPILERS.items()
+    }
     scored = {id(row) for _, part in parts.values() for row in part}
     half = lambda row: {"half": "scored" if id(row) in scored else "fitted"}
     print(measure.table([line(row, predicted(row)) | half(row) for row in rows]), "\n")
@@ -81,7 +84,9 @@ def main():
             print(f"{name}: too few are compiled", "\n")
             continue
         now = getattr(compilers, name)
-        found = fit(fitted, compilers.IN_PLACE._replace(apart=now.apart, copied=now.copied, early=now.early))
+        found = fit(
+            fitted, compilers.IN_PLACE._replace(apart=now.apart, copied=now.copied, early=now.early)
+        )
         print(f"{name}, fitted on {len(fitted)}: {constants(found)}")
         print(measure.table(scores(rest, found)), "\n")
 
@@ -95,12 +100,20 @@ def collect(name: str, file: Path):
         if (name, model, words) in had:
             continue
         begin = time.process_time()
-        program = compiled(there, MODELS[model], Layout.parse(f"{words},precision=bfloat16"), int(batch))
+        program = compiled(
+            there, MODELS[model], Layout.parse(f"{words},precision=bfloat16"), int(batch)
+        )
         sent: dict[str, int] = {}
         for entry in program.certificate():
             axes = " x ".join(entry.axes)
             sent[axes] = sent.get(axes, 0) + entry.bytes
-        row = {"target": name, "family": family, "model": model, "batch": int(batch), "layout": words}
+        row = {
+            "target": name,
+            "family": family,
+            "model": model,
+            "batch": int(batch),
+            "layout": words,
+        }
         row |= {"memory": program.memory, "unpadded": unpadded(program.text), "sent": sent}
         row |= {"seconds": round(time.process_time() - begin, 1)}
         with file.open("a", encoding="utf-8") as out:
@@ -108,13 +121,27 @@ def collect(name: str, file: Path):
         print(row, flush=True)
 
 
-def compiled(there: targets.Target, config: gpt2.Config, layout: Layout, batch: int) -> targets.Program:
+def compiled(
+    there: targets.Target, config: gpt2.Config, layout: Layout, batch: int
+) -> targets.Program:
     """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
-    world, compute = mesh.make(devices=there.devices, **layout.axes), Compute(attend=gpt2.FAMILY.attend)
-    prepared = decoder.train_step(
-        gpt2.FAMILY, config, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0), compute=compute
+    world, compute = (
+        mesh.make(devices=there.devices, **layout.axes),
+        Compute(attend=gpt2.FAMILY.attend),
     )
-    windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    prepared = decoder.train_step(
+        gpt2.FAMILY,
+        config,
+        plan.ADAMW,
+        layout,
+        world,
+        batch=batch,
+        key=jax.random.key(0),
+        compute=compute,
+    )
+    windows = jax.ShapeDtypeStruct(
+        (batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
+    )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 
 
@@ -127,7 +154,11 @@ def unpadded(text: str) -> int:
 
 def read(file: Path) -> list[Row]:
     """The lines of a file, in an order that does not depend on who wrote first."""
-    rows = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    rows = (
+        [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
     return sorted(rows, key=lambda row: (row["target"], row["family"], row["model"], row["layout"]))
 
 
@@ -143,7 +174,8 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     found: tuple[list[Row], list[Row]] = ([], [])
     for target in dict.fromkeys(row["target"] for row in rows):
         like = sorted(
-            (row for row in rows if row["target"] == target), key=lambda row: order[target, row["model"], row["layout"]]
+            (row for row in rows if row["target"] == target),
+            key=lambda row: order[target, row["model"], row["layout"]],
         )
         for k, row in enumerate(like):
             found[k % 2].append(row)
@@ -182,7 +214,9 @@ def line(row: Row, found: Mapping[str, Any]) -> dict[str, object]:
         "model": row["model"],
         "batch": row["batch"],
         "layout": row["layout"],
-        "arguments": "equal" if found["arguments"] == row["unpadded"] else f"{found['arguments'] / row['unpadded'] - 1:+.2%}",
+        "arguments": "equal"
+        if found["arguments"] == row["unpadded"]
+        else f"{found['arguments'] / row['unpadded'] - 1:+.2%}",
         "padded": f"{row['memory']['arguments'] / row['unpadded'] - 1:+.2%}",
         "sent": "equal" if found["sent"] == row["sent"] else f"{found['sent']} {row['sent']}",
         "sent MB": f"{sum(row['sent'].values()) / 1e6:.1f}",
@@ -197,7 +231,9 @@ def off(rows: Sequence[Row], compiler: compilers.Compiler) -> list[float]:
     found = []
     for row in rows:
         config, layout, batch = of(row)
-        needs = plan.memory(config, layout, dataclasses.replace(chip(row), compiler=compiler), batch)
+        needs = plan.memory(
+            config, layout, dataclasses.replace(chip(row), compiler=compiler), batch
+        )
         found.append(needs.peak / held(row) - 1)
     return found
 
@@ -215,7 +251,9 @@ def fit(rows: Sequence[Row], start: compilers.Compiler) -> compilers.Compiler:
 
     `near` is only tried on a TPU.
     """
-    names = [name for name in FITTED if name != "near" or any("v5" in row["target"] for row in rows)]
+    names = [
+        name for name in FITTED if name != "near" or any("v5" in row["target"] for row in rows)
+    ]
     scales = dict.fromkeys(FITTED, 1.0) | {"near": 0.0}
 
     def loss(scales: Mapping[str, float]) -> float:
@@ -245,7 +283,8 @@ def fit(rows: Sequence[Row], start: compilers.Compiler) -> compilers.Compiler:
 def scaled(start: compilers.Compiler, scales: Mapping[str, float]) -> compilers.Compiler:
     """A compiler's constants times these."""
     block = tuple(
-        (round(a * scales[f"block {k}"], 2), round(b * scales[f"block {k}"], 2)) for k, (a, b) in enumerate(start.block)
+        (round(a * scales[f"block {k}"], 2), round(b * scales[f"block {k}"], 2))
+        for k, (a, b) in enumerate(start.block)
     )
     return start._replace(
         scores=round(start.scores * scales["scores"], 2),
@@ -266,9 +305,17 @@ def scores(rows: Sequence[Row], compiler: compilers.Compiler) -> list[dict[str, 
     """How far the peaks are off, in each family and in all."""
     found = []
     for family in [*dict.fromkeys(row["family"] for row in rows), "all"]:
-        wrong = [abs(one) for one in off([row for row in rows if family in (row["family"], "all")], compiler)]
+        wrong = [
+            abs(one)
+            for one in off([row for row in rows if family in (row["family"], "all")], compiler)
+        ]
         found.append(
-            {"family": family, "layouts": len(wrong), "median": f"{statistics.median(wrong):.1%}", "worst": f"{max(wrong):.1%}"}
+            {
+                "family": family,
+                "layouts": len(wrong),
+                "median": f"{statistics.median(wrong):.1%}",
+                "worst": f"{max(wrong):.1%}",
+            }
         )
     return found
 

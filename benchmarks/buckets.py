@@ -28,10 +28,19 @@ def main():
     arguments = parse()
     if arguments.process is not None:
         run = functools.partial(report, arguments)
-        return measure.one_of_many(run, port=arguments.port, processes=arguments.processes, process=arguments.process)
+        return measure.one_of_many(
+            run, port=arguments.port, processes=arguments.processes, process=arguments.process
+        )
     given = ["--quick"] if arguments.quick else []
-    flags = [f"--processes={arguments.processes}", f"--port={measure.free_port()}", f"--rounds={arguments.rounds}", *given]
-    commands = [[sys.executable, __file__, f"--process={i}", *flags] for i in range(arguments.processes)]
+    flags = [
+        f"--processes={arguments.processes}",
+        f"--port={measure.free_port()}",
+        f"--rounds={arguments.rounds}",
+        *given,
+    ]
+    commands = [
+        [sys.executable, __file__, f"--process={i}", *flags] for i in range(arguments.processes)
+    ]
     first, *_ = measure.run_together(commands, timeout=arguments.timeout)
     print(first[first.index("A GPT-2") :])
 
@@ -41,26 +50,42 @@ def leaves_of(config: gpt2.Config) -> list[tuple[int, ...]]:
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     stacked = {id(leaf) for leaf in jax.tree.leaves(model.blocks)}
     ends = [leaf.shape for leaf in jax.tree.leaves(model) if id(leaf) not in stacked]
-    return ends + [leaf.shape[1:] for _ in range(config.layers) for leaf in jax.tree.leaves(model.blocks)]
+    return ends + [
+        leaf.shape[1:] for _ in range(config.layers) for leaf in jax.tree.leaves(model.blocks)
+    ]
 
 
 def report(arguments: argparse.Namespace):
     """Time all rivals in turn, and print the table."""
-    config = gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64) if arguments.quick else gpt2.SMALL
+    config = (
+        gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64)
+        if arguments.quick
+        else gpt2.SMALL
+    )
     world, shapes = mesh.make(data=arguments.processes), leaves_of(config)
     gradients = [placed(world, shape, i) for i, shape in enumerate(shapes)]
     rivals = {f"{name}, leaf by leaf": mover("data") for name, mover in ALGORITHMS.items()}
-    rivals |= {f"{name}, buckets": bucketed(mover("data"), nbytes=arguments.nbytes) for name, mover in ALGORITHMS.items()}
+    rivals |= {
+        f"{name}, buckets": bucketed(mover("data"), nbytes=arguments.nbytes)
+        for name, mover in ALGORITHMS.items()
+    }
     programs = {name: compiled(world, axis, gradients) for name, axis in rivals.items()}
     runs = {name: functools.partial(program, gradients) for name, program in programs.items()}
     expected = arguments.processes * (arguments.processes + 1) / 2
     for name, run in runs.items():
-        if not all((np.asarray(total.addressable_data(0)) == expected + i).all() for i, total in enumerate(run())):
+        if not all(
+            (np.asarray(total.addressable_data(0)) == expected + i).all()
+            for i, total in enumerate(run())
+        ):
             raise AssertionError(f"{name}: the sums are wrong.")
     seconds = measure.medians(measure.interleaved(runs, rounds=arguments.rounds))
     nbytes = 4 * sum(map(np.prod, shapes))
-    packed = buckets.assigned([jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes], arguments.nbytes)
-    print(f"A GPT-2 with {len(shapes)} arrays of {measure.size(nbytes)} in all, over {arguments.processes} processes\n")
+    packed = buckets.assigned(
+        [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes], arguments.nbytes
+    )
+    print(
+        f"A GPT-2 with {len(shapes)} arrays of {measure.size(nbytes)} in all, over {arguments.processes} processes\n"
+    )
     lines = []
     for name, program in programs.items():
         algorithm = name.split(",")[0]
@@ -86,13 +111,21 @@ def placed(world: jax.sharding.Mesh, shape: tuple[int, ...], number: int) -> jax
         device = index[0].start or 0
         return np.full((1, *shape), device + 1 + (number if device == 0 else 0), np.float32)
 
-    return jax.make_array_from_callback((world.size, *shape), NamedSharding(world, P("data")), block)
+    return jax.make_array_from_callback(
+        (world.size, *shape), NamedSharding(world, P("data")), block
+    )
 
 
-def compiled(world: jax.sharding.Mesh, axis: Axis, gradients: list[jax.Array]) -> jax.stages.Compiled:
+def compiled(
+    world: jax.sharding.Mesh, axis: Axis, gradients: list[jax.Array]
+) -> jax.stages.Compiled:
     """The program that sums every array over the processes."""
     local = lambda leaves: axis.all_reduce([leaf[0] for leaf in leaves])
-    return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P("data"),), out_specs=P())).lower(gradients).compile()
+    return (
+        jax.jit(mesh.spmd(local, mesh=world, in_specs=(P("data"),), out_specs=P()))
+        .lower(gradients)
+        .compile()
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -38,13 +38,22 @@ def main():
     nbytes = sum(leaf.nbytes for leaf in state.values())
     x = jnp.ones((arguments.width, arguments.width))
     product = jax.jit(lambda x: x @ x)
-    kinds = {"waits": lambda: time.sleep(0.02), "computes": lambda: jax.block_until_ready(product(x))}
+    kinds = {
+        "waits": lambda: time.sleep(0.02),
+        "computes": lambda: jax.block_until_ready(product(x)),
+    }
     size = f"{nbytes / measure.MB:.0f} MB in {arguments.leaves} arrays over {DEVICES} devices"
     print(f"A state of {size}; medians of {arguments.rounds} saves.\n")
-    print(measure.table([row(kind, one_step, state, arguments.rounds) for kind, one_step in kinds.items()]))
+    print(
+        measure.table(
+            [row(kind, one_step, state, arguments.rounds) for kind, one_step in kinds.items()]
+        )
+    )
     del state
     large = state_of(2 * arguments.megabytes, arguments.leaves)
-    print(f"\nTwice as much with nothing beside, and Orbax alone in turn; medians of {arguments.rounds}.\n")
+    print(
+        f"\nTwice as much with nothing beside, and Orbax alone in turn; medians of {arguments.rounds}.\n"
+    )
     print(measure.table(beside_orbax(large, arguments.rounds)))
 
 
@@ -60,7 +69,9 @@ def beside_orbax(state: dict[str, jax.Array], rounds: int) -> list[dict[str, str
     """A save and a restore by each, in turn, in folders that are removed; the files are in the page cache when they are read."""
     like = stored.shapes(state)
     restore_args = orbax.checkpoint.checkpoint_utils.construct_restore_args(like)
-    seconds: dict[tuple[str, str], list[float]] = {(what, who): [] for what in GOALS for who in ("ours", "orbax")}
+    seconds: dict[tuple[str, str], list[float]] = {
+        (what, who): [] for what in GOALS for who in ("ours", "orbax")
+    }
 
     def timed(what: str, who: str, work: Callable[[], object]) -> None:
         start = time.perf_counter()
@@ -70,7 +81,10 @@ def beside_orbax(state: dict[str, jax.Array], rounds: int) -> list[dict[str, str
     handler = orbax.checkpoint.PyTreeCheckpointHandler(use_compression=False)
     alone = orbax.checkpoint.AsyncCheckpointer(handler)
     for _ in range(rounds + 1):  # the first one makes the memory
-        with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder), settings={}, say=lambda line: None) as store:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Checkpoints(Path(folder), settings={}, say=lambda line: None) as store,
+        ):
             timed("save", "ours", lambda store=store: (store.save(1, state), store.wait())[1])
             timed("restore", "ours", lambda store=store: restored_by(store, like))
         with tempfile.TemporaryDirectory() as folder:
@@ -103,11 +117,16 @@ def restored_by(store: Checkpoints, like: dict[str, jax.ShapeDtypeStruct]) -> di
     return restored.state
 
 
-def row(kind: str, one_step: Callable[[], object], state: dict[str, jax.Array], rounds: int) -> dict[str, str]:
+def row(
+    kind: str, one_step: Callable[[], object], state: dict[str, jax.Array], rounds: int
+) -> dict[str, str]:
     """Saves in turn with as many steps without one."""
     saves, blocked, costs, beside = [], [], [], []
     one_step()
-    with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder), settings={}, keep=1, say=lambda line: None) as store:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpoints(Path(folder), settings={}, keep=1, say=lambda line: None) as store,
+    ):
         for number in range(rounds + 1):  # the first one makes the folders and the memory
             start = time.perf_counter()
             store.save(number, state)
@@ -138,9 +157,18 @@ def row(kind: str, one_step: Callable[[], object], state: dict[str, jax.Array], 
 
 def parse() -> argparse.Namespace:
     """The arguments; `--quick` changes their defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="see in seconds that it works; the numbers mean nothing")
-    small, usual = {"megabytes": 8, "width": 64, "rounds": 1}, {"megabytes": 500, "width": 500, "rounds": 5}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see in seconds that it works; the numbers mean nothing",
+    )
+    small, usual = (
+        {"megabytes": 8, "width": 64, "rounds": 1},
+        {"megabytes": 500, "width": 500, "rounds": 5},
+    )
     for name, value in (small if "--quick" in sys.argv else usual).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--leaves", type=int, default=10, help="arrays of the state")

@@ -54,7 +54,10 @@ RIVALS = {
 }
 INEXACT = ("int8",)  # not counted among the best
 SHORT = 2**20  # bytes up to which there are more rounds: they are over soon, and vary most
-FAR = {"gloo": 2**12, "process": 2**22}  # means are taken from 4 kB over gloo, from 4 MB in one process
+FAR = {
+    "gloo": 2**12,
+    "process": 2**22,
+}  # means are taken from 4 kB over gloo, from 4 MB in one process
 
 
 class Place(NamedTuple):
@@ -82,7 +85,11 @@ class Place(NamedTuple):
 
     def predicted(self, rival: str, nbytes: int) -> float:
         """Seconds by the table and the link."""
-        return cost.seconds(cost.of(RIVALS[rival], nbytes, self.shape), self.link) if self.knows(rival) else math.nan
+        return (
+            cost.seconds(cost.of(RIVALS[rival], nbytes, self.shape), self.link)
+            if self.knows(rival)
+            else math.nan
+        )
 
 
 def main():
@@ -90,7 +97,9 @@ def main():
     if arguments.process is not None:
         (count,) = arguments.processes
         run = functools.partial(raced, count, arguments)
-        return measure.one_of_many(run, port=arguments.port, processes=count, process=arguments.process)
+        return measure.one_of_many(
+            run, port=arguments.port, processes=count, process=arguments.process
+        )
     measure.virtual_devices(max(arguments.devices, default=1))
     places = []
     for n in arguments.devices:
@@ -98,7 +107,14 @@ def main():
         places.append(Place(f"{n} devices of one process", n, *race(world, arguments)))
         report(places[-1])
     for n in arguments.processes:
-        flags = ["--rounds", str(arguments.rounds), "--sizes", *map(str, arguments.sizes), "--rivals", *arguments.rivals]
+        flags = [
+            "--rounds",
+            str(arguments.rounds),
+            "--sizes",
+            *map(str, arguments.sizes),
+            "--rivals",
+            *arguments.rivals,
+        ]
         flags = ["--processes", str(n), "--port", str(measure.free_port()), *flags]
         commands = [[sys.executable, __file__, "--process", str(i), *flags] for i in range(n)]
         first, *_ = measure.run_together(commands, timeout=arguments.timeout)
@@ -118,30 +134,67 @@ def shape(n: int) -> tuple[int, int]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, nargs="*", default=None, help="device counts in one process (2 4 8)")
-    parser.add_argument("--processes", type=int, nargs="*", default=None, help="process counts over gloo (2 4)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes a device, in float32 (4 kB to 64 MB)")
-    parser.add_argument("--rounds", type=int, default=None, help="times that each rival is measured in turn (7)")
-    parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "auto"], default=None, help="who races (all); psum always does")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for the processes of one count")
+    parser.add_argument(
+        "--devices", type=int, nargs="*", default=None, help="device counts in one process (2 4 8)"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=None, help="process counts over gloo (2 4)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=None,
+        help="bytes a device, in float32 (4 kB to 64 MB)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=None, help="times that each rival is measured in turn (7)"
+    )
+    parser.add_argument(
+        "--rivals",
+        nargs="+",
+        choices=[*RIVALS, "auto"],
+        default=None,
+        help="who races (all); psum always does",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=900, help="seconds for the processes of one count"
+    )
     parser.add_argument("--picture", help="a file for the picture")
-    parser.add_argument("--quick", action="store_true", help="a run of some seconds, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of some seconds, to see that it works"
+    )
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     usual = dict(
-        devices=[2, 4, 8], processes=[2, 4], sizes=[4**k * 1024 for k in range(1, 9)], rounds=7, rivals=[*RIVALS, "auto"]
+        devices=[2, 4, 8],
+        processes=[2, 4],
+        sizes=[4**k * 1024 for k in range(1, 9)],
+        rounds=7,
+        rivals=[*RIVALS, "auto"],
     )
-    quick = dict(devices=[2, 8], processes=[2], sizes=[4096, 2**20], rounds=3, rivals=["psum", "ring", "halving"])
+    quick = dict(
+        devices=[2, 8],
+        processes=[2],
+        sizes=[4096, 2**20],
+        rounds=3,
+        rivals=["psum", "ring", "halving"],
+    )
     for name, value in (quick if arguments.quick else usual).items():
-        setattr(arguments, name, value if getattr(arguments, name) is None else getattr(arguments, name))
+        setattr(
+            arguments, name, value if getattr(arguments, name) is None else getattr(arguments, name)
+        )
     arguments.rivals = list(dict.fromkeys(["psum", *arguments.rivals]))
     return arguments
 
 
 def raced(count: int, arguments: argparse.Namespace):
     """What each of `count` processes over gloo runs: the race, printed for the one that started them."""
-    print(json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)), flush=True)
+    print(
+        json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)),
+        flush=True,
+    )
 
 
 def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[dict]]:
@@ -157,7 +210,11 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
         x = placed(world, S)
         for name, all_reduce in rivals.items():
             local = lambda x, f=all_reduce: f(x, AXES)
-            program = jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(AXES),), out_specs=P())).lower(x).compile()
+            program = (
+                jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(AXES),), out_specs=P()))
+                .lower(x)
+                .compile()
+            )
             runs[name] = functools.partial(program, x)
             programs[name] = hlo.module(re.sub(r", metadata=\{[^}]*\}", "", program.as_text()))
             sent[name] = sum(kind.bytes for kind in measure.collectives(program).values())
@@ -185,7 +242,9 @@ def check(world: Mesh, runs: dict[str, Callable]):
     for name, found in host.items():
         bound = np.abs(host["psum"]).max() * world.size / 127 if name in INEXACT else 0
         if not np.abs(found - host["psum"]).max() <= bound:
-            raise AssertionError(f"{name}: the sum is off by {np.abs(found - host['psum']).max()}, of {bound} at most.")
+            raise AssertionError(
+                f"{name}: the sum is off by {np.abs(found - host['psum']).max()}, of {bound} at most."
+            )
 
 
 def report(place: Place):
@@ -206,9 +265,14 @@ def report(place: Place):
                 "compiled B": row["sent"][name],
             }
             if not place.over_gloo:
-                touched = touches(name, S, place.shape) if S >= 2**20 else math.nan  # a small copy is all overhead
+                touched = (
+                    touches(name, S, place.shape) if S >= 2**20 else math.nan
+                )  # a small copy is all overhead
                 floor = touched * seconds["copy"] / (2 * S)
-                line |= {"floor ms": measure.milliseconds(floor), "to floor": f"{seconds[name] / floor:.2f}"}
+                line |= {
+                    "floor ms": measure.milliseconds(floor),
+                    "to floor": f"{seconds[name] / floor:.2f}",
+                }
             lines.append(line)
     print(f"{place.where}\n\n{measure.table(lines)}\n")
     link = place.link
@@ -236,28 +300,48 @@ def summarise(places: Sequence[Place]):
     for place in places:
         exact = [name for name in place.rows[0]["sent"] if name not in (*INEXACT, "auto")]
         ours = [name for name in exact if name != "psum"]
-        ratios = {name: [] for name in [*place.rows[0]["sent"], "the best of ours"] if name != "psum"}
+        ratios = {
+            name: [] for name in [*place.rows[0]["sent"], "the best of ours"] if name != "psum"
+        }
         off, behind = [], []
         for row in place.rows:
             S, seconds = row["S"], row["seconds"]
             best = min(ours, key=seconds.__getitem__)
-            line = {"where": place.where, "size": measure.size(S), "fastest": min(exact, key=seconds.__getitem__)}
+            line = {
+                "where": place.where,
+                "size": measure.size(S),
+                "fastest": min(exact, key=seconds.__getitem__),
+            }
             line |= {"of ours": best, "to psum": f"{seconds[best] / seconds['psum']:.2f}"}
             winners.append(
-                line | {"auto to the best": f"{seconds.get('auto', math.nan) / min(seconds[name] for name in exact):.2f}"}
+                line
+                | {
+                    "auto to the best": f"{seconds.get('auto', math.nan) / min(seconds[name] for name in exact):.2f}"
+                }
             )
             off += [abs(place.predicted(name, S) / seconds[name] - 1) for name in ours]
-            behind += [seconds["auto"] / min(seconds[name] for name in exact)] if "auto" in seconds else []
+            behind += (
+                [seconds["auto"] / min(seconds[name] for name in exact)]
+                if "auto" in seconds
+                else []
+            )
             if FAR["gloo" if place.over_gloo else "process"] <= S:
                 for name, of in ratios.items():
-                    of.append(seconds[best if name == "the best of ours" else name] / seconds["psum"])
-        line = {"where": place.where} | {name: f"{measure.geometric_mean(of):.2f}" for name, of in ratios.items()}
+                    of.append(
+                        seconds[best if name == "the best of ours" else name] / seconds["psum"]
+                    )
+        line = {"where": place.where} | {
+            name: f"{measure.geometric_mean(of):.2f}" for name, of in ratios.items()
+        }
         line |= {"auto at worst to the best": f"{max(behind, default=math.nan):.2f}"}
         means.append(line | {"model off by, median": f"{statistics.median(off):.0%}"})
     if places:
         print(f"Who wins\n\n{measure.table(winners)}\n")
         far = f"{measure.size(FAR['gloo'])} over gloo, from {measure.size(FAR['process'])} in one process"
-        print(f"Geometric means of the ratio to psum, from {far}\n\n{measure.table(means)}\n", flush=True)
+        print(
+            f"Geometric means of the ratio to psum, from {far}\n\n{measure.table(means)}\n",
+            flush=True,
+        )
 
 
 def draw(path: str, places: Sequence[Place]):
@@ -270,25 +354,49 @@ def draw(path: str, places: Sequence[Place]):
     columns = min(len(places), 3)
     size = {"nrows": -(-len(places) // columns), "ncols": columns}
     figure, panels = plt.subplots(
-        **size, figsize=(5 * columns, 4.2 * size["nrows"] + 0.5), sharex=True, squeeze=False, layout="constrained"
+        **size,
+        figsize=(5 * columns, 4.2 * size["nrows"] + 0.5),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     marks = dict(zip([*RIVALS, "auto"], "ks^v<>DPXo*", strict=False)) | {"psum": "o", "int8": "x"}
-    colours = dict(zip([*RIVALS, "auto"], ["black", *plt.rcParams["axes.prop_cycle"].by_key()["color"]], strict=False))
+    colours = dict(
+        zip(
+            [*RIVALS, "auto"],
+            ["black", *plt.rcParams["axes.prop_cycle"].by_key()["color"]],
+            strict=False,
+        )
+    )
     for panel, place in zip(panels.flat, places, strict=False):
         sizes = [row["S"] for row in place.rows]
         for name in place.rows[0]["sent"]:
             style = {"color": colours[name], "markersize": 5, "fillstyle": "none"}
             measured = [1e3 * row["seconds"][name] for row in place.rows]
-            panel.loglog(sizes, measured, marks[name], label=name, linestyle=":" if name == "psum" else "none", **style)
+            panel.loglog(
+                sizes,
+                measured,
+                marks[name],
+                label=name,
+                linestyle=":" if name == "psum" else "none",
+                **style,
+            )
             model = [1e3 * place.predicted(name, S) for S in sizes]
             panel.loglog(sizes, model, color=colours[name], linewidth=1, alpha=0.7)
-        panel.set(title=place.where, xlabel="bytes on each device", ylabel="time of an all-reduce, ms")
+        panel.set(
+            title=place.where, xlabel="bytes on each device", ylabel="time of an all-reduce, ms"
+        )
         panel.grid(alpha=0.3)
     for panel in panels.flat[len(places) :]:
         panel.set_visible(False)
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, title="marks: measured; lines: the model"
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=len(labels),
+        frameon=False,
+        title="marks: measured; lines: the model",
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -77,36 +77,55 @@ def main():
                 program = compiled(arguments.target, text)
                 put(figures(program, text), arguments.file)
                 if arguments.save:
-                    name = f"{arguments.target} {text.split()[0]}.hlo.gz".replace(" ", "_").replace(":", "_")
-                    (arguments.save / name).write_bytes(gzip.compress(program.text.encode(), mtime=0))
+                    name = f"{arguments.target} {text.split()[0]}.hlo.gz".replace(" ", "_").replace(
+                        ":", "_"
+                    )
+                    (arguments.save / name).write_bytes(
+                        gzip.compress(program.text.encode(), mtime=0)
+                    )
     print(measure.table([line(row) for row in read(arguments.file)]))
 
 
 def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> targets.Program:
     """A row's step, compiled for the target."""
     _, batch, words, mover, how, *model = text.split()
-    there, layout, config = targets.target(target), Layout.parse(f"{words},precision=bfloat16"), MODELS[(model or ["four"])[0]]
+    there, layout, config = (
+        targets.target(target),
+        Layout.parse(f"{words},precision=bfloat16"),
+        MODELS[(model or ["four"])[0]],
+    )
     world = mesh.make(devices=there.devices, **layout.axes)
-    windows = jax.ShapeDtypeStruct((int(batch), config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    windows = jax.ShapeDtypeStruct(
+        (int(batch), config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
+    )
     if mover == "jit":
         return targets.compile(*rival(config, world), windows, target=there)
     axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else {}
     given = {"attend": grouped} if "scores" in how else {}
     given |= {"sums": grads.reduced_in_backward} if "made" in how else {}
-    compute = Compute(axes=axes, **given | ({"joins": sequence.overlapping} if "matmul" in how else {}))
+    compute = Compute(
+        axes=axes, **given | ({"joins": sequence.overlapping} if "matmul" in how else {})
+    )
     prepared = decoder.train_step(
-        *(gpt2.FAMILY, config, plan.ADAMW, layout, world), batch=int(batch), key=jax.random.key(0), compute=compute
+        *(gpt2.FAMILY, config, plan.ADAMW, layout, world),
+        batch=int(batch),
+        key=jax.random.key(0),
+        compute=compute,
     )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 
 
 def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:
     """The same step under `jax.jit` with shardings, all logits at once, as a user would write it; and its state's shapes."""
-    specs = rules.specs(eqx.filter_eval_shape(gpt2.GPT2, config, key=jax.random.key(0)), gpt2.rules("tensor"), world)
+    specs = rules.specs(
+        eqx.filter_eval_shape(gpt2.GPT2, config, key=jax.random.key(0)), gpt2.rules("tensor"), world
+    )
 
     def loss(model, windows):
         logits = gpt2.logits(precision.cast(model, jnp.bfloat16), windows[:, :-1], attend=grouped)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), windows[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), windows[:, 1:]
+        )
         return jnp.mean(losses)
 
     def init():
@@ -120,7 +139,9 @@ def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:
 
     shapes = jax.eval_shape(init)
     placed = mesh.shardings((specs, rules.optimizer_specs(plan.ADAMW, shapes[0], specs)), world)
-    shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
+    shapes = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed
+    )
     return jax.jit(train, donate_argnums=0, out_shardings=(placed, None)), shapes
 
 
@@ -129,7 +150,9 @@ def figures(program: targets.Program, text: str) -> Row:
     name, batch, words, mover, how, *model = text.split()
     config = MODELS[(model or ["four"])[0]]
     found = program.timeline()
-    peak = plan.model_flops(config, int(batch)) / (program.target.rates.products / program.target.cores * program.mesh.size)
+    peak = plan.model_flops(config, int(batch)) / (
+        program.target.rates.products / program.target.cores * program.mesh.size
+    )
     return {
         "target": program.target.name,
         "row": name,
@@ -152,7 +175,11 @@ def line(row: Row) -> dict[str, object]:
 
 def read(file: Path) -> list[Row]:
     """The rows of a file."""
-    return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return (
+        [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 def put(row: Row, file: Path):

@@ -28,8 +28,12 @@ PLAIN = 8192  # tokens; beyond them T x T scores of all heads take gigabytes
 def rivals(n: int, tiles: context.Kernel):
     """Each way's function inside the mesh, the devices and the order that it needs, and the share of needed work it computes."""
     on_one = functools.partial(context.blockwise, kernel=tiles)
-    blocks = lambda order: context.visits(order, n).blocks / context.chunks_of(order, n).shape[1] ** 2 / n * 2
-    ring = lambda order: functools.partial(context.attention, axis="context", order=order, kernel=tiles)
+    blocks = lambda order: (
+        context.visits(order, n).blocks / context.chunks_of(order, n).shape[1] ** 2 / n * 2
+    )
+    ring = lambda order: functools.partial(
+        context.attention, axis="context", order=order, kernel=tiles
+    )
     return {
         "jax.nn": (functools.partial(jax.nn.dot_product_attention, is_causal=True), 1, None, 2.0),
         "one device": (on_one, 1, None, 2.0),
@@ -44,11 +48,19 @@ def foretold(name: str, n: int, tokens: int, size: int = 4) -> float:
     """Bytes that a device receives, forward and backward, for numbers of `size` bytes."""
     each = tokens // n * WIDTH * size
     if name in ("zigzag", "contiguous"):
-        return (n - 1) * (4 + 2 * 4 / size) * GROUPS * each  # keys and values twice, and their gradients in float32
+        return (
+            (n - 1) * (4 + 2 * 4 / size) * GROUPS * each
+        )  # keys and values twice, and their gradients in float32
     if name == "gathered":
-        return (n * 2 + 2) * GROUPS * each  # results: gathered whole, and one share of what is scattered
+        return (
+            (n * 2 + 2) * GROUPS * each
+        )  # results: gathered whole, and one share of what is scattered
     if name == "ulysses":
-        copies = next(c for c in range(1, HEADS // GROUPS + 1) if HEADS // GROUPS % c == 0 and c * GROUPS % n == 0)
+        copies = next(
+            c
+            for c in range(1, HEADS // GROUPS + 1)
+            if HEADS // GROUPS % c == 0 and c * GROUPS % n == 0
+        )
         return 2 * (2 * HEADS + 2 * GROUPS * copies) * each
     return 0.0
 
@@ -71,7 +83,9 @@ def program(attend, n: int, order, tokens: int):
     over = mesh.make(context=n, devices=jax.devices()[:n])
     normal = lambda i, heads: jax.random.normal(jax.random.key(i), (1, tokens, heads, WIDTH))
     arrays = normal(0, HEADS), normal(1, GROUPS), normal(2, GROUPS)
-    placed = mesh.place(arrays if order is None else [context.split(x, n, order=order) for x in arrays], SPEC, over)
+    placed = mesh.place(
+        arrays if order is None else [context.split(x, n, order=order) for x in arrays], SPEC, over
+    )
     return value_and_gradients(attend, over).lower(*placed).compile(), placed
 
 
@@ -84,7 +98,10 @@ def compiled_for(name: str, tokens: int, block: int) -> str:
             continue
         world = mesh.make(context=over, devices=there.devices[:over])
         split = mesh.shardings(SPEC, world)
-        arrays = [jax.ShapeDtypeStruct((1, tokens, h, WIDTH), jnp.bfloat16, sharding=split) for h in (HEADS, GROUPS, GROUPS)]
+        arrays = [
+            jax.ShapeDtypeStruct((1, tokens, h, WIDTH), jnp.bfloat16, sharding=split)
+            for h in (HEADS, GROUPS, GROUPS)
+        ]
         found = targets.compile(value_and_gradients(attend, world), *arrays, target=there)
         sent, times = sum(entry.bytes for entry in found.certificate()), found.timeline()
         lines.append(
@@ -109,7 +126,13 @@ def main():
     arguments = parse()
     if arguments.target:
         jax.config.update("jax_platforms", "cpu")
-        print(*(compiled_for(arguments.target, tokens, arguments.block) for tokens in arguments.tokens), sep="\n\n")
+        print(
+            *(
+                compiled_for(arguments.target, tokens, arguments.block)
+                for tokens in arguments.tokens
+            ),
+            sep="\n\n",
+        )
         return
     n = arguments.devices
     measure.virtual_devices(n)
@@ -118,9 +141,19 @@ def main():
         ways = rivals(n, context.tiled(arguments.block))
         if tokens > PLAIN:
             del ways["jax.nn"]
-        made = {name: program(attend, over, order, tokens) for name, (attend, over, order, _) in ways.items()}
-        runs = {name: functools.partial(compiled, *arrays) for name, (compiled, arrays) in made.items()}
-        check({name: (jax.block_until_ready(run())[0], *ways[name][1:3]) for name, run in runs.items()})
+        made = {
+            name: program(attend, over, order, tokens)
+            for name, (attend, over, order, _) in ways.items()
+        }
+        runs = {
+            name: functools.partial(compiled, *arrays) for name, (compiled, arrays) in made.items()
+        }
+        check(
+            {
+                name: (jax.block_until_ready(run())[0], *ways[name][1:3])
+                for name, run in runs.items()
+            }
+        )
         times = measure.medians(measure.interleaved(runs, rounds=arguments.rounds))
         for name, (compiled, _) in made.items():
             sent = sum(each.bytes for each in measure.collectives(compiled).values())
@@ -141,7 +174,10 @@ def main():
         f"{arguments.block}: value and gradients.\n"
     )
     print(measure.table(lines))
-    print("\nMasked by the cuts of documents, of the pairs that are computed: " + ", ".join(map(masked, arguments.tokens)))
+    print(
+        "\nMasked by the cuts of documents, of the pairs that are computed: "
+        + ", ".join(map(masked, arguments.tokens))
+    )
 
 
 def masked(tokens: int) -> str:
@@ -149,7 +185,9 @@ def masked(tokens: int) -> str:
     shares = []
     for count in (8, 64):
         cuts = np.random.default_rng(0).integers(1, tokens, (100, count - 1))
-        numbers = np.stack([np.searchsorted(np.sort(row), np.arange(tokens), side="right") for row in cuts])
+        numbers = np.stack(
+            [np.searchsorted(np.sort(row), np.arange(tokens), side="right") for row in cuts]
+        )
         shares.append(f"{1 - documents.seen(numbers):.0%} of {count} documents")
     return f"T = {tokens:,}: {' and '.join(shares)}"
 
@@ -165,9 +203,13 @@ def check(results):
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few tokens, to see that it runs")
-    parser.add_argument("--target", help="compile for this one, such as v5e:2x4 or '8 x h100', and run nothing")
+    parser.add_argument(
+        "--target", help="compile for this one, such as v5e:2x4 or '8 x h100', and run nothing"
+    )
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--block", type=int, default=512)

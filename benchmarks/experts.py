@@ -23,7 +23,10 @@ from parallax.collectives import ring
 from parallax.collectives.types import varying
 from parallax.compiled import certificate
 
-SIZES = {"quick": (256, 32, 48, 4), "usual": (4096, 256, 512, 16)}  # tokens, width, hidden width, experts of the first table
+SIZES = {
+    "quick": (256, 32, 48, 4),
+    "usual": (4096, 256, 512, 16),
+}  # tokens, width, hidden width, experts of the first table
 DEVICES, COUNT, TOKENS, WIDTH = 8, 16, 256, 64  # of the second: tokens on a device
 
 
@@ -40,7 +43,10 @@ def by_ragged_dot(w, x, source, ids, weights):
     sizes = jnp.bincount(ids, length=len(w.gate)).astype(jnp.int32)
     product = functools.partial(lax.ragged_dot, group_sizes=sizes)
     rows = x[source[order]]
-    made = product(jax.nn.silu(product(rows, w.gate)) * product(rows, w.up), w.down) * weights[order][:, None]
+    made = (
+        product(jax.nn.silu(product(rows, w.gate)) * product(rows, w.up), w.down)
+        * weights[order][:, None]
+    )
     return jnp.zeros_like(x).at[source[order]].add(made)
 
 
@@ -52,7 +58,9 @@ def all_of_all(w, x, source, ids, weights):
 
 
 def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k: int = 2) -> None:
-    w = experts.Mixture(jax.random.normal(jax.random.key(0), (width, count)), gated(count, width, hidden))
+    w = experts.Mixture(
+        jax.random.normal(jax.random.key(0), (width, count)), gated(count, width, hidden)
+    )
     x = jax.random.normal(jax.random.key(2), (1, tokens, width))
 
     def loss(w, x, compute):
@@ -61,7 +69,9 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
 
     rivals = {f"blocks of {size}": experts.blocks(size=size) for size in (64, 128, 256, 512)}
     rivals |= {"lax.ragged_dot": by_ragged_dot, "all experts on all": all_of_all}
-    compiled = lambda compute: jax.jit(jax.value_and_grad(functools.partial(loss, compute=compute))).lower(w, x).compile()
+    compiled = lambda compute: (
+        jax.jit(jax.value_and_grad(functools.partial(loss, compute=compute))).lower(w, x).compile()
+    )
     programs = {name: compiled(compute) for name, compute in rivals.items()}
     expected = programs["all experts on all"](w, x)[1]
     apart = {name: distance(program(w, x)[1], expected) for name, program in programs.items()}
@@ -69,7 +79,9 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
     runs = {name: functools.partial(program, w, x) for name, program in programs.items()}
     seconds = measure.interleaved(runs | {"matrix": product}, rounds=rounds)
     rate = operations / min(seconds.pop("matrix"))
-    unit = 6 * width * hidden * tokens * k  # three products of two operations, for each pair, once forward
+    unit = (
+        6 * width * hidden * tokens * k
+    )  # three products of two operations, for each pair, once forward
     print(
         f"{tokens} tokens of width {width}, {k} of {count} experts of hidden width {hidden}, one device, value and gradients. "
         f"Three units of products are {3 * unit / 1e9:.2f} GFLOP, {3e3 * unit / rate:.1f} ms at the matrix rate; "
@@ -95,10 +107,20 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
 
 def dispatches(*, rounds: int) -> None:
     world = mesh.make(data=DEVICES)
-    w = experts.Mixture(jax.random.normal(jax.random.key(0), (WIDTH, COUNT)), gated(COUNT, WIDTH, WIDTH))
+    w = experts.Mixture(
+        jax.random.normal(jax.random.key(0), (WIDTH, COUNT)), gated(COUNT, WIDTH, WIDTH)
+    )
     x = jax.random.normal(jax.random.key(2), (DEVICES, TOKENS, WIDTH))
-    specs = eqx.tree_at(lambda w: w.experts, jax.tree.map(lambda _: P(), w), jax.tree.map(lambda _: P("data"), w.experts))
-    ways = {"gathered": experts.gathered, "exchanged, 1": experts.exchanged(1.0), "exchanged, all": experts.exchanged(math.inf)}
+    specs = eqx.tree_at(
+        lambda w: w.experts,
+        jax.tree.map(lambda _: P(), w),
+        jax.tree.map(lambda _: P("data"), w.experts),
+    )
+    ways = {
+        "gathered": experts.gathered,
+        "exchanged, 1": experts.exchanged(1.0),
+        "exchanged, all": experts.exchanged(math.inf),
+    }
     lines = []
     for k in (1, 2, 4, 8, 16):
         programs, dropped = {}, {}
@@ -108,11 +130,15 @@ def dispatches(*, rounds: int) -> None:
                 y, told = experts.moe(x, w, ring("data"), route=experts.top(k), dispatch=dispatch)
                 return y, varying(told.dropped, "data")[None]
 
-            run = jax.jit(mesh.spmd(layer, mesh=world, in_specs=(specs, P("data")), out_specs=P("data")))
+            run = jax.jit(
+                mesh.spmd(layer, mesh=world, in_specs=(specs, P("data")), out_specs=P("data"))
+            )
             programs[name] = run.lower(w, x).compile()
             dropped[name] = float(jnp.mean(programs[name](w, x)[1]))
         seconds = measure.medians(
-            measure.interleaved({name: functools.partial(p, w, x) for name, p in programs.items()}, rounds=rounds)
+            measure.interleaved(
+                {name: functools.partial(p, w, x) for name, p in programs.items()}, rounds=rounds
+            )
         )
         gather = experts.gathered.sent(TOKENS, WIDTH, k=k, experts=COUNT, n=DEVICES, itemsize=4)
         for name, dispatch in ways.items():
@@ -144,13 +170,22 @@ def gated(count: int, width: int, hidden: int) -> experts.Gated:
 
 def distance(tree, expected) -> float:
     """The largest difference, to the largest number of the same leaf."""
-    apart = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), tree, expected)
+    apart = jax.tree.map(
+        lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), tree, expected
+    )
     return max(jax.tree.leaves(apart))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", dest="size", action="store_const", const="quick", default="usual", help="to see that it works")
+    parser.add_argument(
+        "--quick",
+        dest="size",
+        action="store_const",
+        const="quick",
+        default="usual",
+        help="to see that it works",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 

@@ -64,7 +64,9 @@ SMOKE = Task(layers=2, heads=2, width=32, context=16, vocabulary=128, batch=2, s
 
 def main():
     arguments = parse()
-    task = (SMOKE if arguments.smoke else SMALL)._replace(**{"batch": arguments.batch} if arguments.batch else {})
+    task = (SMOKE if arguments.smoke else SMALL)._replace(
+        **{"batch": arguments.batch} if arguments.batch else {}
+    )
     if arguments.serve:
         serve(*SIDES[arguments.serve](task, arguments.smoke))
         return
@@ -74,7 +76,9 @@ def main():
     names = ["ours", *([] if absent else ["PyTorch"])]
     with contextlib.ExitStack() as running:
         sides = {name: running.enter_context(Side(name, arguments)) for name in names}
-        rounds = [{name: side.turn() for name, side in sides.items()} for _ in range(arguments.rounds)]
+        rounds = [
+            {name: side.turn() for name, side in sides.items()} for _ in range(arguments.rounds)
+        ]
     report(task, rounds, absent)
 
 
@@ -94,7 +98,11 @@ def missing_torch() -> str:
         return "PyTorch is not installed: pip install torch"
     code = "import torch; print(torch.cuda.is_available(), torch.__version__)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return "" if asked.stdout.startswith("True") else f"This PyTorch has no CUDA: {asked.stdout.split()[1]}"
+    return (
+        ""
+        if asked.stdout.startswith("True")
+        else f"This PyTorch has no CUDA: {asked.stdout.split()[1]}"
+    )
 
 
 class Side:
@@ -104,7 +112,9 @@ class Side:
         flags = ["--smoke"] if arguments.smoke else []
         flags += [f"--batch={arguments.batch}"] if arguments.batch else []
         command = [sys.executable, __file__, f"--serve={name}", *flags]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.name = name
 
     def __enter__(self):
@@ -119,7 +129,9 @@ class Side:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"The process of {self.name!r} ended with code {self.process.wait()}; what it said stands above.")
+        raise SystemExit(
+            f"The process of {self.name!r} ended with code {self.process.wait()}; what it said stands above."
+        )
 
     def __exit__(self, *_):
         self.process.stdin.close()
@@ -152,10 +164,14 @@ def ours(task: Task, smoke: bool):
 
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     attend = gpt2.attention if smoke else cudnn
-    sizes = {name: getattr(task, name) for name in ("layers", "heads", "width", "context", "vocabulary")}
+    sizes = {
+        name: getattr(task, name) for name in ("layers", "heads", "width", "context", "vocabulary")
+    }
     config = gpt2.Config(**sizes)
     optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    grad = precision.mixed(jax.value_and_grad(functools.partial(gpt2.loss, attend=attend)), jnp.bfloat16)
+    grad = precision.mixed(
+        jax.value_and_grad(functools.partial(gpt2.loss, attend=attend)), jnp.bfloat16
+    )
     train = jax.jit(step.make(grad, optimizer), donate_argnums=0)
 
     @jax.jit
@@ -163,7 +179,9 @@ def ours(task: Task, smoke: bool):
         model = gpt2.GPT2(config, key=jax.random.key(0))
         return step.State(model, optimizer.init(model), jnp.zeros((), jnp.int32))
 
-    windows = jax.random.randint(jax.random.key(1), (task.batch, task.context + 1), 0, task.vocabulary)
+    windows = jax.random.randint(
+        jax.random.key(1), (task.batch, task.context + 1), 0, task.vocabulary
+    )
     held = [start()]
 
     def steps(count):
@@ -206,7 +224,11 @@ def pytorch(task: Task, smoke: bool):
 
         def forward(self, x):
             B, T, D = x.shape
-            heads = self.qkv(self.attention_norm(x)).view(B, T, 3, task.heads, D // task.heads).permute(2, 0, 3, 1, 4)
+            heads = (
+                self.qkv(self.attention_norm(x))
+                .view(B, T, 3, task.heads, D // task.heads)
+                .permute(2, 0, 3, 1, 4)
+            )
             y = F.scaled_dot_product_attention(*heads, is_causal=True)
             x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
             return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
@@ -262,7 +284,9 @@ def report(task: Task, rounds: list[dict[str, dict[str, float]]], absent: str):
         f"{work / 1e12:.3g} TFLOP a step;\nat the measured matrix rate, {rate / 1e12:.3g} TFLOP/s (best round, bfloat16), a "
         f"step takes {1e3 * work / rate:.4g} ms, and {rate / task.operations:.4g} tokens/s are the limit\n"
     )
-    seconds = {name: statistics.median(round_[name]["seconds"] for round_ in rounds) for name in rounds[0]}
+    seconds = {
+        name: statistics.median(round_[name]["seconds"] for round_ in rounds) for name in rounds[0]
+    }
     lines = [
         {
             "step": name,
@@ -274,14 +298,22 @@ def report(task: Task, rounds: list[dict[str, dict[str, float]]], absent: str):
         for name, time_ in seconds.items()
     ]
     print(measure.table(lines), "\n")
-    print(f"ours to PyTorch: {seconds['ours'] / seconds['PyTorch']:.3f} of its time" if not absent else f"No PyTorch: {absent}")
+    print(
+        f"ours to PyTorch: {seconds['ours'] / seconds['PyTorch']:.3f} of its time"
+        if not absent
+        else f"No PyTorch: {absent}"
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=None, help=f"sequences ({SMALL.batch})")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="our side alone, tiny, on the CPU: to see that it works")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="our side alone, tiny, on the CPU: to see that it works",
+    )
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

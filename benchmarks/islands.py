@@ -34,7 +34,9 @@ INSIDE = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {rate}
 def main():
     arguments = parse()
     if arguments.process is not None:
-        return measure.one_of_many(lambda: report(arguments), port=arguments.port, processes=2, process=arguments.process)
+        return measure.one_of_many(
+            lambda: report(arguments), port=arguments.port, processes=2, process=arguments.process
+        )
     slowed = arguments.slowed or _allowed(arguments.rate)
     if slowed and not arguments.slowed:
         again = " ".join([sys.executable, __file__, "--slowed", *sys.argv[1:]])
@@ -56,18 +58,35 @@ def _allowed(rate: int) -> bool:
 
 def report(arguments: argparse.Namespace):
     """Train each rival in turn, and print the table on both processes."""
-    sizes = {"layers": 2, "heads": 4, "width": 32 if arguments.quick else 512, "context": 32, "vocabulary": 256}
+    sizes = {
+        "layers": 2,
+        "heads": 4,
+        "width": 32 if arguments.quick else 512,
+        "context": 32,
+        "vocabulary": 256,
+    }
     config, steps = gpt2.Config(**sizes), arguments.every * arguments.rounds
-    rivals = {"data parallelism": everywhere(config), "islands": apart(config, arguments.every, "island")}
+    rivals = {
+        "data parallelism": everywhere(config),
+        "islands": apart(config, arguments.every, "island"),
+    }
     rivals["islands, int8"] = apart(config, arguments.every, ErrorFeedback("island"))
-    how = "tc's token bucket on the loopback" if arguments.slowed else "a wait of our own after each step that sends"
+    how = (
+        "tc's token bucket on the loopback"
+        if arguments.slowed
+        else "a wait of our own after each step that sends"
+    )
     size = config.parameters * 4 / measure.MB
-    print(f"A GPT-2 of {size:.1f} MB over two processes, {arguments.rate} Mb/s by {how}; {steps} steps, H = {arguments.every}\n")
+    print(
+        f"A GPT-2 of {size:.1f} MB over two processes, {arguments.rate} Mb/s by {how}; {steps} steps, H = {arguments.every}\n"
+    )
     rows, first = [], None
     for name, (devices, prepared, between) in rivals.items():
         sent, seconds, loss = trained(devices, prepared, config, steps, between, arguments)
         first = first or seconds
-        predicted = sent * steps / between * 16e-6 / arguments.rate  # both ways on one loopback: 2 x 8 bits a byte
+        predicted = (
+            sent * steps / between * 16e-6 / arguments.rate
+        )  # both ways on one loopback: 2 x 8 bits a byte
         rows.append(
             {
                 "rival": name,
@@ -85,13 +104,21 @@ def everywhere(config: gpt2.Config) -> tuple[jax.sharding.Mesh, Any, int]:
     """Data parallelism: gradients are averaged in each step."""
     layout = Layout(data=2)
     devices = mesh.make(**layout.axes)
-    return devices, decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=8, key=jax.random.key(0)), 1
+    return (
+        devices,
+        decoder.train_step(
+            gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=8, key=jax.random.key(0)
+        ),
+        1,
+    )
 
 
 def apart(config: gpt2.Config, every: int, axis: Any) -> tuple[jax.sharding.Mesh, Any, int]:
     """Two islands of one process each."""
     devices = mesh.make(island=2, **Layout().axes)
-    local = decoder.local_step(*(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices), batch=4, key=jax.random.key(0))
+    local = decoder.local_step(
+        *(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices), batch=4, key=jax.random.key(0)
+    )
     prepared = on_islands.train_step(local, islands.nesterov(), every=every, axis=axis)
     return devices, prepared, every
 
@@ -102,13 +129,21 @@ def trained(devices, prepared, config, steps, between, arguments) -> tuple[int, 
     compiled = prepared.train.lower(
         prepared.shapes, jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32, sharding=split)
     ).compile()
-    sent = sum(entry.bytes for entry in certificate.read(compiled, devices) if devices.axis_names[0] in entry.axes)
+    sent = sum(
+        entry.bytes
+        for entry in certificate.read(compiled, devices)
+        if devices.axis_names[0] in entry.axes
+    )
     state, start, loss = prepared.init(), 0.0, np.nan
     for number in range(1 - between, steps + 1):
         if number == 1:
             start = time.perf_counter()
-        windows = np.random.default_rng((0, number + between)).integers(0, config.vocabulary, (8, config.context + 1))
-        placed = jax.make_array_from_callback(windows.shape, split, windows.astype(np.int32).__getitem__)
+        windows = np.random.default_rng((0, number + between)).integers(
+            0, config.vocabulary, (8, config.context + 1)
+        )
+        placed = jax.make_array_from_callback(
+            windows.shape, split, windows.astype(np.int32).__getitem__
+        )
         state, info = jax.block_until_ready(prepared.train(state, placed))
         loss = float(np.ravel(info.loss.addressable_data(0))[0])
         if not arguments.slowed and number % between == 0:

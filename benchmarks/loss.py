@@ -46,8 +46,13 @@ def main():
     jax.config.update("jax_enable_x64", arguments.dtype == "float64")
     B, T, V, D = SIZES[arguments.size]
     task = make_task(B, T, V, D, jnp.dtype(arguments.dtype))
-    rivals = {"plain": plain} | {f"blocks of {tokens}": blocked(tokens) for tokens in arguments.blocks}
-    programs = {name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*task).compile() for name, loss in rivals.items()}
+    rivals = {"plain": plain} | {
+        f"blocks of {tokens}": blocked(tokens) for tokens in arguments.blocks
+    }
+    programs = {
+        name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*task).compile()
+        for name, loss in rivals.items()
+    }
     expected = programs["plain"](*task)
     distances = {name: distance(program(*task), expected) for name, program in programs.items()}
     del expected
@@ -100,10 +105,24 @@ def distance(result, expected) -> float:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", dest="size", action="store_const", const="quick", help="some seconds, to see that it works")
-    which.add_argument("--full", dest="size", action="store_const", const="full", help="GPT-2's 8 x 1024 tokens and 50,257 words")
+    which.add_argument(
+        "--quick",
+        dest="size",
+        action="store_const",
+        const="quick",
+        help="some seconds, to see that it works",
+    )
+    which.add_argument(
+        "--full",
+        dest="size",
+        action="store_const",
+        const="full",
+        help="GPT-2's 8 x 1024 tokens and 50,257 words",
+    )
     parser.set_defaults(size="usual")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[256, 512, 1024], help="tokens in a block")
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[256, 512, 1024], help="tokens in a block"
+    )
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()

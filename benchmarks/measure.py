@@ -39,7 +39,9 @@ def virtual_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def interleaved(rivals: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    rivals: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
+) -> dict[str, list[float]]:
     """The seconds a call of each rival took in each round, the rivals one after another in every round.
 
     Each runs once beforehand, to warm up. `calls` of a short one are timed together.
@@ -113,7 +115,11 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[s
             for command, output in zip(commands, outputs, strict=True):
                 processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
             end = time.monotonic() + timeout
-            while None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < end:
+            while (
+                None in (codes := [process.poll() for process in processes])
+                and not any(codes)
+                and time.monotonic() < end
+            ):
                 time.sleep(0.05)
         finally:
             for process in processes:
@@ -121,7 +127,10 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[s
                 process.wait()
         texts = [output.seek(0) or output.read() for output in outputs]
     if any(code != 0 for code in codes):
-        raise RuntimeError(f"Exit codes {codes} (None: ended, after {timeout:.0f} s or another's failure).\n" + "\n".join(texts))
+        raise RuntimeError(
+            f"Exit codes {codes} (None: ended, after {timeout:.0f} s or another's failure).\n"
+            + "\n".join(texts)
+        )
     return texts
 
 
@@ -150,8 +159,14 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows of the same columns as text, numbers to the right, words to the left."""
     cells = [list(rows[0]), *[[str(value) for value in row.values()] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = [not all(NUMBER.fullmatch(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
-    align = lambda row: [c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(row, widths, left, strict=True)]
+    left = [
+        not all(NUMBER.fullmatch(cell) for cell in column[1:])
+        for column in zip(*cells, strict=True)
+    ]
+    align = lambda row: [
+        c.ljust(w) if to_left else c.rjust(w)
+        for c, w, to_left in zip(row, widths, left, strict=True)
+    ]
     head, *body = ["  ".join(align(row)).rstrip() for row in cells]
     return "\n".join([head, "-" * len(head), *body])
 

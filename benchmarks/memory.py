@@ -40,12 +40,22 @@ class Task(NamedTuple):
     short: int  # tokens of a window in which the activations weigh nothing
     splits: tuple[dict, ...]  # the layouts whose activations are read
     remat: tuple[str, ...]
-    sequences: tuple[int, int]  # a device's, at which activations are read: their difference is what one adds
+    sequences: tuple[
+        int, int
+    ]  # a device's, at which activations are read: their difference is what one adds
 
 
 SPLITS = ({}, {"tensor": 4}, {"tensor": 4, "sequence": True})
 TINY = gpt2.Config(layers=2, heads=4, width=64, context=64, vocabulary=500)
-USUAL = Task(gpt2.SMALL, 8, (0, 1, 2, 3), 16, SPLITS, ("none", "gathers", "attention", "products", "block"), (4, 8))
+USUAL = Task(
+    gpt2.SMALL,
+    8,
+    (0, 1, 2, 3),
+    16,
+    SPLITS,
+    ("none", "gathers", "attention", "products", "block"),
+    (4, 8),
+)
 QUICK = Task(TINY, 2, (1,), 4, SPLITS[2:], ("block",), (4, 8))
 # Of the machine code, not of the program: how memory is assigned does not depend on it.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -71,23 +81,34 @@ def main():
     print(measure.table(heads(config, 8)))
 
 
-def compiled(config: gpt2.Config, layout: Layout, batch: int, tokens: int) -> tuple[step.State, jax.stages.Compiled]:
+def compiled(
+    config: gpt2.Config, layout: Layout, batch: int, tokens: int
+) -> tuple[step.State, jax.stages.Compiled]:
     """The state's shapes and the compiled train step of `batch` sequences of `tokens`."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0)
+    )
+    windows = jax.ShapeDtypeStruct(
+        (batch, tokens + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_)
+    )
     return prepared.shapes, prepared.train.lower(prepared.shapes, windows).compile(QUICKLY)
 
 
 def held(tree) -> int:
     """The bytes of `tree`'s blocks on one device."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def weights(config: gpt2.Config) -> tuple[int, int]:
     """Bytes of the blocks' parameters, and of the rest with its padding."""
     blocks = config.layers * (12 * config.width**2 + 13 * config.width)
-    return FLOAT * blocks, FLOAT * ((config.rows + config.context) * config.width + 2 * config.width)
+    return FLOAT * blocks, FLOAT * (
+        (config.rows + config.context) * config.width + 2 * config.width
+    )
 
 
 def stage(task: Task, zero: int) -> dict[str, object]:
@@ -117,7 +138,11 @@ def layouts(task: Task) -> list[Layout]:
     """Each way to split a layer, with each remat that it admits."""
     found = []
     for sizes in task.splits:
-        found += [Layout(**sizes, remat=remat) for remat in task.remat if Layout.admits(**sizes, remat=remat)]
+        found += [
+            Layout(**sizes, remat=remat)
+            for remat in task.remat
+            if Layout.admits(**sizes, remat=remat)
+        ]
     return found
 
 
@@ -128,7 +153,9 @@ def kept(config: gpt2.Config, layout: Layout, tokens: int) -> float:
     attention gives, and the feed-forward's hidden units twice (12, over the tensor axis); and the softmax, [H, T, T].
     """
     t, T, own, again = layout.tensor, tokens, layout.token_shards, recomputed(layout)
-    if again.keeps == "products":  # the input, qkv, attention's output, up; nothing needs the output of down
+    if (
+        again.keeps == "products"
+    ):  # the input, qkv, attention's output, up; nothing needs the output of down
         elements = 1 / own + 3 / t + 1 + 4 / t
     elif again.keeps == "inputs":
         elements = 1 / own
@@ -141,7 +168,10 @@ def kept(config: gpt2.Config, layout: Layout, tokens: int) -> float:
 def activations(task: Task, layout: Layout) -> dict[str, object]:
     """One line of the second table."""
     config, (few, many) = task.config, task.sequences
-    low, high = (measure.temporary(compiled(config, layout, batch, config.context)[1]) for batch in (few, many))
+    low, high = (
+        measure.temporary(compiled(config, layout, batch, config.context)[1])
+        for batch in (few, many)
+    )
     where = f"tensor {layout.tensor}" if layout.tensor > 1 else "one device"
     return {
         "over": where + (", sequence" if layout.sequence else ""),
@@ -164,7 +194,11 @@ def heads(config: gpt2.Config, batch: int) -> list[dict[str, object]]:
             "loss": name,
             "theory MB": megabytes(FLOAT * theory[name]),
             "temporaries MB": megabytes(
-                measure.temporary(jax.jit(jax.value_and_grad(rival, argnums=(0, 1))).lower(x, table, targets).compile(QUICKLY))
+                measure.temporary(
+                    jax.jit(jax.value_and_grad(rival, argnums=(0, 1)))
+                    .lower(x, table, targets)
+                    .compile(QUICKLY)
+                )
             ),
         }
         for name, rival in rivals.items()
@@ -175,8 +209,18 @@ def train(steps: int, batch: int, remat: str):
     """Train GPT-2 small over data 2 x stage 2 x tensor 2 with ZeRO-1 on real text, and print what the process needed."""
     layout = Layout(data=2, stage=2, tensor=2, zero=1, microbatches=batch // 2, remat=remat)
     mesh_ = mesh.make(**layout.axes)
-    tokens = data.encode_file(SHIPPED / "state_of_the_union.txt", data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"))
-    prepared = decoder.train_step(gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh_, batch=batch, key=jax.random.key(0))
+    tokens = data.encode_file(
+        SHIPPED / "state_of_the_union.txt", data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")
+    )
+    prepared = decoder.train_step(
+        gpt2.FAMILY,
+        gpt2.SMALL,
+        optax.adamw(3e-4),
+        layout,
+        mesh_,
+        batch=batch,
+        key=jax.random.key(0),
+    )
     shape = (batch, gpt2.SMALL.context + 1)
     placed = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
     program = prepared.train.lower(prepared.shapes, placed).compile()
@@ -193,7 +237,10 @@ def train(steps: int, batch: int, remat: str):
         start = time.perf_counter()
         windows = data.batch(tokens, seed=0, step=i, size=batch, length=gpt2.SMALL.context)
         state, info = jax.block_until_ready(program(state, mesh.place(windows, P("data"), mesh_)))
-        print(f"step {i}: loss {info.loss:.4f}, {time.perf_counter() - start:.0f} s, peak {peak():.2f} GB", flush=True)
+        print(
+            f"step {i}: loss {info.loss:.4f}, {time.perf_counter() - start:.0f} s, peak {peak():.2f} GB",
+            flush=True,
+        )
 
 
 def peak() -> float:
@@ -214,9 +261,18 @@ def pair(measured: float, theory: float) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model in some seconds, to see that it works")
-    parser.add_argument("--train", type=int, metavar="STEPS", help="train GPT-2 small on eight devices instead")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step of --train (8); half of them microbatches")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model in some seconds, to see that it works"
+    )
+    parser.add_argument(
+        "--train", type=int, metavar="STEPS", help="train GPT-2 small on eight devices instead"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=8,
+        help="sequences in a step of --train (8); half of them microbatches",
+    )
     parser.add_argument("--remat", default="products", help="that of --train (products)")
     return parser.parse_args()
 

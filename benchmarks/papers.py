@@ -49,11 +49,17 @@ def planned(row: Row) -> Planned:
     for b, chunks in itertools.product(row.sequences, row.chunks):
         part = row.batch // row.sizes.get("data", 1)
         stages = row.sizes.get("stage", 1)
-        if part % b or row.config.layers % (stages * chunks) or (chunks > 1 and (part // b) % stages):
+        if (
+            part % b
+            or row.config.layers % (stages * chunks)
+            or (chunks > 1 and (part // b) % stages)
+        ):
             continue
         fields = row.sizes | {"microbatches": part // b, "chunks": chunks, "precision": "bfloat16"}
         layout = Layout(**fields)
-        found.append(Planned(layout, parts_of(row, plan.plan(row.config, layout, row.chip, batch=row.batch))))
+        found.append(
+            Planned(layout, parts_of(row, plan.plan(row.config, layout, row.chip, batch=row.batch)))
+        )
     return min(found, key=lambda each: total(each.parts))
 
 
@@ -65,22 +71,41 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     weights. On a torus, and through all adapters of a machine, messages are those of the mover that is fastest on the network.
     """
     unlike, config, seconds = row.unlike, row.config, planned.seconds
-    scores, head = config.context / (6 * config.width), config.rows / (12 * config.layers * config.width)
+    scores, head = (
+        config.context / (6 * config.width),
+        config.rows / (12 * config.layers * config.width),
+    )
     heads = head * (planned.layout.stage if unlike.at_ends else 1)
-    products = seconds.products * (unlike.weights + unlike.scores * scores + heads) / (1 + scores + head)
+    products = (
+        seconds.products * (unlike.weights + unlike.scores * scores + heads) / (1 + scores + head)
+    )
     of_stages = lambda term: "stage" in term.axes and term.collective is not send_next
     if planned.layout.zero == 3:
         planned = dataclasses.replace(planned, traffic=joined(planned.traffic))
     terms = [term for term in planned.traffic if not (unlike.at_ends and of_stages(term))]
     along = dict(messages_of(terms, planned.layout, row.chip))
     if unlike.torus or unlike.adapters:
-        network = networks.Torus(unlike.torus, row.chip.fast) if unlike.torus else networks.of(row.chip, row.devices)
-        along |= {(each.axis,): each.seconds[each.mover] for each in movers.chosen(planned, network)}
+        network = (
+            networks.Torus(unlike.torus, row.chip.fast)
+            if unlike.torus
+            else networks.of(row.chip, row.devices)
+        )
+        along |= {
+            (each.axis,): each.seconds[each.mover] for each in movers.chosen(planned, network)
+        }
     share: dict[tuple[str, ...], float] = {("data",): unlike.weights, ("tensor",): unlike.sums}
     shares = {axes: taken * share.get(axes, 1.0) for axes, taken in along.items()}
     beside = shares.pop(("data",), 0.0) if unlike.prefetched else 0.0
     of_chip = (0.0, products) if row.chip.name == hardware.H100.name else (products, 0.0)
-    return np.array([*of_chip, passes_of(row, planned), math.fsum(shares.values()), beside, seconds.update + seconds.fresh])
+    return np.array(
+        [
+            *of_chip,
+            passes_of(row, planned),
+            math.fsum(shares.values()),
+            beside,
+            seconds.update + seconds.fresh,
+        ]
+    )
 
 
 def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
@@ -103,7 +128,9 @@ def passes_of(row: Row, planned: plan.Plan) -> float:
         scores = 5 * config.heads * config.context / config.width
         made = size.tokens * config.width * (34 - split + (split + scores) / t)
     elif row.unlike.kernel:
-        made = temporaries.everything(config, dataclasses.replace(layout, remat="attention", zero=0), row.batch)
+        made = temporaries.everything(
+            config, dataclasses.replace(layout, remat="attention", zero=0), row.batch
+        )
     else:
         return planned.seconds.passes
     times = size.layers * (size.forward + size.backward * (1 + recomputed(layout).passes))
@@ -124,7 +151,9 @@ OTHERS = np.linspace(0.1, 2.0, 20)
 def fit(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The factors of `total` with the least squares of the logarithms of the ratios."""
     factors = np.array(list(itertools.product(PRODUCTS, PRODUCTS, OTHERS, OTHERS)))
-    off = sum(np.log(total(row, factors) / taken) ** 2 for row, taken in zip(parts, seconds, strict=True))
+    off = sum(
+        np.log(total(row, factors) / taken) ** 2 for row, taken in zip(parts, seconds, strict=True)
+    )
     return factors[np.argmin(off)]
 
 
@@ -181,7 +210,9 @@ def lines(found: Scored) -> list[dict[str, str]]:
             "ratio": f"{ratio:.2f}",
             "unfitted": f"{plain:.2f}",
             "half": "fit" if k in found.fitted else "score",
-            "layout": ",".join(part for part in str(each.layout).split(",") if part != "precision=bfloat16"),
+            "layout": ",".join(
+                part for part in str(each.layout).split(",") if part != "precision=bfloat16"
+            ),
         }
         for k, (row, each, ratio, plain) in enumerate(
             zip(found.published, found.plans, found.ratios, found.unfitted, strict=True)
@@ -194,7 +225,9 @@ def causes(found: Scored) -> list[str]:
     told = []
     for row, ratio in zip(found.published, found.ratios, strict=True):
         if abs(math.log(ratio)) > math.log(1.15):
-            cause = next((why for start, why in CAUSES.items() if row.source.startswith(start)), "not known")
+            cause = next(
+                (why for start, why in CAUSES.items() if row.source.startswith(start)), "not known"
+            )
             told.append(f"{row.source}, {row.devices:,} devices: {ratio:.2f}: {cause}")
     return told
 
@@ -202,10 +235,17 @@ def causes(found: Scored) -> list[str]:
 def summary(found: Scored) -> list[str]:
     """The factors, and both halves."""
     names = ("products", "products of H100s", "memory", "messages")
-    factors = ", ".join(f"{name} {factor:.2f}" for name, factor in zip(names, found.factors, strict=True))
+    factors = ", ".join(
+        f"{name} {factor:.2f}" for name, factor in zip(names, found.factors, strict=True)
+    )
     halves = {"fitted": sorted(found.fitted), "scored": found.scored}
-    of = lambda name, half: f"{len(half)} rows: {score(found.ratios[half])}; unfitted {score(found.unfitted[half])}"
-    return [f"factors: {factors}", *(f"{name} half, {of(name, half)}" for name, half in halves.items())]
+    of = lambda name, half: (
+        f"{len(half)} rows: {score(found.ratios[half])}; unfitted {score(found.unfitted[half])}"
+    )
+    return [
+        f"factors: {factors}",
+        *(f"{name} half, {of(name, half)}" for name, half in halves.items()),
+    ]
 
 
 def main():
@@ -213,7 +253,9 @@ def main():
     published = rows()
     found = scored(arguments.seed, published, [planned(row) for row in published])
     if arguments.docs:
-        table = [{name: text for name, text in line.items() if name != "layout"} for line in lines(found)]
+        table = [
+            {name: text for name, text in line.items() if name != "layout"} for line in lines(found)
+        ]
         print(markdown(table), *summary(found), *causes(found), sep="\n")
         return
     print(measure.table(lines(found)), "\n", sep="\n")
@@ -229,7 +271,9 @@ def main():
 def markdown(table: Sequence[dict[str, str]]) -> str:
     """A table for a page."""
     row = lambda cells: f"| {' | '.join(cells)} |"
-    return "\n".join([row(table[0]), row(["---"] * len(table[0])), *(row(line.values()) for line in table)])
+    return "\n".join(
+        [row(table[0]), row(["---"] * len(table[0])), *(row(line.values()) for line in table)]
+    )
 
 
 def score(ratios: np.ndarray) -> str:
@@ -243,7 +287,10 @@ def draw(path: str, found: Scored):
     import matplotlib as mpl
 
     mpl.use("agg")
-    mpl.rcParams |= {"svg.hashsalt": "papers", "svg.fonttype": "none"}  # the same bytes each time, and letters as letters
+    mpl.rcParams |= {
+        "svg.hashsalt": "papers",
+        "svg.fonttype": "none",
+    }  # the same bytes each time, and letters as letters
     import matplotlib.pyplot as plt
 
     seconds, plans = found.seconds, found.seconds * found.ratios
@@ -256,10 +303,19 @@ def draw(path: str, found: Scored):
                 for k, row in enumerate(found.published)
                 if row.source.startswith(source) and (k in found.fitted) == (half == "fitted")
             ]
-            panel.loglog(seconds[at], plans[at], mark, fillstyle=style, color="C0", label=f"{source}, {half}" if at else None)
+            panel.loglog(
+                seconds[at],
+                plans[at],
+                mark,
+                fillstyle=style,
+                color="C0",
+                label=f"{source}, {half}" if at else None,
+            )
     ends = np.array([seconds.min() / 1.5, seconds.max() * 1.5])
     panel.loglog(ends, ends, "k-", linewidth=0.8, label="equal")
-    panel.fill_between(ends, ends / 1.3, ends * 1.3, alpha=0.15, color="k", linewidth=0, label="within 30 %")
+    panel.fill_between(
+        ends, ends / 1.3, ends * 1.3, alpha=0.15, color="k", linewidth=0, label="within 30 %"
+    )
     panel.set_xlabel("published, s a step")
     panel.set_ylabel("planned, s a step")
     panel.legend(frameon=False, fontsize=8)

@@ -69,7 +69,9 @@ class Task(NamedTuple):
 
     def apply(self, blocks: gpt2.Block, x: jax.Array) -> jax.Array:
         """Some layers."""
-        block = functools.partial(gpt2.block, config=self.config, joins=tensor.joins(()), attend=gpt2.attention)
+        block = functools.partial(
+            gpt2.block, config=self.config, joins=tensor.joins(()), attend=gpt2.attention
+        )
         return gpt2.run_blocks(blocks, x, None, block)
 
 
@@ -77,7 +79,11 @@ def main():
     arguments = parse()
     measure.virtual_devices(arguments.stages)
     config = gpt2.Config(
-        layers=arguments.layers, heads=arguments.heads, width=arguments.width, context=arguments.tokens, vocabulary=1
+        layers=arguments.layers,
+        heads=arguments.heads,
+        width=arguments.width,
+        context=arguments.tokens,
+        vocabulary=1,
     )
     blocks = jax.jit(lambda: gpt2.GPT2(config, key=jax.random.key(0)).blocks)()
     task = Task(config, arguments.sequences, arguments.stages, blocks)
@@ -87,8 +93,12 @@ def main():
     for M in arguments.microbatches:
         rivals = {
             "1F1B lockstep": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M)),
-            "1F1B lockstep, remat": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M), remat=True),
-            "interleaved, 2 chunks": ours(task, mesh_, M, one_f_one_b_lockstep(task.stages, M, chunks=2)),
+            "1F1B lockstep, remat": ours(
+                task, mesh_, M, one_f_one_b_lockstep(task.stages, M), remat=True
+            ),
+            "interleaved, 2 chunks": ours(
+                task, mesh_, M, one_f_one_b_lockstep(task.stages, M, chunks=2)
+            ),
             "zero bubble lockstep": ours(task, mesh_, M, zero_bubble_lockstep(task.stages, M)),
             "1F1B": ours(task, mesh_, M, one_f_one_b(task.stages, M)),
             "zero bubble": ours(task, mesh_, M, zero_bubble(task.stages, M)),
@@ -96,7 +106,9 @@ def main():
             "tutorials' (naive twin)": naive(task, mesh_, M),
             "one device": one_device(task, M),
         }
-        times = measure.interleaved({name: rival.run for name, rival in rivals.items()}, rounds=arguments.rounds)
+        times = measure.interleaved(
+            {name: rival.run for name, rival in rivals.items()}, rounds=arguments.rounds
+        )
         check_same({name: rival.result for name, rival in rivals.items()})
         seconds = measure.medians(times)
         for name, rival in rivals.items():
@@ -117,12 +129,20 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
         blocks=lambda blocks: blocks,
         save=pipeline.inputs if remat else pipeline.residuals,
     )
-    time = schedule.makespan(1, 3 if remat else 2) if schedule.weight is None else schedule.makespan(1, 1, 1)
-    held = schedule.slot_count * (input_bytes(task) if remat else residual_bytes(task, v * task.stages))
+    time = (
+        schedule.makespan(1, 3 if remat else 2)
+        if schedule.weight is None
+        else schedule.makespan(1, 1, 1)
+    )
+    held = schedule.slot_count * (
+        input_bytes(task) if remat else residual_bytes(task, v * task.stages)
+    )
     held += schedule.deferred_count * handed_bytes(task, v * task.stages)
     if schedule.per_stage:  # a stage that rests computes nothing, and what came may wait
         time, held = 3 * M, held + (schedule.arrival_count + 1) * input_bytes(task)
-    return spread(task, mesh_, M, grad, P(None, "stage"), chunked, Ideal(schedule.ticks, time, held))
+    return spread(
+        task, mesh_, M, grad, P(None, "stage"), chunked, Ideal(schedule.ticks, time, held)
+    )
 
 
 def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
@@ -137,7 +157,9 @@ def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
             y = task.apply(blocks, jnp.where(stage == 0, entering, received))
             target = lax.dynamic_index_in_dim(targets, jnp.maximum(t - last, 0), keepdims=False)
             counts = (stage == last) & (t >= last)
-            return send_next(y, "stage"), jnp.where(counts, jnp.mean((y - target) ** 2), jnp.zeros(()))
+            return send_next(y, "stage"), jnp.where(
+                counts, jnp.mean((y - target) ** 2), jnp.zeros(())
+            )
 
         start = lax.pcast(jnp.zeros_like(x[0]), "stage", to="varying")
         return jnp.sum(lax.scan(tick, start, jnp.arange(M + last))[1]) / M
@@ -151,7 +173,9 @@ def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
     return spread(task, mesh_, M, grad, P("stage"), lambda w: w, ideal)
 
 
-def spread(task: Task, mesh_: Mesh, M: int, grad: Callable, spec: P, shaped: Callable, ideal: Ideal) -> Rival:
+def spread(
+    task: Task, mesh_: Mesh, M: int, grad: Callable, spec: P, shaped: Callable, ideal: Ideal
+) -> Rival:
     """`grad` over the stages, its blocks reshaped by `shaped` and split by `spec`."""
     blocks = mesh.place(jax.tree.map(shaped, task.blocks), spec, mesh_)
     batch = mesh.place(task.batch(M), P(), mesh_)
@@ -161,7 +185,9 @@ def spread(task: Task, mesh_: Mesh, M: int, grad: Callable, spec: P, shaped: Cal
 
 def one_device(task: Task, M: int) -> Rival:
     """All layers on one device, microbatches one after another."""
-    grad = jax.value_and_grad(lambda blocks, batch: jnp.mean((task.apply(blocks, batch[0]) - batch[1]) ** 2))
+    grad = jax.value_and_grad(
+        lambda blocks, batch: jnp.mean((task.apply(blocks, batch[0]) - batch[1]) ** 2)
+    )
     arguments = jax.device_put((task.blocks, task.batch(M)), jax.devices()[0])
     program = jax.jit(grads.accumulated(grad, microbatches=M))
     return Rival(program, arguments, Ideal(M, 3 * M, residual_bytes(task, 1)))
@@ -174,8 +200,12 @@ def residual_bytes(task: Task, parts: int) -> int:
         leaves = jax.tree.leaves(jax.vjp(task.apply, blocks, x)[1])
         return [leaf for leaf in leaves if not any(leaf is w for w in jax.tree.leaves(blocks))]
 
-    part = jax.tree.map(lambda w: jax.ShapeDtypeStruct((w.shape[0] // parts, *w.shape[1:]), w.dtype), task.blocks)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(kept, part, task.batch(1)[0]))
+    part = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct((w.shape[0] // parts, *w.shape[1:]), w.dtype), task.blocks
+    )
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(kept, part, task.batch(1)[0])
+    )
 
 
 def handed_bytes(task: Task, parts: int) -> int:
@@ -195,12 +225,21 @@ def check_same(results: dict[str, tuple[jax.Array, gpt2.Block]]):
     norms = {name: (float(loss), norm_of(gradients)) for name, (loss, gradients) in results.items()}
     for name, found in norms.items():
         if not np.allclose(found, norms["one device"], rtol=1e-4):
-            raise AssertionError(f"{name}: loss and gradient norm are {found}, one device's {norms['one device']}.")
+            raise AssertionError(
+                f"{name}: loss and gradient norm are {found}, one device's {norms['one device']}."
+            )
 
 
 def norm_of(gradients: gpt2.Block) -> float:
     """The global norm, on the host."""
-    return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf), dtype=np.float64)) for leaf in jax.tree.leaves(gradients))))
+    return float(
+        np.sqrt(
+            sum(
+                np.sum(np.square(np.asarray(leaf), dtype=np.float64))
+                for leaf in jax.tree.leaves(gradients)
+            )
+        )
+    )
 
 
 def describe(task: Task):
@@ -213,7 +252,12 @@ def describe(task: Task):
     )
 
 
-def report(M: int, rivals: dict[str, Rival], seconds: dict[str, float], before: dict[str, tuple[float, float]]):
+def report(
+    M: int,
+    rivals: dict[str, Rival],
+    seconds: dict[str, float],
+    before: dict[str, tuple[float, float]],
+):
     """Print the table of one M. `before` holds the seconds and the predicted time of each rival at the first M."""
     twin = "tutorials' (naive twin)"
     memory = {name: measure.temporary(rival.compiled) for name, rival in rivals.items()}
@@ -240,10 +284,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     quick = dict(microbatches=[8, 16], layers=8, heads=2, width=32, tokens=16, rounds=3)
     usual = dict(microbatches=[8, 16, 32, 64], layers=8, heads=4, width=128, tokens=128, rounds=5)
     for name, value in usual.items():
-        parser.add_argument(f"--{name}", type=int, nargs="+" if name == "microbatches" else None, help=f"({value})")
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+" if name == "microbatches" else None, help=f"({value})"
+        )
     parser.add_argument("--stages", type=int, default=4, help="(4)")
     parser.add_argument("--sequences", type=int, default=1, help="in a microbatch (1)")
-    parser.add_argument("--quick", action="store_true", help="a run of some seconds, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of some seconds, to see that it works"
+    )
     found = parser.parse_args(arguments)
     for name, value in (quick if found.quick else usual).items():
         setattr(found, name, value if getattr(found, name) is None else getattr(found, name))

@@ -89,11 +89,16 @@ def main():
     if arguments.times:
         return times(arguments.rounds)
     names = ("mini",) if arguments.quick else MODELS
-    cases = [(name, *case) for name in names for case in read(LAYOUTS)[:: 13 if arguments.quick else 1]]
+    cases = [
+        (name, *case) for name in names for case in read(LAYOUTS)[:: 13 if arguments.quick else 1]
+    ]
     rows = []
     for name, batch, layout in cases:
         rows.append(row(name, batch, layout, comparison(MODELS[name], layout, batch)))
-        print(f"{len(rows)} of {len(cases)}: {name}, {rows[-1]['layout']}: {rows[-1]['off']}", flush=True)
+        print(
+            f"{len(rows)} of {len(cases)}: {name}, {rows[-1]['layout']}: {rows[-1]['off']}",
+            flush=True,
+        )
     print(f"\n{measure.table(rows)}\n")
     off = [abs(float(row["off"].rstrip("%"))) for row in rows]
     equal = lambda column: sum(row[column] == "equal" for row in rows)
@@ -112,8 +117,12 @@ def read(layouts: str) -> list[tuple[int, Layout]]:
 def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | None = None):
     """The prepared step and its program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    prepared = decoder.train_step(gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0)
+    )
+    windows = jax.ShapeDtypeStruct(
+        (batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_)
+    )
     return prepared, prepared.train.lower(prepared.shapes, windows).compile(options)
 
 
@@ -131,7 +140,9 @@ def row(name: str, batch: int, layout: Layout, found: list[plan.Comparison]) -> 
         "model": name,
         "batch": batch,
         "layout": str(layout) or "one device",
-        "arguments": "equal" if arguments.predicted == arguments.program else f"{arguments.off:+.2%}",
+        "arguments": "equal"
+        if arguments.predicted == arguments.program
+        else f"{arguments.off:+.2%}",
         "sent": "equal" if not wrong else ", ".join(f"{one.what} {one.off:+.2%}" for one in wrong),
         "sent MB": f"{sum(one.program for one in sent) / 1e6:.1f}",
         "temporaries MB": f"{temporaries.program / 1e6:.1f}",
@@ -150,7 +161,10 @@ def times(rounds: int):
     rivals, planned = {}, {}
     for batch, layout in read(TIMED):
         prepared, program = compiled(MINI, layout, batch)
-        tokens = np.arange(batch * (MINI.context + 1), dtype=np.int32).reshape(batch, -1) % MINI.vocabulary
+        tokens = (
+            np.arange(batch * (MINI.context + 1), dtype=np.int32).reshape(batch, -1)
+            % MINI.vocabulary
+        )
         rivals[str(layout)] = Rival(prepared, program, tokens, mesh.make(**layout.axes))
         planned[str(layout)] = plan.plan(MINI, layout, here, batch=batch)
     taken = measure.medians(measure.interleaved(rivals, rounds=rounds))
@@ -169,7 +183,9 @@ def times(rounds: int):
     print(measure.table(rows), "\n")
     order = lambda values: np.argsort(np.argsort(values))
     predicted = order([planned[name].seconds.total for name in taken])
-    print(f"rank correlation (Spearman): {np.corrcoef(predicted, order(list(taken.values())))[0, 1]:.2f}")
+    print(
+        f"rank correlation (Spearman): {np.corrcoef(predicted, order(list(taken.values())))[0, 1]:.2f}"
+    )
 
 
 class Rival:

@@ -77,14 +77,21 @@ def gpt(layers: int, heads: int, width: int, split: int) -> gpt2.Config:
     """A GPT of the papers; the vocabulary is padded, as there, to what it is split over."""
     multiple = math.lcm(128, split)
     return gpt2.Config(
-        layers=layers, heads=heads, width=width, context=TOKENS, vocabulary=VOCABULARY, vocabulary_multiple=multiple
+        layers=layers,
+        heads=heads,
+        width=width,
+        context=TOKENS,
+        vocabulary=VOCABULARY,
+        vocabulary_multiple=multiple,
     )
 
 
 def megatron_seconds(config: gpt2.Config, batch: int, devices: int, teraflops: float) -> float:
     """Seconds of a step, from operations a second that were counted by equation 3 of Narayanan et al."""
     s, h, layers = TOKENS, config.width, config.layers
-    operations = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
+    operations = (
+        96 * batch * s * layers * h * h * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
+    )
     return operations / devices / (teraflops * 1e12)
 
 
@@ -124,9 +131,13 @@ KORTHIKANTI = """
     1000 128 160 25600 64 1 512 1 94.42 71.49
 """
 MT_NLG = {8: 60.1, 10: 50.2, 12: 44.4}  # replicas of 280 GPUs: seconds of 1,920 sequences
-PALM = gpt2.Config(layers=118, heads=48, width=18_432, context=TOKENS, vocabulary=256_000, vocabulary_multiple=1536)
+PALM = gpt2.Config(
+    layers=118, heads=48, width=18_432, context=TOKENS, vocabulary=256_000, vocabulary_multiple=1536
+)
 # 48 heads of 256 that share keys and values, and a gated feed-forward of 4 widths, beside the attention.
-PALM_UNLIKE = Unlike(weights=(2 * 48 * 256 + 2 * 256 + 12 * 18_432) / 12 / 18_432, scores=48 * 256 / 18_432, sums=0.5)
+PALM_UNLIKE = Unlike(
+    weights=(2 * 48 * 256 + 2 * 256 + 12 * 18_432) / 12 / 18_432, scores=48 * 256 / 18_432, sums=0.5
+)
 # Parameters, layers, heads, width, recomputation, GPUs, batch, sequences in a microbatch, tokens a second; all ZeRO-3
 MPT = """
     64.9 80 64 8192 1 64 2048  8  66523
@@ -155,19 +166,29 @@ H100_HBM2E = dataclasses.replace(hardware.H100, memory=96e9, bandwidth=2.4e12)
 
 def rows() -> list[Row]:
     """All published runs."""
-    lines = lambda table: [[float(word) for word in line.split()] for line in table.strip().splitlines()]
+    lines = lambda table: [
+        [float(word) for word in line.split()] for line in table.strip().splitlines()
+    ]
     found = []
     for size, *numbers, teraflops in lines(TABLE_1):
         heads, width, layers, t, p, gpus, batch = map(int, numbers)
         config = gpt(layers, heads, width, t * p)
-        sizes = {"data": gpus // t // p, "stage": p, "tensor": t, "remat": "block", "split_sends": t > 1 and p > 1}
+        sizes = {
+            "data": gpus // t // p,
+            "stage": p,
+            "tensor": t,
+            "remat": "block",
+            "split_sends": t > 1 and p > 1,
+        }
         found.append(
             Row(
                 f"Narayanan, table 1: {size:g} B",
                 *(config, hardware.A100, batch, sizes, (1, 2, 4)),
                 (1, 2, 3, 4) if p > 1 else (1,),
                 megatron_seconds(config, batch, gpus, teraflops),
-                MEGATRON._replace(adapters=t < 8),  # with t = 8 each device of a machine has an adapter to itself
+                MEGATRON._replace(
+                    adapters=t < 8
+                ),  # with t = 8 each device of a machine has an adapter to itself
             )
         )
     for size, *numbers, teraflops in lines(TABLE_2):
@@ -191,21 +212,60 @@ def rows() -> list[Row]:
             ("selective", selective, {"remat": "attention", "sequence": True}),
         ):
             source = f"Korthikanti, table 5: {size:g} B, {words}"
-            found.append(Row(source, config, hardware.A100, batch, whole | fields, (b,), (chunks,), seconds, MEGATRON))
+            found.append(
+                Row(
+                    source,
+                    config,
+                    hardware.A100,
+                    batch,
+                    whole | fields,
+                    (b,),
+                    (chunks,),
+                    seconds,
+                    MEGATRON,
+                )
+            )
     for replicas, seconds in MT_NLG.items():
         sizes = {"data": replicas, "stage": 35, "tensor": 8, "remat": "block", "split_sends": True}
-        found.append(Row("Smith: 530 B", gpt(105, 128, 20480, 280), hardware.A100, 1920, sizes, (1,), (1,), seconds, MEGATRON))
+        found.append(
+            Row(
+                "Smith: 530 B",
+                gpt(105, 128, 20480, 280),
+                hardware.A100,
+                1920,
+                sizes,
+                (1,),
+                (1,),
+                seconds,
+                MEGATRON,
+            )
+        )
     return [*found, palm(), *mpt(), *llama()]
 
 
 def palm() -> Row:
     """PaLM's step on a pod, of half of the batch, by its share of peak; operations as that paper's appendix B counts them."""
-    layers, width, parameters, attention = PALM.layers, PALM.width, 540.35e9, 12 * PALM.layers * 48 * 256 * TOKENS
+    layers, width, parameters, attention = (
+        PALM.layers,
+        PALM.width,
+        540.35e9,
+        12 * PALM.layers * 48 * 256 * TOKENS,
+    )
     assert layers * (12 * PALM_UNLIKE.weights * width**2) + PALM.rows * width < 1.02 * parameters
     seconds = 1024 * TOKENS * (6 * parameters + attention) / (3072 * 275e12 * 0.462)
     sizes = {"data": 256, "tensor": 12, "zero": 3, "remat": "products"}
     unlike = PALM_UNLIKE._replace(torus=(16, 16, 12))
-    return Row("Chowdhery, table 3: PaLM 540 B", PALM, hardware.TPU_V4, 1024, sizes, (4,), (1,), seconds, unlike)
+    return Row(
+        "Chowdhery, table 3: PaLM 540 B",
+        PALM,
+        hardware.TPU_V4,
+        1024,
+        sizes,
+        (4,),
+        (1,),
+        seconds,
+        unlike,
+    )
 
 
 def mpt() -> list[Row]:
@@ -214,11 +274,25 @@ def mpt() -> list[Row]:
     for line in MPT.strip().splitlines():
         size, *numbers = line.split()
         layers, heads, width, again, gpus, batch, b, rate = map(int, numbers)
-        config = gpt2.Config(layers=layers, heads=heads, width=width, context=TOKENS, vocabulary=50_368)
+        config = gpt2.Config(
+            layers=layers, heads=heads, width=width, context=TOKENS, vocabulary=50_368
+        )
         sizes = {"data": gpus, "zero": 3, "remat": "block" if again else "none"}
         unlike = Unlike(scores=0.5, kernel=True, prefetched=True, adapters=True)
         source = f"MosaicML, H100: {size} B, MPT"
-        found.append(Row(source, config, hardware.H100, batch, sizes, (b,), (1,), batch * TOKENS / rate, unlike))
+        found.append(
+            Row(
+                source,
+                config,
+                hardware.H100,
+                batch,
+                sizes,
+                (b,),
+                (1,),
+                batch * TOKENS / rate,
+                unlike,
+            )
+        )
     return found
 
 
@@ -228,14 +302,28 @@ def llama() -> list[Row]:
     for line in LLAMA.strip().splitlines():
         *numbers, remat, gpus, each, rate = line.split()
         size, layers, heads, width, groups, hidden, vocabulary, tokens = map(int, numbers)
-        config = gpt2.Config(layers=layers, heads=heads, width=width, context=tokens, vocabulary=vocabulary)
+        config = gpt2.Config(
+            layers=layers, heads=heads, width=width, context=tokens, vocabulary=vocabulary
+        )
         weights = (2 * width + 2 * width * groups / heads + 3 * hidden) / (12 * width)
         chip = hardware.A100 if gpus == "64" else H100_HBM2E
         source = f"torchtitan, {chip.name}: {size} B, Llama {3 if vocabulary > 100_000 else 2}"
         sizes = {"data": int(gpus), "zero": 3, "remat": remat}
         unlike = Unlike(weights=weights, scores=0.5, kernel=True, prefetched=True, adapters=True)
         seconds = int(each) * tokens / int(rate)
-        found.append(Row(source, config, chip, int(each) * int(gpus), sizes, (int(each),), (1,), seconds, unlike))
+        found.append(
+            Row(
+                source,
+                config,
+                chip,
+                int(each) * int(gpus),
+                sizes,
+                (int(each),),
+                (1,),
+                seconds,
+                unlike,
+            )
+        )
     return found
 
 

@@ -57,12 +57,16 @@ def main():
         return
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        sys.exit("scaling.py compares one core with two, and this process may use one. Give it two: taskset -c 0,1.")
+        sys.exit(
+            "scaling.py compares one core with two, and this process may use one. Give it two: taskset -c 0,1."
+        )
     libraries = ["ours"]
     if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
         libraries.append("PyTorch")
     else:
-        print('PyTorch is left out: it needs torch and transformers (pip install -e ".[parity]").\n')
+        print(
+            'PyTorch is left out: it needs torch and transformers (pip install -e ".[parity]").\n'
+        )
     jobs = [
         Job(library, processes, sequences)
         for library in libraries
@@ -73,15 +77,30 @@ def main():
     seconds: dict[Job, list[float]] = {job: [] for job in jobs}
     for _, job in itertools.product(range(arguments.rounds), jobs):
         seconds[job].append(statistics.median(run(job, sizes, cores)[WARM_UP:]))
-    report(sizes, arguments.batch, {job: statistics.median(each) for job, each in seconds.items()}, libraries)
+    report(
+        sizes,
+        arguments.batch,
+        {job: statistics.median(each) for job, each in seconds.items()},
+        libraries,
+    )
 
 
 def run(job: Job, sizes: Sizes, cores: list[int]) -> list[float]:
     """Start the processes, each with one thread on a core of its own (four of them on two cores); seconds of each step."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--library", job.library, "--processes", str(job.processes)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--library",
+        job.library,
+        "--processes",
+        str(job.processes),
+    ]
     command += ["--address", f"127.0.0.1:{measure.free_port()}", "--batch", str(job.sequences)]
     command += [f"--{name}={value}" for name, value in dataclasses.asdict(sizes).items()]
-    ranks = [[*command, "--rank", str(rank), "--core", str(cores[rank % len(cores)])] for rank in range(job.processes)]
+    ranks = [
+        [*command, "--rank", str(rank), "--core", str(cores[rank % len(cores)])]
+        for rank in range(job.processes)
+    ]
     said = measure.run_together(ranks, timeout=600)
     return json.loads(said[0].splitlines()[-1])
 
@@ -100,15 +119,24 @@ def ours(sizes: Sizes, job: argparse.Namespace) -> list[float]:
     from parallax.models import decoder, gpt2
     from parallax.run import processes
 
-    processes.initialize(job.address, job.processes, job.rank, cpu_devices=job.processes, say=lambda line: None)
+    processes.initialize(
+        job.address, job.processes, job.rank, cpu_devices=job.processes, say=lambda line: None
+    )
     config = gpt2.Config(
-        layers=sizes.layers, heads=sizes.heads, width=sizes.width, context=sizes.length, vocabulary=sizes.vocabulary
+        layers=sizes.layers,
+        heads=sizes.heads,
+        width=sizes.width,
+        context=sizes.length,
+        vocabulary=sizes.vocabulary,
     )
     layout, size = Layout(data=job.processes), job.batch * job.processes
     mesh_ = mesh.make(**layout.axes)
     compute = decoder.Compute(axes={"data": bucketed(ring("data"))})
     made = decoder.train_step(
-        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_), batch=size, key=jax.random.key(0), compute=compute
+        *(gpt2.FAMILY, config, optax.adamw(3e-4), layout, mesh_),
+        batch=size,
+        key=jax.random.key(0),
+        compute=compute,
     )
     state, train = made.init(), made.train
     tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=size * (sizes.length + 1) * 4)
@@ -132,7 +160,9 @@ def pytorch(sizes: Sizes, job: argparse.Namespace) -> list[float]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://{job.address}", world_size=job.processes, rank=job.rank)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{job.address}", world_size=job.processes, rank=job.rank
+    )
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=sizes.layers,
@@ -164,7 +194,9 @@ def pytorch(sizes: Sizes, job: argparse.Namespace) -> list[float]:
 
 def report(sizes: Sizes, batch: int, seconds: dict[Job, float], libraries: list[str]):
     """A line a job, and the two ratios that count."""
-    parameters = 12 * sizes.layers * sizes.width**2 + (sizes.vocabulary + sizes.length) * sizes.width
+    parameters = (
+        12 * sizes.layers * sizes.width**2 + (sizes.vocabulary + sizes.length) * sizes.width
+    )
     flops = (6 * parameters + 12 * sizes.layers * sizes.width * sizes.length) * sizes.length
     print(
         f"GPT-2 with {parameters / 1e6:.1f} M parameters, {sizes.length} tokens and {flops / 1e9:.2f} GFLOP a sequence, "
@@ -191,17 +223,45 @@ def report(sizes: Sizes, batch: int, seconds: dict[Job, float], libraries: list[
     print()
     for library in libraries:
         two, one = rate[Job(library, 2, batch)], rate[Job(library, 1, batch)]
-        beside = f"; {two / rate[Job('PyTorch', 2, batch)]:.2f} times PyTorch's two" if "PyTorch" in libraries else ""
+        beside = (
+            f"; {two / rate[Job('PyTorch', 2, batch)]:.2f} times PyTorch's two"
+            if "PyTorch" in libraries
+            else ""
+        )
         print(f"{library}: two processes train {two / one:.2f} times as fast as one{beside}.")
 
 
 def parse() -> argparse.Namespace:
     """The arguments; `--quick` changes their defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="see in seconds that it works; the numbers mean nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="see in seconds that it works; the numbers mean nothing",
+    )
     quick = "--quick" in sys.argv
-    small = {"layers": 1, "heads": 2, "width": 32, "length": 16, "vocabulary": 64, "steps": 2, "rounds": 1, "batch": 4}
-    usual = {"layers": 6, "heads": 8, "width": 256, "length": 128, "vocabulary": 512, "steps": 12, "rounds": 3, "batch": 16}
+    small = {
+        "layers": 1,
+        "heads": 2,
+        "width": 32,
+        "length": 16,
+        "vocabulary": 64,
+        "steps": 2,
+        "rounds": 1,
+        "batch": 4,
+    }
+    usual = {
+        "layers": 6,
+        "heads": 8,
+        "width": 256,
+        "length": 128,
+        "vocabulary": 512,
+        "steps": 12,
+        "rounds": 3,
+        "batch": 16,
+    }
     for name, value in (small if quick else usual).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("address", "library"):
@@ -210,7 +270,9 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is None and arguments.batch % 4:
-        parser.error(f"--batch must divide by 4, for four processes to share it; got {arguments.batch}.")
+        parser.error(
+            f"--batch must divide by 4, for four processes to share it; got {arguments.batch}."
+        )
     return arguments
 
 

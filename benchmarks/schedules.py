@@ -26,10 +26,14 @@ NAMED = (  # of F, I, W, and a tick's exchange
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--draws", type=int, default=200, help="of F, I, W and the exchange, for the last line")
+    parser.add_argument(
+        "--draws", type=int, default=200, help="of F, I, W and the exchange, for the last line"
+    )
     arguments = parser.parse_args()
     for M in arguments.microbatches:
         own, others = ours(arguments.stages, M), of_torch(arguments.stages, M)
@@ -72,7 +76,9 @@ def of_torch(P, M):
         ("ScheduleDualPipeV", 2),
     ):
         try:
-            found[f"torch, {name.removeprefix('Schedule')}"] = read(orders(getattr(theirs, name), P, M, chunks))
+            found[f"torch, {name.removeprefix('Schedule')}"] = read(
+                orders(getattr(theirs, name), P, M, chunks)
+            )
         except ValueError as error:
             print(f"torch, {name}: {error}")
     return found
@@ -103,11 +109,19 @@ def read(orders):
 
 def table(P, M, made):
     """A row a schedule."""
-    print(f"\nP = {P}, M = {M}; time without any bubble: " + ", ".join(f"{M * (f + i + w):g}" for _, (f, i, w, _) in NAMED))
+    print(
+        f"\nP = {P}, M = {M}; time without any bubble: "
+        + ", ".join(f"{M * (f + i + w):g}" for _, (f, i, w, _) in NAMED)
+    )
     print(f"{'':52}{'in flight':>10}" + "".join(f"{name:>17}" for name, _ in NAMED))
     for name, each in made.items():
-        times = [schedule.compared({name: each}, f, i, w, hop=hop)[0] for _, (f, i, w, hop) in NAMED]
-        print(f"{name:52}{times[0].in_flight:10g}" + "".join(f"{time.seconds:17.1f}" for time in times))
+        times = [
+            schedule.compared({name: each}, f, i, w, hop=hop)[0] for _, (f, i, w, hop) in NAMED
+        ]
+        print(
+            f"{name:52}{times[0].in_flight:10g}"
+            + "".join(f"{time.seconds:17.1f}" for time in times)
+        )
 
 
 def at_equal_memory(own, others, draws):
@@ -117,8 +131,12 @@ def at_equal_memory(own, others, draws):
         costs = 1.0, generator.uniform(0.8, 2.2), generator.uniform(0.5, 1.2)
         hop = generator.uniform(0, 0.1)
         best = schedule.compared(others, *costs, hop=hop)[0]
-        ratios.append(schedule.compared(own, *costs, hop=hop, held=best.in_flight)[0].seconds / best.seconds)
-    print(f"ours over theirs at equal memory, {draws} draws: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}")
+        ratios.append(
+            schedule.compared(own, *costs, hop=hop, held=best.in_flight)[0].seconds / best.seconds
+        )
+    print(
+        f"ours over theirs at equal memory, {draws} draws: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,23 @@ from typing import NamedTuple
 
 import measure
 
-from parallax.collectives import cost, doubling, halving, hierarchical, mover_of_axes, ring, tables, torus, two_rings
+from parallax.collectives import (
+    cost,
+    doubling,
+    halving,
+    hierarchical,
+    mover_of_axes,
+    ring,
+    tables,
+    torus,
+    two_rings,
+)
 from parallax.collectives.cost import Link, Round
 
 SIDES = (2, 4, 8, 16, 32, 64, 128, 256, 316)  # of a square torus: 4 to 99,856 devices
-CHIP = Link(alpha=1e-6, beta=1 / 45e9)  # a link between neighbours on a board or in a pod, one direction
+CHIP = Link(
+    alpha=1e-6, beta=1 / 45e9
+)  # a link between neighbours on a board or in a pod, one direction
 BOARD = Link(alpha=1e-6, beta=1 / 200e9)  # a switch within a machine
 CABLE = Link(alpha=1e-5, beta=1 / 50e9)  # a device's own adapter to the other machines
 MACHINE = 8  # devices of a machine
@@ -37,7 +49,11 @@ RIVALS = {
     "hierarchical, ring": hierarchical.all_reduce,
     "hierarchical, halving": ring_then_halving.all_reduce,
 }
-BY_AXES = ("torus", "hierarchical, ring", "hierarchical, halving")  # they are given an axis for each dim of the network
+BY_AXES = (
+    "torus",
+    "hierarchical, ring",
+    "hierarchical, halving",
+)  # they are given an axis for each dim of the network
 
 
 class Network(NamedTuple):
@@ -61,7 +77,9 @@ def on_torus(round: Round, axes: tuple[int, ...], split: bool) -> float:
     for nbytes, step, _ in round.messages:
         # A ring through all devices is laid as a snake: its neighbours are neighbours.
         snaking = divmod(abs(step[0]), axes[1]) if abs(step[0]) > 1 else (0, 1)
-        parts += [_walked(nbytes, far, n) for far, n in zip(step if split else snaking, axes, strict=True)]
+        parts += [
+            _walked(nbytes, far, n) for far, n in zip(step if split else snaking, axes, strict=True)
+        ]
     return max(parts)
 
 
@@ -69,7 +87,9 @@ def on_cluster(round: Round, axes: tuple[int, ...], split: bool) -> float:
     """Machines on a switch: a message that some device sends to another machine is what the round waits for."""
     machines, _ = axes
     if machines == 1 or (split and round.messages[0].step[0] == 0):
-        return BOARD.alpha + BOARD.beta * sum(message.bytes for message in round.messages)  # through one port
+        return BOARD.alpha + BOARD.beta * sum(
+            message.bytes for message in round.messages
+        )  # through one port
     return CABLE.alpha + CABLE.beta * max(message.bytes for message in round.messages)
 
 
@@ -96,7 +116,14 @@ NETWORKS = {
         f"its own adapter to the others, {1 / CABLE.beta / 1e9:.0f} GB/s and {1e6 * CABLE.alpha:.0f} us",
         lambda n: (max(n // MACHINE, 1), min(n, MACHINE)),
         on_cluster,
-        ("ring", "two rings", "halving and doubling", "doubling", "hierarchical, ring", "hierarchical, halving"),
+        (
+            "ring",
+            "two rings",
+            "halving and doubling",
+            "doubling",
+            "hierarchical, ring",
+            "hierarchical, halving",
+        ),
     ),
 }
 
@@ -104,7 +131,10 @@ NETWORKS = {
 def seconds(rival: str, network: Network, nbytes: int, n: int) -> float:
     """What an all-reduce of `nbytes` a device takes on n devices."""
     axes, split = network.axes(n), rival in BY_AXES
-    return sum(r.times * network.round(r, axes, split) for r in cost.rounds(RIVALS[rival], nbytes, axes if split else n))
+    return sum(
+        r.times * network.round(r, axes, split)
+        for r in cost.rounds(RIVALS[rival], nbytes, axes if split else n)
+    )
 
 
 def main():
@@ -117,7 +147,9 @@ def main():
             for n in counts:
                 times = {rival: seconds(rival, network, nbytes, n) for rival in network.rivals}
                 line = {f"{measure.size(nbytes)}, on": f"{n:,}"}
-                line |= {rival + ", ms": measure.milliseconds(time) for rival, time in times.items()}
+                line |= {
+                    rival + ", ms": measure.milliseconds(time) for rival, time in times.items()
+                }
                 lines.append(line | {"fastest": min(times, key=times.__getitem__)})
             print(measure.table(lines), "\n", flush=True)
     if arguments.picture:
@@ -132,8 +164,14 @@ def draw(path: str, sizes: Sequence[int], counts: Sequence[int]):
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    shape = {"nrows": len(sizes), "ncols": len(NETWORKS), "figsize": (4.4 * len(NETWORKS), 3.4 * len(sizes) + 0.6)}
-    figure, panels = plt.subplots(**shape, sharex=True, sharey="row", squeeze=False, layout="constrained")
+    shape = {
+        "nrows": len(sizes),
+        "ncols": len(NETWORKS),
+        "figsize": (4.4 * len(NETWORKS), 3.4 * len(sizes) + 0.6),
+    }
+    figure, panels = plt.subplots(
+        **shape, sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
     colours = dict(zip(RIVALS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     marks = dict(zip(RIVALS, "os^vDPX", strict=True))
     for panel, name in zip(panels[0], NETWORKS, strict=True):
@@ -153,8 +191,18 @@ def draw(path: str, sizes: Sequence[int], counts: Sequence[int]):
                 }
                 panel.loglog(counts, times, marks[rival] + "-", label=rival, **style)
             panel.grid(alpha=0.3)
-    handles = {label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    handles = {
+        label: handle
+        for panel in panels[0]
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -162,8 +210,16 @@ def draw(path: str, sizes: Sequence[int], counts: Sequence[int]):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = [2**12, 2**22, 2**30]
-    parser.add_argument("--sizes", type=int, nargs="+", default=sizes, help="bytes a device (4 kB, 4 MB, 1 GB)")
-    parser.add_argument("--sides", type=int, nargs="+", default=SIDES, help="of a square: n is its square (2 to 316)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=sizes, help="bytes a device (4 kB, 4 MB, 1 GB)"
+    )
+    parser.add_argument(
+        "--sides",
+        type=int,
+        nargs="+",
+        default=SIDES,
+        help="of a square: n is its square (2 to 316)",
+    )
     parser.add_argument("--picture", help="a file for the picture")
     return parser.parse_args()
 

@@ -89,7 +89,9 @@ def of_mixer(axis):
 
 
 def mixer_loss(model, batch, axis):
-    return pipeline.unpipelined(custom_training.embed, of_mixer(axis), custom_training.head)(model, batch)
+    return pipeline.unpipelined(custom_training.embed, of_mixer(axis), custom_training.head)(
+        model, batch
+    )
 
 
 def digits_of(rows: int):
@@ -105,11 +107,19 @@ MODELS = {
     "VAE": Model(
         lambda: tensor_parallel_vae.VAE(jax.random.key(0)),
         tensor_parallel_vae.loss,
-        lambda rows: (shape(rows, tensor_parallel_vae.PIXELS), shape(rows, tensor_parallel_vae.LATENT)),
+        lambda rows: (
+            shape(rows, tensor_parallel_vae.PIXELS),
+            shape(rows, tensor_parallel_vae.LATENT),
+        ),
         30,
         {"*.up": P(None, "tensor"), "*.up_bias": P("tensor"), "*.down": P("tensor")},
     ),
-    "LeNet": Model(lambda: lenet.LeNet(8, 8, jax.random.key(0)), lambda m, b, _: lenet.loss(m, b), digits_of, 12),
+    "LeNet": Model(
+        lambda: lenet.LeNet(8, 8, jax.random.key(0)),
+        lambda m, b, _: lenet.loss(m, b),
+        digits_of,
+        12,
+    ),
     "mixer": Model(
         lambda: custom_training.Mixer(jax.random.key(0)),
         mixer_loss,
@@ -146,22 +156,40 @@ def drawn(count: int, seed: int = 0) -> list[Case]:
 
 def _layout(draw: random.Random, family: str, name: str) -> Layout | None:
     """A layout of the family, or None where those that were drawn do not go together."""
-    settings: dict[str, Any] = {"data": draw.choice((1, 2, 4, 8)), "microbatches": draw.choice((1, 2, 4))}
-    settings |= {"tensor": draw.choice((1, 2, 4)), "stage": draw.choice((2, 4)) if family == "pipeline" else 1}
+    settings: dict[str, Any] = {
+        "data": draw.choice((1, 2, 4, 8)),
+        "microbatches": draw.choice((1, 2, 4)),
+    }
+    settings |= {
+        "tensor": draw.choice((1, 2, 4)),
+        "stage": draw.choice((2, 4)) if family == "pipeline" else 1,
+    }
     again = ("block", "products", "attention") if name == GPT2 else ("block",)
     settings["remat"] = draw.choice(again) if family == "remat" or draw.random() < 0.3 else "none"
-    settings["zero"] = draw.choice((1, 2, 3)) if family == "ZeRO" or (family == "pipeline" and draw.random() < 0.3) else 0
+    settings["zero"] = (
+        draw.choice((1, 2, 3))
+        if family == "ZeRO" or (family == "pipeline" and draw.random() < 0.3)
+        else 0
+    )
     settings["sequence"] = name == GPT2 and settings["tensor"] > 1 and draw.random() < 0.5
     if family == "plain":
         settings["remat"] = "none"
-    if not Layout.admits(**settings) or not 1 < Layout(**settings).devices <= 8 or (settings["zero"] and settings["data"] == 1):
+    if (
+        not Layout.admits(**settings)
+        or not 1 < Layout(**settings).devices <= 8
+        or (settings["zero"] and settings["data"] == 1)
+    ):
         return None
     # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again: docs/planning.md.
-    if settings["stage"] > 1 and (settings["zero"] == 2 or (settings["microbatches"] == 1 and settings["remat"] != "none")):
+    if settings["stage"] > 1 and (
+        settings["zero"] == 2 or (settings["microbatches"] == 1 and settings["remat"] != "none")
+    ):
         return None
     if name != GPT2:
         model = MODELS[name]
-        if (settings["tensor"] > 1 and not model.split) or (settings["stage"] > 1 and model.stages is None):
+        if (settings["tensor"] > 1 and not model.split) or (
+            settings["stage"] > 1 and model.stages is None
+        ):
             return None
         if settings["stage"] > 1 and (settings["zero"] == 3 or settings["remat"] != "none"):
             return None
@@ -176,19 +204,31 @@ def prepared(case: Case, world: Any) -> tuple[Any, tuple[Any, Any]]:
     settings = case.layout
     if case.model == GPT2:
         batch = 4 * settings.data * settings.microbatches
-        made = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, settings, world, batch=batch, key=jax.random.key(0))
+        made = decoder.train_step(
+            gpt2.FAMILY, TINY, plan.ADAMW, settings, world, batch=batch, key=jax.random.key(0)
+        )
         return made.train, (made.shapes, shape(batch, TINY.context + 1, dtype=jnp.int32))
     model = MODELS[case.model]
-    rule = rules.first(*(rules.match(glob, spec) for glob, spec in split_of(model, settings).items()), rules.match("**", P()))
+    rule = rules.first(
+        *(rules.match(glob, spec) for glob, spec in split_of(model, settings).items()),
+        rules.match("**", P()),
+    )
     keep = {"blocks.**": (0, 1)} if model.stages else {}
     shares = rules.fsdp("data", size=settings.data, inside=rule, min_size=256, keep=keep)
     specs = rules.specs(eqx.filter_eval_shape(model.make), shares, world)
     grad, optimizer = grad_of(model, settings, specs)
     held = shares if settings.zero in (1, 2) else None
-    planned = step.planned(model.make, ADAMW, shares if settings.zero == 3 else rule, world, optimizer_rule=held)
+    planned = step.planned(
+        model.make, ADAMW, shares if settings.zero == 3 else rule, world, optimizer_rule=held
+    )
     train = step.make(grad, optimizer)
-    train = mesh.spmd(train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P()))
-    return jax.jit(train, donate_argnums=0), (planned.shapes, model.batch(model.rows * settings.data * settings.microbatches))
+    train = mesh.spmd(
+        train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P())
+    )
+    return jax.jit(train, donate_argnums=0), (
+        planned.shapes,
+        model.batch(model.rows * settings.data * settings.microbatches),
+    )
 
 
 def split_of(model: Model, settings: Layout) -> Mapping[str, P]:
@@ -196,7 +236,9 @@ def split_of(model: Model, settings: Layout) -> Mapping[str, P]:
     split: Mapping[str, P] = model.split if settings.tensor > 1 else {}
     if settings.stage == 1:
         return split
-    return {glob: P(None, "stage", *spec[2:]) for glob, spec in split.items()} or {"blocks.**": P(None, "stage")}
+    return {glob: P(None, "stage", *spec[2:]) for glob, spec in split.items()} or {
+        "blocks.**": P(None, "stage")
+    }
 
 
 def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
@@ -210,12 +252,18 @@ def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
         table = schedule.one_f_one_b_lockstep(settings.stage, settings.microbatches)
         grad = pipeline.value_and_grad(embed, stage(axis), head, table, ring("stage"))
     else:
-        grad = jax.value_and_grad(zero.gathered(whole, data, specs) if settings.zero == 3 else whole)
-    parts = functools.partial(grads.accumulated, microbatches=settings.microbatches if settings.stage == 1 else 1)
+        grad = jax.value_and_grad(
+            zero.gathered(whole, data, specs) if settings.zero == 3 else whole
+        )
+    parts = functools.partial(
+        grads.accumulated, microbatches=settings.microbatches if settings.stage == 1 else 1
+    )
     if settings.zero in (0, 3):
         return grads.averaged(parts(grad), data), ADAMW
     outside = (
-        zero.reduce_scattered(parts(grad), data, specs) if settings.zero == 1 else parts(zero.reduce_scattered(grad, data, specs))
+        zero.reduce_scattered(parts(grad), data, specs)
+        if settings.zero == 1
+        else parts(zero.reduce_scattered(grad, data, specs))
     )
     return outside, zero.sharded(ADAMW, data, specs)
 
@@ -256,7 +304,12 @@ def beside(traced: plan.Trace, compiled: jax.stages.Compiled, world: Mesh) -> Be
     for entry in certificate.read(compiled, world):
         sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
     sent.pop((), None)
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    held = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
     return Beside(
         operations=(sum(traced.operations.values()), program_operations(compiled.as_text() or "")),
         sent=(traced.sent, sent),
@@ -273,7 +326,11 @@ def program_operations(text: str) -> int:
     def inside(name, times):
         for line in program[name]:
             if line.opcode in ("while", "call", "conditional"):
-                yield from (each for called, often in line.called for each in inside(called, times * max(often, 1)))
+                yield from (
+                    each
+                    for called, often in line.called
+                    for each in inside(called, times * max(often, 1))
+                )
             else:
                 yield times * costs.operations(line)
 
@@ -283,15 +340,26 @@ def program_operations(text: str) -> int:
 def read(case: Case, options: dict | None = None) -> Beside:
     """The case, traced and compiled on as many virtual devices."""
     options = QUICKLY if options is None else options
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.enable_x64(False),
+    ):
         world = mesh.make(**case.layout.axes, devices=jax.devices()[: case.layout.devices])
         train, shapes = prepared(case, world)
-        return beside(plan.trace(train, shapes, world, platform="cpu"), train.lower(*shapes).compile(options), world)
+        return beside(
+            plan.trace(train, shapes, world, platform="cpu"),
+            train.lower(*shapes).compile(options),
+            world,
+        )
 
 
 def row(case: Case, found: Beside) -> dict[str, object]:
     """One line of the table."""
-    told = {name: "equal" if same else "{} for {}".format(*getattr(found, name)) for name, same in found.equal.items()}
+    told = {
+        name: "equal" if same else "{} for {}".format(*getattr(found, name))
+        for name, same in found.equal.items()
+    }
     return {
         "family": case.family,
         "model": case.model,
@@ -311,8 +379,14 @@ def summary(found: Sequence[tuple[Case, Beside]]) -> list[str]:
         lines.append(
             f"{family}: {len(off)} layouts, peak off by {statistics.median(off):.1%} in the median, {off[-1]:.1%} at worst"
         )
-    same = {name: sum(each.equal[name] for _, each in found) for name in ("operations", "sent", "arguments")}
-    return [*lines, f"of {len(found)}, equal: " + ", ".join(f"{name} {count}" for name, count in same.items())]
+    same = {
+        name: sum(each.equal[name] for _, each in found)
+        for name in ("operations", "sent", "arguments")
+    }
+    return [
+        *lines,
+        f"of {len(found)}, equal: " + ", ".join(f"{name} {count}" for name, count in same.items()),
+    ]
 
 
 def main():
@@ -324,7 +398,10 @@ def main():
     found = []
     for case in cases:
         found.append((case, read(case)))
-        print(f"{len(found)} of {len(cases)}: {' | '.join(map(str, row(*found[-1]).values()))}", flush=True)
+        print(
+            f"{len(found)} of {len(cases)}: {' | '.join(map(str, row(*found[-1]).values()))}",
+            flush=True,
+        )
     print(f"\n{measure.table([row(*each) for each in found])}\n", *summary(found), sep="\n")
 
 

@@ -28,7 +28,9 @@ from parallax.models import decoder, gpt2
 
 REMAT: dict[str, Callable] = {  # the rest is computed again
     "everything": lambda block: block,
-    "products": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "products": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
     "nothing": jax.checkpoint,
 }
 
@@ -58,7 +60,9 @@ def main():
         context=arguments.context,
         vocabulary=arguments.vocabulary,
     )
-    task = Task(config, arguments.batch, arguments.accumulation, REMAT[arguments.remat], jax.random.key(0))
+    task = Task(
+        config, arguments.batch, arguments.accumulation, REMAT[arguments.remat], jax.random.key(0)
+    )
     shape = (arguments.batch, config.context + 1)
     windows = np.random.default_rng(0).integers(config.vocabulary, size=shape, dtype=np.int32)
 
@@ -74,7 +78,8 @@ def main():
     }
     product, operations = measure.matrix_product()
     times = measure.interleaved(
-        {name: rival.run for name, rival in rivals.items()} | {"matrix": product}, rounds=arguments.rounds
+        {name: rival.run for name, rival in rivals.items()} | {"matrix": product},
+        rounds=arguments.rounds,
     )
     rate = operations / min(times["matrix"])
     report(task, rivals, measure.medians(times), rate)
@@ -155,7 +160,9 @@ def plain_step(task: Task, state, windows):
     loss, gradients = jax.tree.map(lambda total: total / task.accumulation, sums)
     updates, optimizer_state = task.optimizer.update(gradients, optimizer_state, model)
     norm = optax.global_norm(gradients)
-    return (eqx.apply_updates(model, updates), optimizer_state), step.Info(loss, norm, ~jnp.isfinite(norm))
+    return (eqx.apply_updates(model, updates), optimizer_state), step.Info(
+        loss, norm, ~jnp.isfinite(norm)
+    )
 
 
 def report(task: Task, rivals: dict[str, Rival], seconds: dict[str, float], rate: float):
@@ -179,7 +186,8 @@ def report(task: Task, rivals: dict[str, Rival], seconds: dict[str, float], rate
                 "of matrix rate": f"{work / seconds[name] / rate:.1%}",
                 "temporary MB a device": f"{measure.temporary(rival.compiled) / measure.MB:.1f}",
                 "collectives a device (count, MB)": ", ".join(
-                    f"{kind} {of.count} ({of.bytes / measure.MB:.1f})" for kind, of in sorted(sent.items())
+                    f"{kind} {of.count} ({of.bytes / measure.MB:.1f})"
+                    for kind, of in sorted(sent.items())
                 )
                 or "none",
                 "loss": f"{float(rival.info.loss):.5f}",
@@ -201,11 +209,20 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=None, help=f"({value})")
     for name, value in dict(batch=16, accumulation=4, data=4, tensor=2).items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"({value})")
-    parser.add_argument("--remat", choices=REMAT, default="products", help="what of each block is kept for the backward pass")
-    parser.add_argument("--quick", action="store_true", help="a run of some seconds, to see that it works")
+    parser.add_argument(
+        "--remat",
+        choices=REMAT,
+        default="products",
+        help="what of each block is kept for the backward pass",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of some seconds, to see that it works"
+    )
     arguments = parser.parse_args()
     for name, value in (quick if arguments.quick else usual).items():
-        setattr(arguments, name, value if getattr(arguments, name) is None else getattr(arguments, name))
+        setattr(
+            arguments, name, value if getattr(arguments, name) is None else getattr(arguments, name)
+        )
     return arguments
 
 

@@ -9,9 +9,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 LESSONS = ("why-a-ring", "tensor", "pipeline", "zero", "context")
 LINK = "[This page as a notebook](notebooks/{lesson}.ipynb).\n"
-ORIGIN = (
-    'Made from [the page]({lesson}.md) of the documentation. It runs where `pip install -e ".[examples]"` was run in a clone.\n'
-)
+ORIGIN = 'Made from [the page]({lesson}.md) of the documentation. It runs where `pip install -e ".[examples]"` was run in a clone.\n'
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
@@ -29,7 +27,9 @@ def of_page(page: Path) -> str:
 
     The page's link to the notebook becomes one to the page.
     """
-    text = page.read_text(encoding="utf-8").replace(LINK.format(lesson=page.stem), ORIGIN.format(lesson=page.stem))
+    text = page.read_text(encoding="utf-8").replace(
+        LINK.format(lesson=page.stem), ORIGIN.format(lesson=page.stem)
+    )
     cells, prose, end = [], "", 0
     for match in BLOCK.finditer(text):
         language, body = match.groups()
@@ -38,7 +38,9 @@ def of_page(page: Path) -> str:
             cells += [written(prose + before), program(body)]
             prose = ""
         elif language == "text" and prose == "" and cells and not before.strip():
-            cells[-1]["outputs"] = [{"name": "stdout", "output_type": "stream", "text": body.splitlines(keepends=True)}]
+            cells[-1]["outputs"] = [
+                {"name": "stdout", "output_type": "stream", "text": body.splitlines(keepends=True)}
+            ]
         else:
             prose += before + match[0]
         end = match.end()
@@ -64,7 +66,13 @@ def written(text: str) -> dict[str, Any]:
 def program(text: str) -> dict[str, Any]:
     """A cell of code, not run."""
     source = text.rstrip("\n").splitlines(keepends=True)
-    return {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": source}
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": [],
+        "source": source,
+    }
 
 
 if __name__ == "__main__":

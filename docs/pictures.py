@@ -8,7 +8,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from parallax import context, draw, mesh, plan, schedule
-from parallax.collectives import direct, halving, halving_by, machines, pairs, ring, torus, two_rings
+from parallax.collectives import (
+    direct,
+    halving,
+    halving_by,
+    machines,
+    pairs,
+    ring,
+    torus,
+    two_rings,
+)
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import hardware
@@ -60,24 +69,37 @@ if __name__ == "__main__":
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
     jax.config.update("jax_num_cpu_devices", 8)
-    print(f"mesh.svg: {draw.mesh(mesh.make(data=2, stage=2, tensor=2), folder / 'mesh.svg').splitlines()[0]}")
+    print(
+        f"mesh.svg: {draw.mesh(mesh.make(data=2, stage=2, tensor=2), folder / 'mesh.svg').splitlines()[0]}"
+    )
     for name, spec in SHARDINGS.items():
-        weight = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=mesh.shardings(spec, mesh.make(tensor=8)))
+        weight = jax.ShapeDtypeStruct(
+            (64, 64), jnp.float32, sharding=mesh.shardings(spec, mesh.make(tensor=8))
+        )
         print(f"{name}: {draw.sharding(weight, folder / name).splitlines()[0]}")
-    planned = lambda zero: plan.plan(gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16)
+    planned = lambda zero: plan.plan(
+        gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16
+    )
     held = {name: planned(zero).memory.at_peak for name, zero in STAGES.items()}
     print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
     sent = {name: by_purpose(planned(zero)) for name, zero in STAGES.items()}
-    print(f"zero_sent.svg: {draw.bytes_by_kind(sent, folder / 'zero_sent.svg', counted='sent in a step').splitlines()[-1]}")
+    print(
+        f"zero_sent.svg: {draw.bytes_by_kind(sent, folder / 'zero_sent.svg', counted='sent in a step').splitlines()[-1]}"
+    )
     split = plan.plan(gpt2.SMALL, Layout(data=2, tensor=4), hardware.A100, batch=16).sent
     along = {axes: nbytes for axes, nbytes in split.items() if axes}
     print(f"tensor_sent.svg: {draw.traffic(along, folder / 'tensor_sent.svg').splitlines()[-1]}")
     needed = {}
-    for order in (context.contiguous, context.zigzag):  # blocks of (T / 8)^2 scores that the causal mask does not drop
+    for order in (
+        context.contiguous,
+        context.zigzag,
+    ):  # blocks of (T / 8)^2 scores that the causal mask does not drop
         table = context.visits(order, 4)
         own = table.chunks / 2 + table.own.shape[1]
         size = (2 / table.chunks) ** 2  # table.chunks of a device
-        needed[order.__name__] = [size * (own + int(table.hops[:, i, :, 2].sum())) for i in range(4)]
+        needed[order.__name__] = [
+            size * (own + int(table.hops[:, i, :, 2].sum())) for i in range(4)
+        ]
     print(f"balance.svg: {draw.balance(needed, folder / 'balance.svg').splitlines()[-1]}")
     for name, order in ORDERS.items():
         print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")

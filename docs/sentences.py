@@ -26,11 +26,14 @@ def sentences() -> Iterator[tuple[str, str]]:
     """The sentences of all docstrings of the package and the examples, and of all pages, each with its file."""
     for path in [*(ROOT / "parallax").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
                 yield from of_text(str(path.relative_to(ROOT)), text)
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         yield from of_text(
-            str(path.relative_to(ROOT)), re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+            str(path.relative_to(ROOT)),
+            re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL),
         )
 
 

@@ -21,7 +21,10 @@ def shown(when: str, blocks: np.ndarray) -> None:
     """One device a line. A's number is 1, B's 10, C's 100, ...: the digits of a sum say who is in it."""
     print(f"\n{when}\n          " + "  ".join(f"block {j} " for j in range(n)))
     for device, row in enumerate(blocks):
-        who = ["".join(letter if total // 10**k % 10 else "." for k, letter in enumerate(letters)) for total in row]
+        who = [
+            "".join(letter if total // 10**k % 10 else "." for k, letter in enumerate(letters))
+            for total in row
+        ]
         print(f"device {device}  " + "  ".join(who))
 
 
@@ -42,15 +45,24 @@ def gather_hop(h, blocks):
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     devices = mesh.make(x=n)
-    start = blocks = np.repeat(10 ** np.arange(n, dtype=np.int32), n).reshape(n, n)  # row i: device i's blocks, all of them 10^i
+    start = blocks = np.repeat(10 ** np.arange(n, dtype=np.int32), n).reshape(
+        n, n
+    )  # row i: device i's blocks, all of them 10^i
     shown("Each device has its own numbers.", blocks)
     for name, hop in (("Reduce-scatter", scatter_hop), ("All-gather", gather_hop)):
         one_hop = jax.jit(mesh.spmd(hop, mesh=devices, in_specs=(P(), P("x")), out_specs=P("x")))
         for h in range(n - 1):
             blocks = np.asarray(one_hop(np.int32(h), blocks))
-            shown(f"{name}, hop {h + 1} of {n - 1}: each device has sent one block to the next.", blocks)
+            shown(
+                f"{name}, hop {h + 1} of {n - 1}: each device has sent one block to the next.",
+                blocks,
+            )
     # what the library makes of it, in one call
-    ours = jax.jit(mesh.spmd(lambda x: ring.all_reduce(x[0], "x"), mesh=devices, in_specs=(P("x"),), out_specs=P()))(start)
+    ours = jax.jit(
+        mesh.spmd(
+            lambda x: ring.all_reduce(x[0], "x"), mesh=devices, in_specs=(P("x"),), out_specs=P()
+        )
+    )(start)
     assert (blocks == np.asarray(ours)).all()
     print(
         f"\nEqual to ring.all_reduce: {2 * (n - 1)} hops of one block each, so each device sent {2 * (n - 1) / n} of its array."

@@ -18,7 +18,9 @@ class Digits(NamedTuple):
     def batch(self, seed: int, step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The `size` images of a step: every epoch, of as many whole batches as there are, deals them in a new order."""
         epoch, place = divmod(step, len(self.labels) // size)
-        rows = np.random.default_rng((seed, epoch)).permutation(len(self.labels))[place * size : (place + 1) * size]
+        rows = np.random.default_rng((seed, epoch)).permutation(len(self.labels))[
+            place * size : (place + 1) * size
+        ]
         return self.images[rows], self.labels[rows]
 
 
@@ -34,11 +36,18 @@ def load(folder: Path | None = None) -> tuple[Digits, Digits]:
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError('The digits come with scikit-learn: pip install -e ".[examples]".') from error
+        raise ImportError(
+            'The digits come with scikit-learn: pip install -e ".[examples]".'
+        ) from error
     found: Any = load_digits()
     mixed = np.random.default_rng(0).permutation(len(found.target))
-    images, labels = (found.images / 16).astype(np.float32)[mixed], found.target.astype(np.int32)[mixed]
-    return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(images[:HELD_OUT], labels[:HELD_OUT])
+    images, labels = (
+        (found.images / 16).astype(np.float32)[mixed],
+        found.target.astype(np.int32)[mixed],
+    )
+    return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(
+        images[:HELD_OUT], labels[:HELD_OUT]
+    )
 
 
 def _idx(folder: Path, part: str) -> Digits:
@@ -50,9 +59,15 @@ def _read(path: Path, dims: int) -> np.ndarray:
     """An IDX file of bytes: two zeros, 8 for bytes, the number of dims, the sizes as four bytes each, and the numbers."""
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
-        raise ValueError(f"{path}: needed this file, or {packed.name}, found neither. Give the folder of the four IDX files.")
+        raise ValueError(
+            f"{path}: needed this file, or {packed.name}, found neither. Give the folder of the four IDX files."
+        )
     content = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
     shape = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
-    if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(shape, dtype=np.int64):
-        raise ValueError(f"{path}: needed an IDX file of bytes in {dims} dims, got another or a part of one. Copy it again.")
+    if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(
+        shape, dtype=np.int64
+    ):
+        raise ValueError(
+            f"{path}: needed an IDX file of bytes in {dims} dims, got another or a part of one. Copy it again."
+        )
     return np.frombuffer(content[4 + 4 * dims :], np.uint8).reshape(shape)

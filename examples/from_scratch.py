@@ -24,7 +24,9 @@ def to_the_right(x, axis, places=1):
     return lax.ppermute(x, axis, [(i, (i + places) % n) for i in range(n)])
 
 
-def reduce_scatter(x, axis):  # [n, block] on each device -> the sum of block i on device i, in n - 1 hops
+def reduce_scatter(
+    x, axis
+):  # [n, block] on each device -> the sum of block i on device i, in n - 1 hops
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     partial_sum = x[(me - 1) % n]
     for hop in range(1, n):
@@ -80,11 +82,15 @@ def layer(x, weights):  # up [WIDTH, HIDDEN / t] and down [HIDDEN / t, WIDTH] ar
 # 3. 1F1B: in tick t, stage s takes microbatch t - s forward and microbatch t - (2 (P - 1) - s) backward.
 
 
-def one_f_one_b(params, inputs, targets):  # inputs, targets: [microbatches, rows, ...] -> loss, gradients of this stage
+def one_f_one_b(
+    params, inputs, targets
+):  # inputs, targets: [microbatches, rows, ...] -> loss, gradients of this stage
     s, last = lax.axis_index("stage"), STAGES - 1
     slots = 2 * last + 1  # microbatches in flight on the first stage
 
-    def through(params, x, m):  # what this stage does; the first one embeds, the last one has the loss
+    def through(
+        params, x, m
+    ):  # what this stage does; the first one embeds, the last one has the loss
         x = jnp.where(s == 0, inputs[m] @ params["embed"], x)
         x, _ = lax.scan(layer, x, params["layers"])
         loss = jnp.mean((x @ params["out"] - targets[m]) ** 2)
@@ -106,10 +112,22 @@ def one_f_one_b(params, inputs, targets):  # inputs, targets: [microbatches, row
         of_params, of_x = pull((jnp.where(real & ~at_end, g, 0.0), of_loss))
 
         sums = jax.tree.map(jnp.add, sums, of_params)
-        return (to_the_right(y, "stage"), to_the_right(of_x, "stage", -1), kept, sums, total + loss * of_loss), None
+        return (
+            to_the_right(y, "stage"),
+            to_the_right(of_x, "stage", -1),
+            kept,
+            sums,
+            total + loss * of_loss,
+        ), None
 
     nothing = jnp.zeros((*inputs.shape[1:-1], WIDTH), inputs.dtype)
-    carry = nothing, nothing, jnp.stack([nothing] * slots), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), inputs.dtype)
+    carry = (
+        nothing,
+        nothing,
+        jnp.stack([nothing] * slots),
+        jax.tree.map(jnp.zeros_like, params),
+        jnp.zeros((), inputs.dtype),
+    )
     (*_, sums, total), _ = lax.scan(tick, carry, jnp.arange(MICROBATCHES + 2 * last, dtype=s.dtype))
 
     # Only the first stage embeds and only the last has `out`, and all stages hold both.
@@ -136,13 +154,19 @@ def step(params, state, inputs, targets):
     mean = jax.tree.map(lambda g: reduce_scatter(as_blocks(g, n), "data") / n, grads)
     updates, state = OPTIMIZER.update(mean, state, jax.tree.map(my_block, params))
     blocks = optax.apply_updates(jax.tree.map(my_block, params), updates)
-    params = jax.tree.map(lambda block, leaf: from_blocks(all_gather(block, "data"), leaf), blocks, params)
+    params = jax.tree.map(
+        lambda block, leaf: from_blocks(all_gather(block, "data"), leaf), blocks, params
+    )
     return params, jax.tree.map(lambda leaf: leaf[None], state), all_reduce(loss, "data") / n
 
 
 # 5. All of it on eight devices, beside the same on one.
 
-SPECS = {"embed": P(), "layers": {"up": P("stage", None, "tensor"), "down": P("stage", "tensor")}, "out": P()}
+SPECS = {
+    "embed": P(),
+    "layers": {"up": P("stage", None, "tensor"), "down": P("stage", "tensor")},
+    "out": P(),
+}
 OWN = P(("data", "stage", "tensor"))  # the optimizer's state: of each device its own
 BATCH = P(None, "data")
 
@@ -159,15 +183,21 @@ def make_batch(i):  # of 8 microbatches of 8 rows
 
 
 def on_eight(steps):
-    mesh = jax.make_mesh((2, STAGES, 2), ("data", "stage", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        (2, STAGES, 2), ("data", "stage", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     split = partial(jax.shard_map, mesh=mesh, check_vma=False)  # the sums above are right by hand
     begin = jax.jit(split(init, in_specs=(SPECS,), out_specs=OWN))
     train = jax.jit(split(step, in_specs=(SPECS, OWN, BATCH, BATCH), out_specs=(SPECS, OWN, P())))
 
-    params = jax.device_put(make_params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS))
+    params = jax.device_put(
+        make_params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    )
     state, losses = begin(params), []
     for i in range(steps):
-        params, state, loss = jax.block_until_ready(train(params, state, *make_batch(i)))  # virtual devices share threads
+        params, state, loss = jax.block_until_ready(
+            train(params, state, *make_batch(i))
+        )  # virtual devices share threads
         losses.append(float(loss))
     return losses
 

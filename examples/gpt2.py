@@ -30,7 +30,9 @@ def main() -> None:
     try:
         check(settings)
         job = launch.found() or launch.Job("hand")
-        if job.rank == 0 and job.launcher != launch.TPU:  # there JAX alone knows which process is rank 0
+        if (
+            job.rank == 0 and job.launcher != launch.TPU
+        ):  # there JAX alone knows which process is rank 0
             claim = lock.take(settings.out)
     except (ValueError, OSError) as error:
         launch.end(f"error: {error}\n", launch.REFUSED)

@@ -52,12 +52,16 @@ class Run(NamedTuple):
 def run(n: int, tokens: np.ndarray) -> Run:
     plan = layout.Layout(data=n)
     devices = mesh.make(**plan.axes, devices=jax.devices()[:n])
-    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, batch=BATCH, key=jax.random.key(0)
+    )
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes
     local = lambda model, part: gpt2.loss(model, (part, None))[None]  # nothing is reduced
-    own = jax.jit(mesh.spmd(local, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data")))(state.model, batches[0])
+    own = jax.jit(mesh.spmd(local, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data")))(
+        state.model, batches[0]
+    )
     kept = {"weights": held(state.model), "AdamW's moments": held(state.optimizer)}
     losses, seconds, memory = [], [], []
     for batch in batches:
@@ -74,14 +78,22 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
     tokens, _ = data.split(data.encode_file(TEXT, data.bytes_tokenizer()))
     one, four = (run(n, tokens) for n in (1, 4))
-    print(f"GPT-2 of {CONFIG.parameters:,} parameters, {STEPS} steps of {BATCH} sequences of {CONFIG.context} bytes\n")
-    print(f"before step 1 the 4 devices' own losses are {'  '.join(f'{loss:.4f}' for loss in four.own)};")
-    print(f"their mean, all-reduced, is the step's: {four.losses[0]:.4f}; one device alone has {one.losses[0]:.4f}\n")
+    print(
+        f"GPT-2 of {CONFIG.parameters:,} parameters, {STEPS} steps of {BATCH} sequences of {CONFIG.context} bytes\n"
+    )
+    print(
+        f"before step 1 the 4 devices' own losses are {'  '.join(f'{loss:.4f}' for loss in four.own)};"
+    )
+    print(
+        f"their mean, all-reduced, is the step's: {four.losses[0]:.4f}; one device alone has {one.losses[0]:.4f}\n"
+    )
     print("step   1 device  4 devices   (nats a byte)")
     for i in (0, 3, 7, 11, STEPS - 1):
         print(f"{i + 1:4d} {one.losses[i]:10.5f} {four.losses[i]:10.5f}")
     apart = max(abs(a / b - 1) for a, b in zip(four.losses, one.losses, strict=True))
-    print(f"largest difference in {STEPS} steps: {apart:.1e} of the loss, which is float32's rounding\n")
+    print(
+        f"largest difference in {STEPS} steps: {apart:.1e} of the loss, which is float32's rounding\n"
+    )
     print("a device          1 device  4 devices")
     median = lambda run: float(np.median(run.seconds[2:]))
     print(f"ms a step         {1000 * median(one):8.1f} {1000 * median(four):10.1f}")
@@ -89,6 +101,10 @@ if __name__ == "__main__":
     for name in one.kept:
         print(f"MB of {name:<15}{one.kept[name] / 1e6:5.2f} {four.kept[name] / 1e6:10.2f}")
     print(f"MB it works in    {one.works_in / 1e6:8.2f} {four.works_in / 1e6:10.2f}\n")
-    print(f"speed-up {median(one) / median(four):.2f}: virtual devices share {os.cpu_count()} cores; 4 real ones do 1/4 each")
-    path = pictures.memory("gpt2_ddp_profile/memory", {"1 device": one.memory, "4 devices": four.memory}, one.kept)
+    print(
+        f"speed-up {median(one) / median(four):.2f}: virtual devices share {os.cpu_count()} cores; 4 real ones do 1/4 each"
+    )
+    path = pictures.memory(
+        "gpt2_ddp_profile/memory", {"1 device": one.memory, "4 devices": four.memory}, one.kept
+    )
     print(f"The memory of the first device, step by step, is drawn in {path}.")

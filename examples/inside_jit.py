@@ -21,7 +21,10 @@ optimizer = optax.sgd(0.5)
 
 def make_weights():
     keys = jax.random.split(jax.random.key(0))
-    return {"in": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 8, "table": jax.random.normal(keys[1], (WORDS, WIDTH)) / 8}
+    return {
+        "in": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 8,
+        "table": jax.random.normal(keys[1], (WORDS, WIDTH)) / 8,
+    }
 
 
 def plain_loss(weights, batch):
@@ -37,7 +40,9 @@ def inside(devices, batch):
         x = tensor.enter(x, ring("tensor"))
         return ring.all_mean(cross_entropy.mean(x, table, targets, ring("tensor")), "data")
 
-    head = mesh.spmd(split_loss, mesh=devices, in_specs=(P("data"), P("tensor"), P("data")), out_specs=P())
+    head = mesh.spmd(
+        split_loss, mesh=devices, in_specs=(P("data"), P("tensor"), P("data")), out_specs=P()
+    )
     weights = mesh.place(make_weights(), {"in": P(), "table": P("tensor")}, devices)
     batch = mesh.place(batch, P("data"), devices)
 
@@ -62,7 +67,12 @@ def around(devices, batch):
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))
-    train = mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P(everywhere)), out_specs=(specs, P()))
+    train = mesh.spmd(
+        step.make(grad, optimizer),
+        mesh=devices,
+        in_specs=(specs, P(everywhere)),
+        out_specs=(specs, P()),
+    )
     train, losses = jax.jit(train), []
     for _ in range(STEPS):
         state, info = jax.block_until_ready(train(state, batch))

@@ -26,7 +26,9 @@ TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 CONFIG = gpt2.Config(layers=2, heads=4, width=64, context=64, vocabulary=256)
 BATCH, EVERY, ISLANDS = 32, 10, 2
 RATE = 3e-3
-BY_XLA = decoder.Compute(axes={"data": "data", "stage": "stage", "tensor": "tensor"})  # plain names: XLA moves the data
+BY_XLA = decoder.Compute(
+    axes={"data": "data", "stage": "stage", "tensor": "tensor"}
+)  # plain names: XLA moves the data
 
 
 def everywhere(steps):
@@ -34,7 +36,10 @@ def everywhere(steps):
     layout = Layout(data=8)
     devices = mesh.make(data=8, stage=1, tensor=1)
     prepared = decoder.train_step(
-        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices), batch=BATCH, key=jax.random.key(0), compute=BY_XLA
+        *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices),
+        batch=BATCH,
+        key=jax.random.key(0),
+        compute=BY_XLA,
     )
     return devices, prepared, lambda state: state.model
 
@@ -60,15 +65,25 @@ def adamw(steps):
 def train(devices, prepared, model_of, *, steps, tokens, held_out, model=None, first=0):
     """The held-out losses by step, the bytes that a device sends to the other island each time that it does, and the model."""
     window = functools.partial(data.batch, seed=0, length=CONFIG.context)
-    loss = jax.jit(lambda model: gpt2.loss(model, (jnp.asarray(window(held_out, step=0, size=8 * BATCH)), None)))
+    loss = jax.jit(
+        lambda model: gpt2.loss(
+            model, (jnp.asarray(window(held_out, step=0, size=8 * BATCH)), None)
+        )
+    )
     evaluated = lambda state: float(loss(jax.device_put(model_of(state), jax.devices()[0])))
     state = prepared.init(model)
-    compiled = prepared.train.lower(prepared.shapes, jnp.zeros((BATCH, CONFIG.context + 1), jnp.int32)).compile()
-    sent = sum(entry.bytes for entry in certificate.read(compiled, devices) if "island" in entry.axes)
+    compiled = prepared.train.lower(
+        prepared.shapes, jnp.zeros((BATCH, CONFIG.context + 1), jnp.int32)
+    ).compile()
+    sent = sum(
+        entry.bytes for entry in certificate.read(compiled, devices) if "island" in entry.axes
+    )
     losses = {0: evaluated(state)}
     for i in range(1, steps + 1):
         windows = jnp.asarray(window(tokens, step=first + i, size=BATCH))
-        state, _ = jax.block_until_ready(prepared.train(state, windows))  # virtual devices share threads
+        state, _ = jax.block_until_ready(
+            prepared.train(state, windows)
+        )  # virtual devices share threads
         if i % EVERY == 0:
             losses[i] = evaluated(state)
     return losses, sent, jax.device_put(model_of(state), jax.devices()[0])
@@ -79,21 +94,35 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="20 steps")
     steps = 2 * EVERY if parser.parse_args().quick else 250
     jax.config.update("jax_num_cpu_devices", 8)
-    texts = dict(zip(("tokens", "held_out"), data.split(data.encode_file(TEXT, data.bytes_tokenizer())), strict=True))
+    texts = dict(
+        zip(
+            ("tokens", "held_out"),
+            data.split(data.encode_file(TEXT, data.bytes_tokenizer())),
+            strict=True,
+        )
+    )
     runs = {
         "data parallelism": everywhere(steps),
         f"islands, every {EVERY} steps": apart(steps),
         "islands, int8": apart(steps, ErrorFeedback("island")),
     }
-    *_, model = train(*everywhere(2 * steps), steps=2 * steps, first=10**6, **texts)  # batches that no other run takes
+    *_, model = train(
+        *everywhere(2 * steps), steps=2 * steps, first=10**6, **texts
+    )  # batches that no other run takes
     found = {name: train(*run, model=model, steps=steps, **texts) for name, run in runs.items()}
     plain, *others = found
     numbers = CONFIG.parameters * 4  # what data parallelism moves between two halves, in each step
-    print(f"{steps} steps of {BATCH} x {CONFIG.context} bytes; {ISLANDS} islands of {8 // ISLANDS} devices\n")
+    print(
+        f"{steps} steps of {BATCH} x {CONFIG.context} bytes; {ISLANDS} islands of {8 // ISLANDS} devices\n"
+    )
     print(f"{'':<26}held-out loss   bytes between islands, a device and step")
     print(f"{plain:<26}{found[plain][0][steps]:13.4f}   {numbers:>12,}")
     for name in others:
         losses, sent, _ = found[name]
         ratio = losses[steps] / found[plain][0][steps] - 1
-        print(f"{name:<26}{losses[steps]:13.4f}   {sent // EVERY:>12,}   1/{numbers * EVERY / sent:.1f}; loss {ratio:+.2%}")
-    print(f"\nThe curves are drawn in {pictures.losses('islands/losses', {name: run[0] for name, run in found.items()})}.")
+        print(
+            f"{name:<26}{losses[steps]:13.4f}   {sent // EVERY:>12,}   1/{numbers * EVERY / sent:.1f}; loss {ratio:+.2%}"
+        )
+    print(
+        f"\nThe curves are drawn in {pictures.losses('islands/losses', {name: run[0] for name, run in found.items()})}."
+    )

@@ -53,7 +53,9 @@ class LeNet(eqx.Module):
 
 def loss(model, batch):
     images, labels = batch
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels))
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels)
+    )
 
 
 @jax.jit
@@ -71,7 +73,14 @@ def run(n: int, learn: digits.Digits, held_out: digits.Digits) -> tuple[list[flo
         train = jax.jit(step.make(grad, optimizer))
     else:
         grad = grads.averaged(grad, bucketed(ring("data")))
-        train = jax.jit(mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+        train = jax.jit(
+            mesh.spmd(
+                step.make(grad, optimizer),
+                mesh=devices,
+                in_specs=(specs, P("data")),
+                out_specs=(specs, P()),
+            )
+        )
     curve, seconds, steps = [], [], len(learn.labels) // BATCH
     for epoch in range(EPOCHS):
         start = time.perf_counter()
@@ -85,15 +94,23 @@ def run(n: int, learn: digits.Digits, held_out: digits.Digits) -> tuple[list[flo
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_enable_x64", True)  # in float32, rounding alone may turn a digit that is in doubt
+    jax.config.update(
+        "jax_enable_x64", True
+    )  # in float32, rounding alone may turn a digit that is in doubt
     learn, held_out = digits.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
-    print(f"{len(learn.labels):,} digits to learn, {len(held_out.labels)} held out; {EPOCHS} epochs in batches of {BATCH}")
+    print(
+        f"{len(learn.labels):,} digits to learn, {len(held_out.labels)} held out; {EPOCHS} epochs in batches of {BATCH}"
+    )
     curves, seconds = {}, {}
     for n in (1, 2, 8):
         curves[n], seconds[n] = run(n, learn, held_out)
         shown = ", ".join(f"{epoch}: {curves[n][epoch - 1]:.2%}" for epoch in (1, 4, 8, 16, EPOCHS))
-        print(f"devices: {n}  held-out digits told right after epoch {shown}; {seconds[n]:.2f} s an epoch")
+        print(
+            f"devices: {n}  held-out digits told right after epoch {shown}; {seconds[n]:.2f} s an epoch"
+        )
     apart = max(abs(a - b) for n in (2, 8) for a, b in zip(curves[1], curves[n], strict=True))
     named = lambda values: {f"{n} device{'s'[: n > 1]}": value for n, value in values.items()}
     path = pictures.curves("lenet/accuracy", named(curves), named(seconds))
-    print(f"The curves of 2 and of 8 devices differ from that of one by {apart:.1e} at most. The picture is {path}.")
+    print(
+        f"The curves of 2 and of 8 devices differ from that of one by {apart:.1e} at most. The picture is {path}."
+    )

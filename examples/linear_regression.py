@@ -38,18 +38,29 @@ if __name__ == "__main__":
     one = predict(line, x[0])
     batch = jax.vmap(predict, in_axes=(None, 0))  # the same function, of many points
     many = batch(line, x)
-    over_devices = jax.jit(mesh.spmd(batch, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data")))  # each its own points
+    over_devices = jax.jit(
+        mesh.spmd(batch, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"))
+    )  # each its own points
     spread = over_devices(line, x)
     print(f"one point         x = {x[0]:.4f} -> {one:.4f}")
     print(f"a batch by vmap   {many.size} points, the first -> {many[0]:.4f}")
-    print(f"over 8 devices    {spread.addressable_shards[0].data.size} points on each, the first -> {spread[0]:.4f}")
-    print(f"batch and devices agree to the last bit on {int((many == spread).sum())} of {POINTS} points\n")
+    print(
+        f"over 8 devices    {spread.addressable_shards[0].data.size} points on each, the first -> {spread[0]:.4f}"
+    )
+    print(
+        f"batch and devices agree to the last bit on {int((many == spread).sum())} of {POINTS} points\n"
+    )
 
     # Data parallelism: a device has its points' mean gradient; the mean of the eight is that of the whole batch.
     grad = grads.averaged(jax.value_and_grad(loss), bucketed(ring("data")))
     state, specs = step.init(lambda: line, optax.sgd(0.05), rules.match("**", P()), devices)
     train = jax.jit(
-        mesh.spmd(step.make(grad, optax.sgd(0.05)), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        mesh.spmd(
+            step.make(grad, optax.sgd(0.05)),
+            mesh=devices,
+            in_specs=(specs, P("data")),
+            out_specs=(specs, P()),
+        )
     )
     points = mesh.place((x, y), P("data"), devices)
     for i in range(201):

@@ -32,7 +32,9 @@ def tokens():
 
 def prepared(layout, T, batch, optimizer, **compute):
     """The recipe's step, for this many tokens in a sequence, and its mesh."""
-    config = llama.Config(layers=2, heads=2, groups=1, width=32, hidden=64, context=T, vocabulary=256)
+    config = llama.Config(
+        layers=2, heads=2, groups=1, width=32, hidden=64, context=T, vocabulary=256
+    )
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     compute = decoder.Compute(documents=SPEECHES, **compute)
     options = {"batch": batch, "key": jax.random.key(0), "compute": compute}
@@ -48,11 +50,16 @@ def temporary(layout, T, **compute):
 
 def memory(lengths):
     """A line for each T: one device with T x T scores, with tiles of scores, and one of four of the ring."""
-    print(f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB of temporaries, one sequence")
+    print(
+        f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB of temporaries, one sequence"
+    )
     for T in lengths:
         scores = 4 * 2 * T**2 / 1e6
         tiles, ring = temporary(ALONE, T, attend=context.blockwise), temporary(RING, T)
-        print(f"{T:6,}  {'above ' + format(scores, ',.0f'):>14}  {tiles:14.1f}  {ring:16.1f}   1/{tiles / ring:.1f}", flush=True)
+        print(
+            f"{T:6,}  {'above ' + format(scores, ',.0f'):>14}  {tiles:14.1f}  {ring:16.1f}   1/{tiles / ring:.1f}",
+            flush=True,
+        )
 
 
 def balance():
@@ -62,7 +69,9 @@ def balance():
         diagonal = table.chunks / 2  # half of a block on the diagonal is needed
         of = lambda i, t=table, d=diagonal: d + t.own.shape[1] + int(t.hops[:, i, :, 2].sum())
         needed = ", ".join(f"{of(i):g}" for i in range(4))
-        print(f"{name}: every device computes {table.blocks} blocks, of which the four need {needed}")
+        print(
+            f"{name}: every device computes {table.blocks} blocks, of which the four need {needed}"
+        )
 
 
 def train(T, steps):
@@ -70,9 +79,13 @@ def train(T, steps):
     layout, text = Layout(data=2, context=4, zero=1), tokens()
     step = prepared(layout, T, 2, optax.adamw(1e-2))
     windows = lambda number: data.batch(text, seed=0, step=number, size=2, length=T)
-    numbers = np.concatenate([np.asarray(SPEECHES(jnp.asarray(windows(number)))) for number in range(steps)])
+    numbers = np.concatenate(
+        [np.asarray(SPEECHES(jnp.asarray(windows(number)))) for number in range(steps)]
+    )
     print(f"Layout {layout}: {T // 4:,} tokens of each sequence on a device")
-    print(f"{1 - documents.seen(numbers):.1%} of the pairs that are computed cross a cut between speeches, and are masked")
+    print(
+        f"{1 - documents.seen(numbers):.1%} of the pairs that are computed cross a cut between speeches, and are masked"
+    )
     state = step.init()
     for number in range(steps):
         state, info = step.train(state, windows(number))

@@ -34,7 +34,9 @@ class LoRA(eqx.Module):
     def __call__(self, x):
         """The net at `x`."""
         weights = lambda net: [layer.weight for layer in net.layers]
-        moved = [w + up @ down for w, (up, down) in zip(weights(self.base), self.factors, strict=True)]
+        moved = [
+            w + up @ down for w, (up, down) in zip(weights(self.base), self.factors, strict=True)
+        ]
         return eqx.tree_at(weights, self.base, moved)(x)
 
 
@@ -45,8 +47,17 @@ def adapted(base: eqx.nn.MLP) -> LoRA:
     """`base`, at first unchanged: its factors `up` are zeros."""
     keys = jax.random.split(jax.random.key(1), len(base.layers))
     shapes = [layer.weight.shape for layer in base.layers]
-    down = [jax.random.normal(key, (RANK, inputs)) for key, (_, inputs) in zip(keys, shapes, strict=True)]
-    return LoRA(base, [(jnp.zeros((outputs, RANK)), each) for (outputs, _), each in zip(shapes, down, strict=True)])
+    down = [
+        jax.random.normal(key, (RANK, inputs))
+        for key, (_, inputs) in zip(keys, shapes, strict=True)
+    ]
+    return LoRA(
+        base,
+        [
+            (jnp.zeros((outputs, RANK)), each)
+            for (outputs, _), each in zip(shapes, down, strict=True)
+        ],
+    )
 
 
 def loss(model, batch):
@@ -60,7 +71,9 @@ def grad_of(trainable):
 
     def grad(model, batch):
         trained, frozen = eqx.partition(model, trainable)
-        return eqx.filter_value_and_grad(lambda trained: loss(eqx.combine(trained, frozen), batch))(trained)
+        return eqx.filter_value_and_grad(lambda trained: loss(eqx.combine(trained, frozen), batch))(
+            trained
+        )
 
     return grad
 
@@ -68,15 +81,26 @@ def grad_of(trainable):
 def train(make_model, trainable, learn: digits.Digits):
     """The model after `STEPS` steps on eight devices; prints what is trained, kept and sent."""
     devices = mesh.make(data=8)
-    state, specs = step.init(make_model, optimizer, rules.match("**", P()), devices, trainable=trainable)
+    state, specs = step.init(
+        make_model, optimizer, rules.match("**", P()), devices, trainable=trainable
+    )
     grad = grads.averaged(grad_of(trainable), bucketed(ring("data")))
-    run = mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
-    run = eqx.filter_jit(run).lower(state, learn.batch(0, 0, BATCH)).compile()  # the activation is a leaf, and no array
+    run = mesh.spmd(
+        step.make(grad, optimizer),
+        mesh=devices,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, P()),
+    )
+    run = (
+        eqx.filter_jit(run).lower(state, learn.batch(0, 0, BATCH)).compile()
+    )  # the activation is a leaf, and no array
     for number in range(STEPS):
         state, _ = jax.block_until_ready(run(state, learn.batch(0, number, BATCH)))
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.optimizer[0].mu))
     sent = sum(entry.bytes for entry in certificate.read(run.compiled, devices))
-    print(f"  trained {numbers:,} numbers; a device kept {8 * numbers:,} bytes of moments, and sent {sent:,} bytes a step")
+    print(
+        f"  trained {numbers:,} numbers; a device kept {8 * numbers:,} bytes of moments, and sent {sent:,} bytes a step"
+    )
     return state.model
 
 
@@ -87,12 +111,18 @@ def told_right(model, of: digits.Digits) -> str:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     learn, held_out = digits.load()
-    learn_mirrored, mirrored = (digits.Digits(each.images[:, :, ::-1], each.labels) for each in (learn, held_out))
+    learn_mirrored, mirrored = (
+        digits.Digits(each.images[:, :, ::-1], each.labels) for each in (learn, held_out)
+    )
     print("The whole net, on digits:")
     base = train(lambda: eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0)), True, learn)
-    print(f"  held-out digits told right: {told_right(base, held_out)}, in a mirror {told_right(base, mirrored)}")
+    print(
+        f"  held-out digits told right: {told_right(base, held_out)}, in a mirror {told_right(base, mirrored)}"
+    )
     print(f"Factors of rank {RANK} beside the frozen net, on digits in a mirror:")
     model = train(lambda: adapted(base), FACTORS, learn_mirrored)
     print(f"  held-out digits in a mirror told right: {told_right(model, mirrored)}")
     before, after = (jax.tree.leaves(eqx.filter(net, eqx.is_array)) for net in (base, model.base))
-    print(f"Of the frozen net {sum(int(np.sum(a != b)) for a, b in zip(before, after, strict=True))} numbers differ from before.")
+    print(
+        f"Of the frozen net {sum(int(np.sum(a != b)) for a, b in zip(before, after, strict=True))} numbers differ from before."
+    )

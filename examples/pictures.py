@@ -13,8 +13,16 @@ def curves(name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, f
     """Shares told right by epoch, in per cent, drawn over each other, beside the seconds that an epoch took."""
     figure, (left, right) = _subplots(1, 2, figsize=(9, 4), width_ratios=(2, 1))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
-        left.plot(range(1, len(curve) + 1), [100 * share for share in curve], linewidth=width, color=colour, label=label)
-    left.set(xlabel="epochs", ylabel="held-out digits told right (%)", title="one curve over the other")
+        left.plot(
+            range(1, len(curve) + 1),
+            [100 * share for share in curve],
+            linewidth=width,
+            color=colour,
+            label=label,
+        )
+    left.set(
+        xlabel="epochs", ylabel="held-out digits told right (%)", title="one curve over the other"
+    )
     left.legend(frameon=False, loc="lower right")
     left.grid(alpha=0.25)
     bars = right.bar(list(seconds), list(seconds.values()), color=COLOURS, width=0.6)
@@ -29,7 +37,12 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
     """Rows of grey images of one size, with their titles."""
     figure, axes = _subplots(len(rows), 1, figsize=(9, 0.95 * len(rows)))
     for strip, (title, row) in zip(axes, rows.items(), strict=True):
-        strip.imshow(np.hstack([np.pad(np.asarray(image), 1, constant_values=0.5) for image in row]), cmap="gray", vmin=0, vmax=1)
+        strip.imshow(
+            np.hstack([np.pad(np.asarray(image), 1, constant_values=0.5) for image in row]),
+            cmap="gray",
+            vmin=0,
+            vmax=1,
+        )
         strip.set_title(title, fontsize=10, loc="left")
         strip.set_axis_off()
     return _saved(figure, name)
@@ -40,10 +53,23 @@ def memory(name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, fl
     figure, axes = _subplots(1, len(runs), figsize=(4.8 * len(runs), 4), sharey=True)
     for panel, (label, during) in zip(axes, runs.items(), strict=True):
         steps = range(1, len(during) + 1)
-        panel.bar(steps, [held / 1e6 for held in during], width=0.7, color=COLOURS[0], label="what a step works in")
+        panel.bar(
+            steps,
+            [held / 1e6 for held in during],
+            width=0.7,
+            color=COLOURS[0],
+            label="what a step works in",
+        )
         level = 0.0
         for (what, size), colour in zip(kept.items(), COLOURS[1:], strict=True):
-            panel.fill_between((0.5, len(during) + 0.5), level, level + size / 1e6, color=colour, label=what, linewidth=0)
+            panel.fill_between(
+                (0.5, len(during) + 0.5),
+                level,
+                level + size / 1e6,
+                color=colour,
+                label=what,
+                linewidth=0,
+            )
             level += size / 1e6
         panel.set(xlabel="step", title=label, xlim=(0.5, len(during) + 0.5))
         panel.spines[["top", "right"]].set_visible(False)
@@ -82,7 +108,9 @@ def _subplots(*arguments, **options):
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('The pictures are drawn by matplotlib: pip install -e ".[examples]".') from error
+        raise ImportError(
+            'The pictures are drawn by matplotlib: pip install -e ".[examples]".'
+        ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

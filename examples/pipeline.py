@@ -23,15 +23,21 @@ class Net(eqx.Module):
     out: jax.Array
 
 
-def embed(net, part):  # what goes from stage to stage is any tree: here the stream, and what the way down leaves for the way up
+def embed(
+    net, part
+):  # what goes from stage to stage is any tree: here the stream, and what the way down leaves for the way up
     x = part[0] @ net.embed
     return {"x": x, "skips": jnp.zeros((4, *x.shape))}
 
 
-def stage(net, at, part, position):  # stages 0 and 1 leave their result behind; 3 and 2 add what 0 and 1 left
+def stage(
+    net, at, part, position
+):  # stages 0 and 1 leave their result behind; 3 and 2 add what 0 and 1 left
     x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), at["x"], net.blocks)[0]
     x = x + net.gate * jnp.where(position >= 2, at["skips"][3 - position], 0.0)
-    return pipeline.Output({"x": x, "skips": at["skips"].at[position].set(x)}, aux={"size": jnp.mean(x**2)})
+    return pipeline.Output(
+        {"x": x, "skips": at["skips"].at[position].set(x)}, aux={"size": jnp.mean(x**2)}
+    )
 
 
 def head(net, at, part):  # the loss, on the last stage
@@ -40,7 +46,10 @@ def head(net, at, part):  # the loss, on the last stage
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    devices, plan = mesh.make(data=2, stage=4), schedule.one_f_one_b_lockstep(stages=4, microbatches=16)
+    devices, plan = (
+        mesh.make(data=2, stage=4),
+        schedule.one_f_one_b_lockstep(stages=4, microbatches=16),
+    )
     print(draw.summary(plan), draw.text(plan), sep="\n")
 
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
@@ -48,12 +57,21 @@ if __name__ == "__main__":
     inputs = normal(3, 256, 16)
     targets = jnp.sin(10 * inputs[:, :1])
 
-    grad = grads.averaged(pipeline.value_and_grad(embed, stage, head, plan, ring("stage")), ring("data"))
+    grad = grads.averaged(
+        pipeline.value_and_grad(embed, stage, head, plan, ring("stage")), ring("data")
+    )
     rule = rules.first(rules.match("blocks", P(None, "stage")), rules.match("**", P()))
     state, specs = step.init(lambda: net, optax.adam(1e-2), rule, devices)
     train = step.make(grad, optax.adam(1e-2))
-    train = jax.jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+    train = jax.jit(
+        mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    )
     for i in range(101):
-        state, info = jax.block_until_ready(train(state, (inputs, targets)))  # virtual devices share threads
+        state, info = jax.block_until_ready(
+            train(state, (inputs, targets))
+        )  # virtual devices share threads
         if i % 20 == 0:
-            print(f"step {i:3d}  loss {info.loss:.4f}  stages", *(f"{size:.2f}" for size in info.aux.stages["size"]))
+            print(
+                f"step {i:3d}  loss {info.loss:.4f}  stages",
+                *(f"{size:.2f}" for size in info.aux.stages["size"]),
+            )

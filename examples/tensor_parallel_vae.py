@@ -33,8 +33,14 @@ class Pair(eqx.Module):
 
     def __init__(self, inputs, outputs, key):
         up, down = jax.random.split(key)
-        self.up, self.up_bias = jax.random.normal(up, (inputs, HIDDEN)) / inputs**0.5, jnp.zeros(HIDDEN)
-        self.down, self.down_bias = jax.random.normal(down, (HIDDEN, outputs)) / HIDDEN**0.5, jnp.zeros(outputs)
+        self.up, self.up_bias = (
+            jax.random.normal(up, (inputs, HIDDEN)) / inputs**0.5,
+            jnp.zeros(HIDDEN),
+        )
+        self.down, self.down_bias = (
+            jax.random.normal(down, (HIDDEN, outputs)) / HIDDEN**0.5,
+            jnp.zeros(outputs),
+        )
 
     def __call__(self, x, axis):
         """One sum over `axis` forward and one backward; `()` is one device."""
@@ -65,17 +71,29 @@ def loss(model, batch, axis=()):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_enable_x64", True)  # so that a difference would be a mistake, and not rounding
+    jax.config.update(
+        "jax_enable_x64", True
+    )  # so that a difference would be a mistake, and not rounding
     learn, held_out = digits.load()
     flat = lambda images: jnp.asarray(images, float).reshape(-1, PIXELS)
     devices, optimizer = mesh.make(data=4, tensor=2), optax.adam(2e-3)
     make_model = functools.partial(VAE, jax.random.key(0))
-    split = {"*.up": P(None, "tensor"), "*.up_bias": P("tensor"), "*.down": P("tensor"), "*.down_bias": P()}
+    split = {
+        "*.up": P(None, "tensor"),
+        "*.up_bias": P("tensor"),
+        "*.down": P("tensor"),
+        "*.down_bias": P(),
+    }
     rule = rules.first(*(rules.match(pattern, spec) for pattern, spec in split.items()))
     grad = jax.value_and_grad(functools.partial(loss, axis=ring("tensor")))
     grad = grads.averaged(grad, bucketed(ring("data")))
     state, specs = step.init(make_model, optimizer, rule, devices)
-    train = mesh.spmd(step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    train = mesh.spmd(
+        step.make(grad, optimizer),
+        mesh=devices,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, P()),
+    )
     train, train_alone = jax.jit(train), jax.jit(step.make(jax.value_and_grad(loss), optimizer))
     alone = jax.device_put(state, jax.devices()[0])
     print("nats a digit     8 devices      1 device    difference")
@@ -87,12 +105,27 @@ if __name__ == "__main__":
         alone, info_alone = train_alone(alone, batch)
         apart.append(abs(float(info.loss) / float(info_alone.loss) - 1))
         if (i + 1) % 100 == 0 or i == 0:
-            print(f"step {i + 1:3d}     {info.loss:12.8f}  {info_alone.loss:12.8f}       {apart[-1]:.1e}")
+            print(
+                f"step {i + 1:3d}     {info.loss:12.8f}  {info_alone.loss:12.8f}       {apart[-1]:.1e}"
+            )
     model, shown = jax.device_put(state.model, jax.devices()[0]), held_out.images[:14]
     weights = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), model, alone.model)
-    print(f"The loss on 8 devices is that on one: {max(apart):.1e} of it apart at most, in {STEPS} steps of training;")
-    print(f"after them the weights, some of which are about 1, are {max(jax.tree.leaves(weights)):.1e} apart at most.")
+    print(
+        f"The loss on 8 devices is that on one: {max(apart):.1e} of it apart at most, in {STEPS} steps of training;"
+    )
+    print(
+        f"after them the weights, some of which are about 1, are {max(jax.tree.leaves(weights)):.1e} apart at most."
+    )
     drawn = lambda codes: jax.nn.sigmoid(model.decoder(codes, ())).reshape(-1, 8, 8)
-    codes, noise = model.encoder(flat(shown), ())[:, :LATENT], jax.random.normal(jax.random.key(1), (len(shown), LATENT))
-    rows = {"held-out digits": shown, "encoded and decoded": drawn(codes), "decoded from noise": drawn(noise)}
-    print(f"Digits, what is left of them, and new ones are in {pictures.images('tensor_parallel_vae/digits', rows)}.")
+    codes, noise = (
+        model.encoder(flat(shown), ())[:, :LATENT],
+        jax.random.normal(jax.random.key(1), (len(shown), LATENT)),
+    )
+    rows = {
+        "held-out digits": shown,
+        "encoded and decoded": drawn(codes),
+        "decoded from noise": drawn(noise),
+    }
+    print(
+        f"Digits, what is left of them, and new ones are in {pictures.images('tensor_parallel_vae/digits', rows)}."
+    )

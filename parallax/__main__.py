@@ -72,9 +72,13 @@ def plan(options: argparse.Namespace) -> str:
             return found
         return f"{found}\n\n{between.told(config, layout, islands=options.islands, every=options.every)}"
     if options.devices is None:
-        raise ValueError("plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4.")
+        raise ValueError(
+            "plan needs --devices, to search, or --layout. Take --devices 8, or --layout data=2,tensor=4."
+        )
     Layout.parse(f"precision={options.precision}", wording=validate.Wording(_flag, _precision_flag))
-    found = layouts.search(config, options.devices, chip, batch=options.batch, precision=options.precision)
+    found = layouts.search(
+        config, options.devices, chip, batch=options.batch, precision=options.precision
+    )
     best, moved = movers.replanned(found[0], networks.of(chip, options.devices))
     told = (
         f"\n\n{movers.table(moved)}\nwith the fastest: {best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
@@ -89,7 +93,9 @@ def traced(options: argparse.Namespace, chip: hardware.Hardware) -> str:
     from parallax.plan import user_files
 
     if options.mesh is None:
-        raise ValueError("plan needs the mesh of the step in a file. Take --mesh data=256, or other axes and sizes.")
+        raise ValueError(
+            "plan needs the mesh of the step in a file. Take --mesh data=256, or other axes and sizes."
+        )
     world = user_files.world(options.mesh)
     step, shapes = user_files.read(options.program, world)
     return f"{plans.trace(step, shapes, world, hardware=chip)}{failures(options, math.prod(world.shape.values()))}"
@@ -116,12 +122,20 @@ def compare(options: argparse.Namespace) -> str:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
     mesh_ = mesh.make(devices=jax.devices(), **layout.axes)
-    prepared = decoder.train_step(gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, config, plans.ADAMW, layout, mesh_, batch=options.batch, key=jax.random.key(0)
+    )
     windows = jax.ShapeDtypeStruct(
-        (options.batch, config.context + 1), jnp.int32, sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_)
+        (options.batch, config.context + 1),
+        jnp.int32,
+        sharding=mesh.shardings(jax.P(layout.batch_axes), mesh_),
     )
     compiled = prepared.train.lower(prepared.shapes, windows).compile()
-    return plans.compared(plans.compare(plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled))
+    return plans.compared(
+        plans.compare(
+            plans.plan(config, layout, hardware.VIRTUAL_CPU, batch=options.batch), compiled
+        )
+    )
 
 
 def first_difference(options: argparse.Namespace) -> str:
@@ -141,20 +155,36 @@ def first_difference(options: argparse.Namespace) -> str:
     config = model(options)
     layout = laid_out(options, config, options.devices)
     if options.record and not Path(options.record).is_file():
-        raise ValueError(f"--record needs a file that --save wrote; there is none at {options.record}.")
+        raise ValueError(
+            f"--record needs a file that --save wrote; there is none at {options.record}."
+        )
     if options.save and not Path(options.save).absolute().parent.is_dir():
-        raise ValueError(f"--save needs a folder that is there; {Path(options.save).absolute().parent} is none.")
-    kept = bisect.load(options.record) if options.record else None  # a wrong file is told before anything is compiled
+        raise ValueError(
+            f"--save needs a folder that is there; {Path(options.save).absolute().parent} is none."
+        )
+    kept = (
+        bisect.load(options.record) if options.record else None
+    )  # a wrong file is told before anything is compiled
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", layout.devices)
-    windows = np.random.default_rng(0).integers(0, config.vocabulary, (options.batch, config.context + 1)).astype(np.int32)
+    windows = (
+        np.random.default_rng(0)
+        .integers(0, config.vocabulary, (options.batch, config.context + 1))
+        .astype(np.int32)
+    )
 
     def run(layout: Layout):
         mesh_ = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
-        settings = {"batch": options.batch, "key": jax.random.key(0), "compute": decoder.Compute(dtype=jnp.float64)}
+        settings = {
+            "batch": options.batch,
+            "key": jax.random.key(0),
+            "compute": decoder.Compute(dtype=jnp.float64),
+        }
         # AdamW would divide the rounding of a gradient that is zero, the keys' bias, by itself.
-        prepared = decoder.train_step(gpt2.FAMILY, config, optax.sgd(0.1, momentum=0.9), layout, mesh_, **settings)
+        prepared = decoder.train_step(
+            gpt2.FAMILY, config, optax.sgd(0.1, momentum=0.9), layout, mesh_, **settings
+        )
         return prepared.train, (prepared.init(), windows)
 
     right = kept or bisect.record(lambda: run(Layout()))
@@ -186,9 +216,15 @@ def compile_for(options: argparse.Namespace) -> str:
     there = targets.target(options.target)
     count = options.islands
     if count < 1 or len(there.devices) % count:
-        raise ValueError(f"compile needs --islands that divide the {len(there.devices)} devices; got {count}. Take --islands 1.")
+        raise ValueError(
+            f"compile needs --islands that divide the {len(there.devices)} devices; got {count}. Take --islands 1."
+        )
     layout = laid_out(options, config, len(there.devices) // count, fixed=("devices",))
-    sizes, key, batch = {"island": count} | layout.axes if count > 1 else layout.axes, jax.random.key(0), count * options.batch
+    sizes, key, batch = (
+        {"island": count} | layout.axes if count > 1 else layout.axes,
+        jax.random.key(0),
+        count * options.batch,
+    )
     mesh_ = mesh.make(devices=there.devices, **sizes)
     common = (gpt2.FAMILY, config, plans.ADAMW, layout, mesh_)
     if count == 1:
@@ -226,16 +262,29 @@ def model(options: argparse.Namespace) -> gpt2.Config:
     sizes = {"context": options.context, "layers": options.layers}
     for name, size in sizes.items():
         if size is not None and size < 1:
-            raise ValueError(f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}.")
-    return dataclasses.replace(config, **{name: size for name, size in sizes.items() if size is not None})
+            raise ValueError(
+                f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}."
+            )
+    return dataclasses.replace(
+        config, **{name: size for name, size in sizes.items() if size is not None}
+    )
 
 
-FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}  # of sizes
+FLAGS = {
+    "layers": "layers",
+    "tokens": "context",
+    "batch": "batch",
+    "devices": "devices",
+}  # of sizes
 
 
-def laid_out(options: argparse.Namespace, config: gpt2.Config, devices: int | None, fixed: Sequence[str] = ()) -> Layout:
+def laid_out(
+    options: argparse.Namespace, config: gpt2.Config, devices: int | None, fixed: Sequence[str] = ()
+) -> Layout:
     """The layout that was asked for, if it fits. Raises `ValueError`, which proposes flags that do, but for `fixed` sizes."""
-    sizes = {**config.sizes, "batch": options.batch} | ({} if devices is None else {"devices": devices})
+    sizes = {**config.sizes, "batch": options.batch} | (
+        {} if devices is None else {"devices": devices}
+    )
 
     says = lambda name, value: f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
     wording = validate.Wording(says, _flags, fixed=("heads", "hidden", "rows", *fixed))
@@ -253,52 +302,108 @@ def _precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     own = {name: value for name, value in change.items() if name not in FLAGS}
     words = ["--layout", validate.as_text({**written, **own}) or "data=1"] if written or own else []
-    return " ".join(words + [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS])
+    return " ".join(
+        words + [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS]
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     top = argparse.ArgumentParser(
-        prog="python -m parallax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m parallax",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(required=True)
     for name, run, words in (
         ("plan", plan, "what a layout needs, or which is best"),
         ("compile", compile_for, "a step compiled for a TPU or GPU machine that is not there"),
         ("compare", compare, "predictions beside the program compiled for virtual CPU devices"),
-        ("bisect", first_difference, "the first value of a layout's step that differs from one device's"),
+        (
+            "bisect",
+            first_difference,
+            "the first value of a layout's step that differs from one device's",
+        ),
     ):
         command = commands.add_parser(name, help=words)
         command.set_defaults(run=run)
-        command.add_argument("--model", choices=MODELS, default="tiny" if run in (compare, first_difference) else "small")
-        command.add_argument("--context", type=int, help="tokens of a sequence, where other than the model's")
-        command.add_argument("--layers", type=int, help="of the model, where other than the model's")
+        command.add_argument(
+            "--model",
+            choices=MODELS,
+            default="tiny" if run in (compare, first_difference) else "small",
+        )
+        command.add_argument(
+            "--context", type=int, help="tokens of a sequence, where other than the model's"
+        )
+        command.add_argument(
+            "--layers", type=int, help="of the model, where other than the model's"
+        )
         command.add_argument("--layout", help="as data=2,tensor=4,zero=1")
         command.add_argument("--devices", type=int, help="how many there are")
         command.add_argument(
-            "--batch", type=int, default={plan: 512, compile_for: 64}.get(run, 16), help="sequences of the global batch"
+            "--batch",
+            type=int,
+            default={plan: 512, compile_for: 64}.get(run, 16),
+            help="sequences of the global batch",
         )
         if run is first_difference:
-            command.add_argument("--record", help="a record that an earlier run saved, instead of one device")
+            command.add_argument(
+                "--record", help="a record that an earlier run saved, instead of one device"
+            )
             command.add_argument("--save", help="a file for the record of the layout's run")
         if run in (plan, compile_for):
-            command.add_argument("--islands", type=int, default=1, help="groups that talk seldom; layout and batch are one's (1)")
-            command.add_argument("--every", type=int, default=50, help="steps between two rounds of the islands (50)")
+            command.add_argument(
+                "--islands",
+                type=int,
+                default=1,
+                help="groups that talk seldom; layout and batch are one's (1)",
+            )
+            command.add_argument(
+                "--every", type=int, default=50, help="steps between two rounds of the islands (50)"
+            )
         if run is compile_for:
             command.add_argument("--target", required=True, help="as v5e:2x4, v5p:2x2x2, 8 x h100")
-            command.add_argument("--trace", help="a file for a trace of the estimated time, which Perfetto opens")
+            command.add_argument(
+                "--trace", help="a file for a trace of the estimated time, which Perfetto opens"
+            )
             command.add_argument("--picture", help="a PNG, SVG or PDF file for a picture of it")
             command.add_argument("--text", help="a file for the compiled program's text")
         if run is plan:
-            command.add_argument("program", nargs="?", help="path/to/file.py:function, which takes a mesh: any step, traced")
+            command.add_argument(
+                "program",
+                nargs="?",
+                help="path/to/file.py:function, which takes a mesh: any step, traced",
+            )
             command.add_argument("--mesh", help="of such a step, as data=256,tensor=8")
-            command.add_argument("--failures-per-device-year", type=float, help="for the best interval between checkpoints")
-            command.add_argument("--save-seconds", type=float, default=20.0, help="that a save holds the steps up (20)")
-            command.add_argument("--restart-seconds", type=float, default=600.0, help="from a failure to the next step (600)")
-            command.add_argument("--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}")
-            command.add_argument("--precision", default="bfloat16", help="of the search: full, bfloat16 or float16")
-            command.add_argument("--top", type=int, default=8, help="layouts that the search prints")
-    commands.add_parser("estimates", help="two published estimates, recomputed").set_defaults(run=both_estimates)
+            command.add_argument(
+                "--failures-per-device-year",
+                type=float,
+                help="for the best interval between checkpoints",
+            )
+            command.add_argument(
+                "--save-seconds",
+                type=float,
+                default=20.0,
+                help="that a save holds the steps up (20)",
+            )
+            command.add_argument(
+                "--restart-seconds",
+                type=float,
+                default=600.0,
+                help="from a failure to the next step (600)",
+            )
+            command.add_argument(
+                "--hardware", default="a100", help=f"one of {', '.join(hardware.KNOWN)}"
+            )
+            command.add_argument(
+                "--precision", default="bfloat16", help="of the search: full, bfloat16 or float16"
+            )
+            command.add_argument(
+                "--top", type=int, default=8, help="layouts that the search prints"
+            )
+    commands.add_parser("estimates", help="two published estimates, recomputed").set_defaults(
+        run=both_estimates
+    )
     return top
 
 

@@ -61,9 +61,13 @@ def mean(
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
     if not targets.size:
-        raise ValueError(f"cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape {targets.shape}.")
+        raise ValueError(
+            f"cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape {targets.shape}."
+        )
     # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
-    each = (targets,) if weights is None else (targets, lax.stop_gradient(weights))  # what else a token has
+    each = (
+        (targets,) if weights is None else (targets, lax.stop_gradient(weights))
+    )  # what else a token has
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, each), start=())
     count, width, wide = targets.size, x.shape[-1], precision.wide(x.dtype)
     blocks = -(-count // block_tokens)
@@ -85,22 +89,34 @@ def mean(
     @jax.custom_vjp
     def loss(x, table, *each):
         block = lambda _, parts: (None, losses_of(make_logits(parts[0], table), *parts[1:]))
-        return jnp.mean(whole(lax.scan(block, None, (in_blocks(x, width), *map(in_blocks, each)))[1]))
+        return jnp.mean(
+            whole(lax.scan(block, None, (in_blocks(x, width), *map(in_blocks, each)))[1])
+        )
 
     def forward(x, table, *each):
         def block(sums, parts):
             part, *of_tokens = parts
-            losses, transposed = jax.vjp(lambda logits: losses_of(logits, *of_tokens), make_logits(part, table))
+            losses, transposed = jax.vjp(
+                lambda logits: losses_of(logits, *of_tokens), make_logits(part, table)
+            )
             error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
             sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
-            return sums, (losses, jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide))
+            return sums, (
+                losses,
+                jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide),
+            )
 
         zeros = like(jnp.zeros(table.shape, wide), table)
-        sums, (losses, shares) = lax.scan(block, zeros, (in_blocks(x, width), *map(in_blocks, each)))
+        sums, (losses, shares) = lax.scan(
+            block, zeros, (in_blocks(x, width), *map(in_blocks, each))
+        )
         return jnp.mean(whole(losses)), (whole(shares, width).reshape(x.shape), sums)
 
     def backward(gradients, ct):
-        scaled = [(g * (ct / count)).astype(leaf.dtype) for g, leaf in zip(gradients, (x, table), strict=True)]
+        scaled = [
+            (g * (ct / count)).astype(leaf.dtype)
+            for g, leaf in zip(gradients, (x, table), strict=True)
+        ]
         return *scaled, *(None for _ in each)
 
     loss.defvjp(forward, backward)

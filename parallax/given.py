@@ -23,7 +23,9 @@ def whole(where: str, **numbers: Any) -> tuple[int, ...]:
         try:
             found.append(operator.index(value))
         except TypeError as error:
-            raise ValueError(f"{where} needs a whole number as {name}; got {value!r}. Give an int.") from error
+            raise ValueError(
+                f"{where} needs a whole number as {name}; got {value!r}. Give an int."
+            ) from error
     return tuple(found)
 
 
@@ -56,16 +58,22 @@ def tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> Non
         ValueError: the ids are not whole numbers in two dims, or one is outside.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
-        raise ValueError(f"{where} needs an array of tokens, [batch, tokens]; got a {type(ids).__name__}. Use jnp.asarray.")
+        raise ValueError(
+            f"{where} needs an array of tokens, [batch, tokens]; got a {type(ids).__name__}. Use jnp.asarray."
+        )
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"{where} needs whole numbers, [batch, tokens]; got {ids.dtype}{list(ids.shape)}. Encode a text.")
+        raise ValueError(
+            f"{where} needs whole numbers, [batch, tokens]; got {ids.dtype}{list(ids.shape)}. Encode a text."
+        )
     if not (_known(ids) and _known(weights)):
         return
     ids = np.asarray(ids)
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
         counts = np.asarray(weights) != 0
-        counts = np.maximum.accumulate(np.concatenate([counts[:, :1], counts], axis=1)[:, ::-1], axis=1)[:, ::-1]
+        counts = np.maximum.accumulate(
+            np.concatenate([counts[:, :1], counts], axis=1)[:, ::-1], axis=1
+        )[:, ::-1]
         outside &= counts
     if outside.any():
         place = tuple(map(int, np.argwhere(outside)[0]))

@@ -57,7 +57,9 @@ def _floating(path: Sequence[Any], leaf: Array) -> Array:
     return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))
 
 
-def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_of_parts) -> Grad:
+def accumulated(
+    grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_of_parts
+) -> Grad:
     """`grad` of the whole batch, computed one microbatch after another: memory for one microbatch at a time.
 
     It equals `grad` where the loss is a mean over the batch. Every leaf of the batch has the batch as its first
@@ -84,14 +86,18 @@ def accumulated(grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = me
             part, number = numbered_part
             with taps.at(microbatch=number):
                 value, gradients = grad(params, part)
-            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), value
+            return jax.tree.map(
+                lambda total, g: total + g.astype(total.dtype), sums, gradients
+            ), value
 
         def zeros(gradient):
             return jnp.zeros_like(gradient, dtype=wide(gradient.dtype))
 
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: grad(params, first_part)[1])
-        sums, values = lax.scan(add, jax.tree.map(zeros, shapes), (parts, taps.numbered(microbatches)))
+        sums, values = lax.scan(
+            add, jax.tree.map(zeros, shapes), (parts, taps.numbered(microbatches))
+        )
         means = jax.tree.map(lambda total: total / microbatches, sums)
         return map_loss_and_aux(values, jnp.mean, aux), means
 
@@ -155,7 +161,9 @@ def summed(
     return over_devices(grad, Axis.of(axis), total_as_term, loss=loss, aux=aux, reduced=reduced)
 
 
-def _unscattered(value: PyTree, gradients: PyTree, params: PyTree, names: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+def _unscattered(
+    value: PyTree, gradients: PyTree, params: PyTree, names: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
     return value, gradients, names
 
 
@@ -221,7 +229,13 @@ OUTSIDE = jax.make_user_context(Outside())
 
 
 def local(
-    grad: Grad, params: PyTree, batch: PyTree, axis: Axis, *, loss: bool, reduced: Callable[[Any], Any] | None = None
+    grad: Grad,
+    params: PyTree,
+    batch: PyTree,
+    axis: Axis,
+    *,
+    loss: bool,
+    reduced: Callable[[Any], Any] | None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The parameters declared varying along `axis`, and each device's own loss and gradients.
 
@@ -265,7 +279,9 @@ def local(
             return declared, *program.run()
         # Without shares the function runs as it is: the pipeline's checks follow its values back to the parameters.
         value, gradients = grad(declared, batch)
-        differ = {name for gradient in jax.tree.leaves(gradients) for name in varying_axes(gradient)}
+        differ = {
+            name for gradient in jax.tree.leaves(gradients) for name in varying_axes(gradient)
+        }
         same = differ.intersection(names).difference(varying_axes(loss_of(value)))
         if loss:
             for name in sorted(same):
@@ -285,12 +301,16 @@ class _Program:
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
         self.closed: ClosedJaxpr
-        self.closed, shapes = jax.make_jaxpr(lambda arrays: grad(*eqx.combine(arrays, static)), return_shape=True)(self.arrays)
+        self.closed, shapes = jax.make_jaxpr(
+            lambda arrays: grad(*eqx.combine(arrays, static)), return_shape=True
+        )(self.arrays)
         self.structure = jax.tree.structure(shapes)
 
     def run(self) -> PyTree:
         """The loss and the gradients."""
-        results = map(jnp.asarray, jaxpr_as_fun(self.closed)(*jax.tree.leaves(self.arrays)))  # constants are NumPy's
+        results = map(
+            jnp.asarray, jaxpr_as_fun(self.closed)(*jax.tree.leaves(self.arrays))
+        )  # constants are NumPy's
         return jax.tree.unflatten(self.structure, results)
 
     def check(self, name: str, shares: set[str], *, loss: bool) -> None:
@@ -316,7 +336,10 @@ class _Program:
                     "rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
-        reaches = (name in varying_axes(leaf) and used for leaf, used in zip(leaves, uses.reached, strict=True))
+        reaches = (
+            name in varying_axes(leaf) and used
+            for leaf, used in zip(leaves, uses.reached, strict=True)
+        )
         if may_be_reduced and any(reaches):
             raise ValueError(
                 f"The loss is the same along {name!r}, so it was reduced over it already, by lax.pmean or the like, and what "
@@ -361,7 +384,11 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
             return w
 
         def total(cotangent):
-            return axis.over(names).all_reduce(cotangent.astype(wide(cotangent.dtype))).astype(cotangent.dtype)
+            return (
+                axis.over(names)
+                .all_reduce(cotangent.astype(wide(cotangent.dtype)))
+                .astype(cotangent.dtype)
+            )
 
         return linear(w, forward=lambda w: varying(w, names), backward=total)
 
@@ -389,7 +416,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
     `names` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), tree))
+    leaves, structure = jax.tree.flatten(
+        jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), tree)
+    )
     names = structure.flatten_up_to(names)
     before = tree
     for group in sorted({*names} - {()}, key=len, reverse=True):
@@ -426,7 +455,9 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map_with_path(parameter, gradients)
 
 
-def map_loss_and_aux(value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]) -> PyTree:
+def map_loss_and_aux(
+    value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
+) -> PyTree:
     """A loss or `(loss, aux)`, as a gradient function returns it beside the gradients, with a function on each."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
@@ -497,7 +528,11 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     movers = {name: part.mover for part in map(Axis.of, axes) for name in axes_of(part)}
 
     def total(split, square):
-        return joined(*(movers.get(name, xla)(name) for name in split)).all_reduce(square) if split else square
+        return (
+            joined(*(movers.get(name, xla)(name) for name in split)).all_reduce(square)
+            if split
+            else square
+        )
 
     sums = [total(split, square) for split, square in squares.items()]
     return jnp.sqrt(sum(sums[1:], start=sums[0]))

@@ -19,8 +19,13 @@ from parallax.collectives import types as collective_types
 
 _HOUSE = os.path.dirname(__file__) + os.sep
 _ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping))
-_STANDARD, _INSTALLED = sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep
+_LIBRARIES = tuple(
+    os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping)
+)
+_STANDARD, _INSTALLED = (
+    sysconfig.get_path("stdlib") + os.sep,
+    sysconfig.get_path("purelib") + os.sep,
+)
 
 
 # Primitives that compute each element of their result from the same element of their operands
@@ -51,10 +56,14 @@ UNCHANGED = frozenset(  # the same numbers, perhaps of another type
 )
 # fmt: on
 ELEMENTWISE = CHEAP | DEAR | UNCHANGED
-LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})  # of equal numbers: equal numbers
+LAID_OUT = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+)  # of equal numbers: equal numbers
 
 UNKNOWN = "unknown line"
-COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")  # how a compiled program names a loop in a `counted_scope`
+COUNTED = re.compile(
+    r"/(\w+)\.(\d+)_of_(\d+)/while\""
+)  # how a compiled program names a loop in a `counted_scope`
 
 
 def opened(jaxpr: Any) -> Jaxpr:
@@ -69,14 +78,22 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
     """All jaxprs among these parameters, in the order of `inner`, with their constants."""
-    values = [each for value in params.values() for each in (value if isinstance(value, tuple) else (value,))]
+    values = [
+        each
+        for value in params.values()
+        for each in (value if isinstance(value, tuple) else (value,))
+    ]
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
     """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or `checkpoint`'s; else None."""
     found = inner(eqn)
-    fits = len(found) == 1 and len(found[0].invars) == len(eqn.invars) and len(found[0].outvars) == len(eqn.outvars)
+    fits = (
+        len(found) == 1
+        and len(found[0].invars) == len(eqn.invars)
+        and len(found[0].outvars) == len(eqn.outvars)
+    )
     return found[0] if fits else None
 
 
@@ -94,14 +111,27 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 COLLECTIVES = frozenset(
-    {"linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "pmax", "pmin"}
+    {
+        "linear_collective",
+        "ppermute",
+        "all_to_all",
+        "ragged_all_to_all",
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+    }
     | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 )
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """The axes of the collectives that an equation is, or has inside. One of this library is opened, inside its map."""
-    bodies = [collective_types.opened(eqn, None, check_vma=True)] if eqn.primitive is collective_types.linear_p else inner(eqn)
+    bodies = (
+        [collective_types.opened(eqn, None, check_vma=True)]
+        if eqn.primitive is collective_types.linear_p
+        else inner(eqn)
+    )
     if not bodies and eqn.primitive.name in COLLECTIVES:
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         return frozenset(names if isinstance(names, tuple | list) else (names,))
@@ -149,7 +179,10 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     count = len(jaxpr.invars)
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data | 1 << count)  # with a bit for constants that differ
-    constants = [Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0) for var in jaxpr.constvars]
+    constants = [
+        Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0)
+        for var in jaxpr.constvars
+    ]
     found = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
     bits = lambda mask: [bool(mask >> i & 1) for i in range(count)]
     return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in found]
@@ -167,7 +200,9 @@ class Following:
 
     def __init__(self, axis: str):
         self.axis = axis
-        self.sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}  # by an equation's id: a loop's body is read several times
+        self.sent: dict[
+            int, tuple[JaxprEqn, frozenset[str]]
+        ] = {}  # by an equation's id: a loop's body is read several times
 
     def written(self, value: Any) -> Any:
         """What is known of a number that is written into the program."""
@@ -181,10 +216,16 @@ class Following:
         """What is known of a value that was made, or chosen, by all of these."""
         return functools.reduce(operator.or_, operands, self.unknown)
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any] = ()) -> list[Any]:
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any] = ()
+    ) -> list[Any]:
         """What is known of a program's results."""
-        known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
+        known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(
+            zip(jaxpr.invars, arguments, strict=True)
+        )
+        read = lambda atom: (
+            self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
+        )
         for eqn in jaxpr.eqns:
             known |= zip(eqn.outvars, self.results(eqn, list(map(read, eqn.invars))), strict=True)
         return list(map(read, jaxpr.outvars))
@@ -194,19 +235,32 @@ class Following:
         name = eqn.primitive.name
         if name == "cond":
             branches = [self.run(branch, operands[1:]) for branch in inner(eqn)]
-            return [self.met([operands[0], functools.reduce(operator.or_, ways)]) for ways in zip(*branches, strict=True)]
+            return [
+                self.met([operands[0], functools.reduce(operator.or_, ways)])
+                for ways in zip(*branches, strict=True)
+            ]
         if name == "scan":
             first, carries = scan_parts(eqn)
-            return self.loop(inner(eqn)[0], operands[:first], operands[first:][:carries], operands[first + carries :])
+            return self.loop(
+                inner(eqn)[0],
+                operands[:first],
+                operands[first:][:carries],
+                operands[first + carries :],
+            )
         if name == "while":
             skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             rest = operands[skipped:]
-            return self.loop(opened(eqn.params["body_jaxpr"]), rest[:constants], rest[constants:], [])
+            return self.loop(
+                opened(eqn.params["body_jaxpr"]), rest[:constants], rest[constants:], []
+            )
         if (body := called(eqn)) is not None:
             return self.run(body, operands)
         side_by_side = name in COLLECTIVES or name == "optimization_barrier"
         if side_by_side and len(operands) == len(eqn.outvars):
-            return [self.plain(eqn, [operand], var.aval) for operand, var in zip(operands, eqn.outvars, strict=True)]
+            return [
+                self.plain(eqn, [operand], var.aval)
+                for operand, var in zip(operands, eqn.outvars, strict=True)
+            ]
         return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
@@ -215,7 +269,9 @@ class Following:
             self.sent[id(eqn)] = eqn, sent_over(eqn)
         return self.axis in self.sent[id(eqn)][1]
 
-    def loop(self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]) -> list[Any]:
+    def loop(
+        self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
+    ) -> list[Any]:
         """What is known of a loop's results, once its carries have settled."""
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
@@ -265,7 +321,9 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
     """
     body = inner(eqn)[0]
-    thinner = lambda outside, inside: sum(a.ndim != b.ndim for a, b in zip(types(outside), types(inside), strict=True))
+    thinner = lambda outside, inside: sum(
+        a.ndim != b.ndim for a, b in zip(types(outside), types(inside), strict=True)
+    )
     sliced, stacked = thinner(eqn.invars, body.invars), thinner(eqn.outvars, body.outvars)
     carries = len(eqn.outvars) - stacked
     return len(eqn.invars) - sliced - carries, carries
@@ -291,7 +349,11 @@ def source(eqn: JaxprEqn) -> str:
         line = f"{frame.file_name}:{frame.line_num}"
         if _is_callers(frame.file_name):
             return line
-        if ours == UNKNOWN and frame.file_name.startswith(_HOUSE) and not frame.file_name.startswith(_ROOMS):
+        if (
+            ours == UNKNOWN
+            and frame.file_name.startswith(_HOUSE)
+            and not frame.file_name.startswith(_ROOMS)
+        ):
             ours = line
     return ours
 
@@ -300,7 +362,9 @@ def origin(eqn: JaxprEqn) -> str:
     """The line that made an equation, wherever it is but in JAX: "clipping.py:77"; "" where that is unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if frame.file_name.endswith(".py") and not frame.file_name.startswith((_LIBRARIES[0], _STANDARD)):
+        if frame.file_name.endswith(".py") and not frame.file_name.startswith(
+            (_LIBRARIES[0], _STANDARD)
+        ):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
 
@@ -308,8 +372,14 @@ def origin(eqn: JaxprEqn) -> str:
 def maker(eqn: JaxprEqn) -> str:
     """The file of the innermost function round an equation that is not of JAX; "" where that is unknown."""
     traceback = eqn.source_info.traceback
-    names = [frame.file_name for frame in (traceback.frames if traceback else ()) if frame.file_name.endswith(".py")]
-    others = (name for name in names if name.startswith(_INSTALLED) or not name.startswith(_STANDARD))
+    names = [
+        frame.file_name
+        for frame in (traceback.frames if traceback else ())
+        if frame.file_name.endswith(".py")
+    ]
+    others = (
+        name for name in names if name.startswith(_INSTALLED) or not name.startswith(_STANDARD)
+    )
     return next((name for name in others if not name.startswith(_LIBRARIES[0])), "")
 
 
@@ -325,7 +395,9 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
 
 @functools.cache
 def _is_callers(file_name: str) -> bool:
-    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):  # frozen, or made by beartype
+    if file_name.startswith("<") and not file_name.startswith(
+        ("<stdin>", "<ipython")
+    ):  # frozen, or made by beartype
         return False
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)
     return bool(file_name) and not standard and not file_name.startswith((_HOUSE, *_LIBRARIES))

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from parallax import validate
-from parallax.validate import ALWAYS, AXES, BATCH_AXES, DEFAULTS, Precision, Remat, ScheduleName, Wording
+from parallax.validate import (
+    ALWAYS,
+    AXES,
+    BATCH_AXES,
+    DEFAULTS,
+    Precision,
+    Remat,
+    ScheduleName,
+    Wording,
+)
 
 __all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 
@@ -122,7 +131,9 @@ class Layout:
             number, places[name] = divmod(number, self.axes[name])
         if number or device < 0:
             last = self.devices - 1
-            raise ValueError(f"Layout has devices 0 to {last}; got device={device}. Take device={last}.")
+            raise ValueError(
+                f"Layout has devices 0 to {last}; got device={device}. Take device={last}."
+            )
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
@@ -133,9 +144,19 @@ class Layout:
         """
         unknown = [name for name in axis_names if name not in AXES]
         if unknown:
-            raise ValueError(f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those.")
-        fixed = {name: place for name, place in self.coordinates(device).items() if name not in axis_names}
-        return [other for other in range(self.devices) if fixed.items() <= self.coordinates(other).items()]
+            raise ValueError(
+                f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those."
+            )
+        fixed = {
+            name: place
+            for name, place in self.coordinates(device).items()
+            if name not in axis_names
+        }
+        return [
+            other
+            for other in range(self.devices)
+            if fixed.items() <= self.coordinates(other).items()
+        ]
 
     # The batch and the shards, as the recipe and the plan ask for them
 
@@ -197,7 +218,14 @@ class Layout:
         Raises:
             ValueError: what was needed, what came, and the nearest sizes that work in every respect.
         """
-        sizes = {"layers": layers, "heads": heads, "hidden": hidden, "rows": rows, "batch": batch, "tokens": tokens}
+        sizes = {
+            "layers": layers,
+            "heads": heads,
+            "hidden": hidden,
+            "rows": rows,
+            "batch": batch,
+            "tokens": tokens,
+        }
         optional = {"experts": experts, "devices": devices, "processes": processes}
         self._refuse(sizes | {name: size for name, size in optional.items() if size is not None})
 
@@ -210,10 +238,14 @@ class Layout:
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as `parse` reads them: `data=2,tensor=4`."""
-        return validate.as_text({name: value for name, value in vars(self).items() if value != DEFAULTS[name]})
+        return validate.as_text(
+            {name: value for name, value in vars(self).items() if value != DEFAULTS[name]}
+        )
 
     @classmethod
-    def parse(cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT) -> "Layout":
+    def parse(
+        cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT
+    ) -> "Layout":
         """The layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
@@ -228,10 +260,14 @@ class Layout:
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
             if not equals:
-                misread.append(f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}.")
+                misread.append(
+                    f"Layout.parse needs parts like data=2, set apart by commas; got {part!r}."
+                )
             name = _known_name(name, misread)
             if name in fields:
-                misread.append(f"Layout.parse: {name} is given twice, as {fields[name]} and {value}.")
+                misread.append(
+                    f"Layout.parse: {name} is given twice, as {fields[name]} and {value}."
+                )
             fields[name] = _typed(name, value) if equals else _value_of_bare(name)
         return cls._read(fields, dict(sizes or {}), wording, misread)
 
@@ -246,17 +282,25 @@ class Layout:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             example = Layout().to_json()
-            raise ValueError(f"Layout.from_json: {error}. Take the text of to_json, such as {example}") from error
+            raise ValueError(
+                f"Layout.from_json: {error}. Take the text of to_json, such as {example}"
+            ) from error
         if not isinstance(values, dict):
-            raise ValueError(f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}")
+            raise ValueError(
+                f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}"
+            )
         misread: list[str] = []
         fields = {_known_name(name, misread): value for name, value in values.items()}
         return cls._read(fields, {}, validate.JSON, misread)
 
     @classmethod
-    def _read(cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]) -> "Layout":
+    def _read(
+        cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
+    ) -> "Layout":
         """The layout of the fields that were read; `misread` are the faults of the text that they already mend."""
-        message = validate.refusal(DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1]))
+        message = validate.refusal(
+            DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
+        )
         if message is not None:
             raise ValueError(message)
         return cls(**written)
@@ -268,7 +312,10 @@ class Layout:
 
 def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with Python's whole numbers and truth values in the place of NumPy's."""
-    return {name: value.item() if isinstance(value, np.integer | np.bool_) else value for name, value in values.items()}
+    return {
+        name: value.item() if isinstance(value, np.integer | np.bool_) else value
+        for name, value in values.items()
+    }
 
 
 def _typed(name: str, text: str) -> Any:

@@ -44,7 +44,9 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes or any(size < 1 for size in sizes.values()):
-        raise ValueError(f"mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got ({asked}).")
+        raise ValueError(
+            f"mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got ({asked})."
+        )
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
     types = (AxisType.Auto,) * len(sizes)
@@ -59,20 +61,32 @@ def abstract(**sizes: int) -> AbstractMesh:
     """
     if not sizes or any(size < 1 for size in sizes.values()):
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"mesh.abstract needs axes of size 1 or more, as in abstract(data=256); got ({asked}).")
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        raise ValueError(
+            f"mesh.abstract needs axes of size 1 or more, as in abstract(data=256); got ({asked})."
+        )
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     product = math.prod(sizes.values())
-    fitting = [f"{name}={devices // (product // size)}" for name, size in sizes.items() if devices % (product // size) == 0]
+    fitting = [
+        f"{name}={devices // (product // size)}"
+        for name, size in sizes.items()
+        if devices % (product // size) == 0
+    ]
     cures = [f"set {' or '.join(fitting)}"] if fitting else []
     cures += [f"pass devices=jax.devices()[:{product}]"] if product < devices else []
-    cures += [f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', {product})"]
+    cures += [
+        f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', {product})"
+    ]
     return f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. Either {', or '.join(cures)}."
 
 
-def spmd(f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+def spmd(
+    f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
     """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
 
     Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they are. Wrap the result in
@@ -104,7 +118,9 @@ def spmd(f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: P
             static_out.append(static)
             return result
 
-        result = jax.shard_map(body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True)(*arrays)
+        result = jax.shard_map(
+            body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True
+        )(*arrays)
         return eqx.combine(result, static_out[-1])
 
     return mapped
@@ -126,7 +142,9 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
         )
     types = mesh.axis_types if context.empty else context.axis_types
     if len(set(types)) > 1:
-        named = ", ".join(f"{name!r} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
+        named = ", ".join(
+            f"{name!r} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True)
+        )
         raise ValueError(
             f"mesh.spmd needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got {named}. Take mesh.make, "
             f"or axis_types=(AxisType.Auto,) * {len(types)} in jax.make_mesh."
@@ -197,7 +215,11 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
     """The bytes of `leaf` that the devices of `sharding` do not have of their parts."""
     given.there(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
-        where = "is traced by jax.jit" if isinstance(leaf, Tracer) else "lies on devices of other processes too"
+        where = (
+            "is traced by jax.jit"
+            if isinstance(leaf, Tracer)
+            else "lies on devices of other processes too"
+        )
         raise ValueError(
             f"mesh.move takes arrays that live on devices of this process; {dotted(path)} {where}. "
             "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a checkpoint."
@@ -229,7 +251,9 @@ def check(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
             f"The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, "
             f"or a tree as rules.specs makes. {error}"
         ) from error
-    jax.tree.map_with_path(lambda path, leaf, spec: check_leaf(dotted(path), leaf, spec, mesh), tree, fitted)
+    jax.tree.map_with_path(
+        lambda path, leaf, spec: check_leaf(dotted(path), leaf, spec, mesh), tree, fitted
+    )
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
@@ -251,9 +275,13 @@ def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:
-            raise ValueError(f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one of those.")
+            raise ValueError(
+                f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one of those."
+            )
         if names.count(name) > 1:
-            raise ValueError(f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split over an axis once.")
+            raise ValueError(
+                f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split over an axis once."
+            )
     if len(spec) > leaf.ndim:
         raise ValueError(
             f"{of} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape {leaf.shape}). "

@@ -47,7 +47,9 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     def wrapped(params, batch):
         value, gradients = grad(cast(params, dtype), batch)
         value = map_loss_and_aux(value, lambda loss: loss.astype(wide(loss.dtype)), lambda aux: aux)
-        return value, jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params))
+        return value, jax.tree.map(
+            lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
+        )
 
     return wrapped
 
@@ -101,7 +103,9 @@ class Scale(eqx.Module):
         self.good = self.skipped = jnp.zeros((), jnp.int32)
 
 
-def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0) -> Scale:
+def adjusted(
+    scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0
+) -> Scale:
     """The `Scale` of the next step: over `factor` after an overflow, times it after `interval` steps without one.
 
     It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well, and the scale itself is finite.
@@ -114,8 +118,14 @@ def adjusted(scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, fac
     """
     good = jnp.where(finite, scale.good + 1, 0)
     grown = good >= interval
-    value = jnp.where(finite, jnp.where(grown, scale.value * factor, scale.value), scale.value / factor)
-    after = (jnp.clip(value, LEAST, 2.0**24), jnp.where(grown, 0, good), scale.skipped + (~finite).astype(jnp.int32))
+    value = jnp.where(
+        finite, jnp.where(grown, scale.value * factor, scale.value), scale.value / factor
+    )
+    after = (
+        jnp.clip(value, LEAST, 2.0**24),
+        jnp.where(grown, 0, good),
+        scale.skipped + (~finite).astype(jnp.int32),
+    )
     return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, after)
 
 

@@ -34,7 +34,11 @@ def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
     loop of its own. And behind the barrier an accelerator copies what is kept out of the loop's stacks, instead of reading it
     where it is used. Another function stays as it is.
     """
-    return functools.partial(remat, prevent_cse=False) if remat in (gathers, products, block) else remat
+    return (
+        functools.partial(remat, prevent_cse=False)
+        if remat in (gathers, products, block)
+        else remat
+    )
 
 
 def none(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +48,9 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens (sequence parallelism)."""
-    kept = lambda primitive, *_, **params: not (primitive is linear_p and params["name"] == GATHERED)
+    kept = lambda primitive, *_, **params: (
+        not (primitive is linear_p and params["name"] == GATHERED)
+    )
     return jax.checkpoint(block, policy=kept, prevent_cse=prevent_cse)
 
 

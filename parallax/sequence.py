@@ -25,7 +25,9 @@ from parallax.collectives.types import linear, replicated, varying
 from parallax.tensor import Joins
 
 
-def enter(x: Float[Array, "batch tokens_shard width"], axis: AxisLike) -> Float[Array, "batch tokens width"]:
+def enter(
+    x: Float[Array, "batch tokens_shard width"], axis: AxisLike
+) -> Float[Array, "batch tokens width"]:
     """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device. Its transpose is `leave`.
 
     The result bears the name that `remat.gathers` looks for, to be gathered again in the backward pass instead of kept.
@@ -39,7 +41,9 @@ def enter(x: Float[Array, "batch tokens_shard width"], axis: AxisLike) -> Float[
     )
 
 
-def leave(x: Float[Array, "batch tokens width"], axis: AxisLike) -> Float[Array, "batch tokens_shard width"]:
+def leave(
+    x: Float[Array, "batch tokens width"], axis: AxisLike
+) -> Float[Array, "batch tokens_shard width"]:
     """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device. Its transpose is `enter`.
 
     Raises:
@@ -132,10 +136,14 @@ def joins(
         column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter),
         own=lambda x, dim: own(x, over, dim),
-        apart=lambda weight: varying(weight, over.names),  # its gradient is one of the parts that `grads.summed` adds up
+        apart=lambda weight: varying(
+            weight, over.names
+        ),  # its gradient is one of the parts that `grads.summed` adds up
         parts=over.size(),
         over_tokens=over,
-        gathered=lambda x: replicated(over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names),
+        gathered=lambda x: replicated(
+            over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names
+        ),
     )
 
 

@@ -138,7 +138,9 @@ def make_scaled(
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
-        value, gradients = grad_of(None if state.scale is None else state.scale.value)(state.model, batch)
+        value, gradients = grad_of(None if state.scale is None else state.scale.value)(
+            state.model, batch
+        )
         loss, aux = value if isinstance(value, tuple) else (value, None)
         weights = grads.matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
@@ -154,8 +156,12 @@ def make_scaled(
         model = eqx.apply_updates(state.model, updates)
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
-        finite &= ~_lost((model, optimizer_state), (state.model, state.optimizer), norm, reduce_norm_over)
-        taken = finite if limit is None else finite & (loss <= jnp.asarray(limit).astype(loss.dtype))
+        finite &= ~_lost(
+            (model, optimizer_state), (state.model, state.optimizer), norm, reduce_norm_over
+        )
+        taken = (
+            finite if limit is None else finite & (loss <= jnp.asarray(limit).astype(loss.dtype))
+        )
         new = State(
             precision.select(taken, model, state.model),
             precision.select(taken, optimizer_state, state.optimizer),
@@ -167,13 +173,19 @@ def make_scaled(
     return step
 
 
-def _lost(new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]) -> Bool[Array, ""]:
+def _lost(
+    new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]
+) -> Bool[Array, ""]:
     """Whether a number that was finite is not any more, on any device: one scalar, over all axes in use.
 
     A number that never was finite, such as a mask of -inf, may stay so.
     """
-    numbers = ([leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old))
-    changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)  # a frozen leaf is not read
+    numbers = (
+        [leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old)
+    )
+    changed = (
+        (a, b) for a, b in zip(*numbers, strict=True) if a is not b
+    )  # a frozen leaf is not read
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
@@ -183,7 +195,10 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
     def check(path, gradient, weight):
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
-        local, mixed = grads.several(of_gradient - of_weight), grads.several(of_weight - of_gradient)
+        local, mixed = (
+            grads.several(of_gradient - of_weight),
+            grads.several(of_weight - of_gradient),
+        )
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
@@ -203,7 +218,11 @@ def _check_own(loss: Array, state: State) -> None:
     """Refuse a loss that is each device's own, where something of the state is the same on all of them."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
-    local = [name for name in grads.several(varying_axes(loss)) if any(name not in axes for axes in split)]
+    local = [
+        name
+        for name in grads.several(varying_axes(loss))
+        if any(name not in axes for axes in split)
+    ]
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
@@ -237,8 +256,12 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    if trees.is_array(new) != trees.is_array(old) or (not trees.is_array(old) and not (new is old or new == old)):
-        shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
+    if trees.is_array(new) != trees.is_array(old) or (
+        not trees.is_array(old) and not (new is old or new == old)
+    ):
+        shown = lambda leaf: (
+            f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
+        )
         raise ValueError(
             f"step.make: after_update must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array "
             "is static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
@@ -332,20 +355,30 @@ def planned(
 
     def state_and_trained():
         model = make_arrays()
-        return state_of(model), trained(model)  # `trainable` may ask whether a leaf is an array, which a shape is not
+        return state_of(model), trained(
+            model
+        )  # `trainable` may ask whether a leaf is an array, which a shape is not
 
     state, seen = jax.eval_shape(state_and_trained)
     static = statics[0]
     model_specs = rules.specs(state.model, rule, mesh, batch_axes=batch_axes)
-    owned = model_specs if optimizer_rule is None else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
+    owned = (
+        model_specs
+        if optimizer_rule is None
+        else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
+    )
     optimizer_specs = rules.optimizer_specs(optimizer, seen, owned, mesh)
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     placed = trees.shardings(specs, mesh)
-    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed)
+    shapes = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed
+    )
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
     places = jax.tree.leaves(placed)
     make = jax.jit(lambda: jax.tree.leaves(state_of(make_arrays())), out_shardings=places)
-    begin = jax.jit(lambda model: jax.tree.leaves(state_of(model)), out_shardings=places, donate_argnums=0)
+    begin = jax.jit(
+        lambda model: jax.tree.leaves(state_of(model)), out_shardings=places, donate_argnums=0
+    )
 
     def with_static(state):
         return dataclasses.replace(state, model=eqx.combine(state.model, static))
@@ -362,7 +395,9 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
-        raise ValueError(f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared.")
+        raise ValueError(
+            f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared."
+        )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):

@@ -110,7 +110,11 @@ def is_on() -> bool:
 
 
 def tap(
-    x: Shaped[Array, "*dims"], path: str, spec: P = WHOLE, *, places: Mapping[int, Int[Array, " block"]] | None = None
+    x: Shaped[Array, "*dims"],
+    path: str,
+    spec: P = WHOLE,
+    *,
+    places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
     """`x`. While a record is made, it and its cotangent are reported as `path`; otherwise this costs nothing.
 
@@ -129,7 +133,15 @@ def tap(
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
 
-def tap_tree(tree: PyTree, path: str, specs: PyTree, *, without: tuple[str, ...] = (), loops: int = 0, way: str = FORWARD) -> Any:
+def tap_tree(
+    tree: PyTree,
+    path: str,
+    specs: PyTree,
+    *,
+    without: tuple[str, ...] = (),
+    loops: int = 0,
+    way: str = FORWARD,
+) -> Any:
     """`tree` with a tap at each array of floating-point numbers, named by `path` and its place in the tree.
 
     Args:
@@ -142,13 +154,19 @@ def tap_tree(tree: PyTree, path: str, specs: PyTree, *, without: tuple[str, ...]
     """
     if not is_on():
         return tree
-    found = {trees.dotted(place): spec for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))}
+    found = {
+        trees.dotted(place): spec
+        for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))
+    }
 
     def one(place, leaf):
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
         name = trees.dotted(place)
-        dims = tuple(tuple(axis for axis in _axes(entry) if axis not in without) for entry in found.get(name, P()).partitions)
+        dims = tuple(
+            tuple(axis for axis in _axes(entry) if axis not in without)
+            for entry in found.get(name, P()).partitions
+        )
         return _tap(leaf, f"{path}.{name}" if name else path, P(*dims[loops:]), {}, way)
 
     return jax.tree.map_with_path(one, tree)
@@ -195,17 +213,32 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     around = jax.sharding.get_abstract_mesh()
     manual = set(around.manual_axes)
     sizes = tuple((name, around.shape[name]) for name in around.axis_names if name in manual)
-    dims = tuple(_axes(entry) for entry in (*spec.partitions, *[None] * (x.ndim - len(spec.partitions))))
+    dims = tuple(
+        _axes(entry) for entry in (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
+    )
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
     recorder.paths.setdefault(path, len(recorder.paths))
     other = recorder.marks.setdefault(path, mark)
     if (other.dims, other.terms) != (mark.dims, mark.terms):
-        raise ValueError(f"bisect.tap: two values are named {path}, split as {other.dims} and {mark.dims}. Rename one.")
+        raise ValueError(
+            f"bisect.tap: two values are named {path}, split as {other.dims} and {mark.dims}. Rename one."
+        )
     tags = _AT.get()
-    numbers = [jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32) for name in ("microbatch", "layer")]
+    numbers = [
+        jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
+        for name in ("microbatch", "layer")
+    ]
     device = [lax.axis_index(name) for name, _ in sizes]
-    return tap_p.bind(x, *device, *numbers, *(places[dim] for dim in mark.placed), mark=mark, way=way, recorder=recorder)
+    return tap_p.bind(
+        x,
+        *device,
+        *numbers,
+        *(places[dim] for dim in mark.placed),
+        mark=mark,
+        way=way,
+        recorder=recorder,
+    )
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
@@ -215,7 +248,9 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
     return x
 
 
-def _lowered(context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
+def _lowered(
+    context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
+) -> Any:
     """The same in a compiled program, which calls back to Python.
 
     The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's arrays of them first; to read
@@ -225,7 +260,9 @@ def _lowered(context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way:
     if way != LINEAR:
         keep = functools.partial(_keep, mark, way, recorder)
         without_results, avals = context.replace(avals_out=[]), cast(Any, context.avals_in)
-        mlir.emit_python_callback(without_results, keep, None, operands, avals, [], has_side_effect=True)
+        mlir.emit_python_callback(
+            without_results, keep, None, operands, avals, [], has_side_effect=True
+        )
     return operands[:1]
 
 
@@ -234,7 +271,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
     numbers = [int(number) for number in others[: count + 2]]
     places = tuple(np.array(each) for each in others[count + 2 :])
     microbatch, layer = numbers[count:]
-    recorder.reports.append(Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places))
+    recorder.reports.append(
+        Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places)
+    )
     return ()
 
 
@@ -256,7 +295,9 @@ def _transposed(ct, x, *others, **params):
 def _batched(arguments, dims, *, mark, way, recorder):
     dim, *others = dims
     if any(each is not None for each in others):
-        raise ValueError(f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` outside the vmap.")
+        raise ValueError(
+            f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` outside the vmap."
+        )
     shifted = tuple(each + (each >= dim) for each in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

@@ -172,7 +172,9 @@ class ColumnLinear(eqx.Module):
     linear: eqx.nn.Linear
     axis: AxisLike = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "*batch inputs"], *, key: Any = None) -> Float[Array, "*batch outputs_shard"]:
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], *, key: Any = None
+    ) -> Float[Array, "*batch outputs_shard"]:
         """`column` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `column` does."""
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
         return column(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -191,7 +193,9 @@ class RowLinear(eqx.Module):
     linear: eqx.nn.Linear
     axis: AxisLike = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None) -> Float[Array, "*batch outputs"]:
+    def __call__(
+        self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
+    ) -> Float[Array, "*batch outputs"]:
         """`row` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `row` does."""
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -211,7 +215,9 @@ class Embedding(eqx.Module):
     embedding: eqx.nn.Embedding
     axis: AxisLike = eqx.field(static=True)
 
-    def __call__(self, ids: Integer[Array, "*batch"], *, key: Any = None) -> Float[Array, "*batch width"]:
+    def __call__(
+        self, ids: Integer[Array, "*batch"], *, key: Any = None
+    ) -> Float[Array, "*batch width"]:
         """The rows `ids`; `key` is ignored, as in Equinox. An id outside the table gives nan.
 
         Raises:
@@ -246,7 +252,9 @@ def rule(model: PyTree) -> Rule:
         names = Axis.of(layer.axis).names or None
         name = "embedding" if isinstance(layer, Embedding) else "linear"
         stacked = [None] * (getattr(layer, name).weight.ndim - 2)
-        prefix = jax.tree_util.keystr((*path, jax.tree_util.GetAttrKey(name)), simple=True, separator=".")
+        prefix = jax.tree_util.keystr(
+            (*path, jax.tree_util.GetAttrKey(name)), simple=True, separator="."
+        )
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
@@ -260,7 +268,9 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
     """Raise `ValueError` unless dim `split` of the weight, and no other, is that of this device."""
     whole, devices = [linear.out_features, linear.in_features], axis.size()
     needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
-    shape = [size * devices if dim == split else size for dim, size in enumerate(linear.weight.shape)]
+    shape = [
+        size * devices if dim == split else size for dim, size in enumerate(linear.weight.shape)
+    ]
     if shape != whole:  # "scalar" is no size
         dim = ("outputs", "inputs")[split]
         raise ValueError(
@@ -274,11 +284,15 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
 def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
     """`layer`, which brings its own bias."""
     if bias is not None:
-        raise ValueError(f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape {bias.shape}.")
+        raise ValueError(
+            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape {bias.shape}."
+        )
     return layer
 
 
-def check_column(name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike) -> None:
+def check_column(
+    name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike
+) -> None:
     """Raise `ValueError` where a column-parallel layer's weight does not take all inputs."""
     if weight.shape[:1] != inputs:
         raise ValueError(
@@ -288,7 +302,9 @@ def check_column(name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."
         )
 
 
-def check_row(name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike) -> None:
+def check_row(
+    name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
+) -> None:
     """Raise `ValueError` where a row-parallel layer's weight does not take the inputs of this device, or is not split."""
     axis, dims = Axis.of(axis), weight.ndim - 1
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -348,7 +364,9 @@ def lookup(
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     counts = unknown if weights is None else unknown & weights.astype(bool)
     others = jnp.where(counts, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
-    return jnp.where((held & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None])
+    return jnp.where(
+        (held & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None]
+    )
 
 
 def cross_entropy(
@@ -383,10 +401,14 @@ def cross_entropy(
         logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
-    target = jnp.sum(jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1)
+    target = jnp.sum(
+        jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1
+    )
     unknown = _outside(targets, vocabulary)
     nothing = jnp.full((), jnp.nan, target.dtype)
-    target = jnp.where(unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target)
+    target = jnp.where(
+        unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target
+    )
     total, target = leave(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
     losses = jnp.log(total) - target
     return losses if weights is None else weights.astype(losses.dtype) * losses
@@ -395,7 +417,9 @@ def cross_entropy(
 def _held(ids, rows: int, axis: Axis):
     """Where each id is among this device's rows, and whether it is there at all."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a tokenizer.")
+        raise ValueError(
+            f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a tokenizer."
+        )
     row = ids.astype(jnp.int32) - axis.index() * rows
     return row, (row >= 0) & (row < rows)
 

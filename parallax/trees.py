@@ -41,7 +41,9 @@ def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     Raises:
         ValueError: two specs have one path.
     """
-    named = [(dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
+    named = [
+        (dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)
+    ]
     if same := twice([path for path, _ in named]):
         raise ValueError(f"The specs have two leaves of the path {same[0]}: {RENAME}.")
     return dict(named)
@@ -67,5 +69,7 @@ def dotted(path: Sequence[Any]) -> str:
 
 def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
     """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
-    fitting = [i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)]
+    fitting = [
+        i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)
+    ]
     return max(fitting, key=lambda i: len(paths[i]), default=None)

@@ -14,13 +14,22 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Precision = Literal["full", "bfloat16", "float16"]
 Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
-ScheduleName = Literal["one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep", "one_f_one_b", "zero_bubble"]
-PER_STAGE = ("one_f_one_b", "zero_bubble")  # schedules in which each stage runs its own job; in the others all keep step
+ScheduleName = Literal[
+    "one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep", "one_f_one_b", "zero_bubble"
+]
+PER_STAGE = (
+    "one_f_one_b",
+    "zero_bubble",
+)  # schedules in which each stage runs its own job; in the others all keep step
 Fields = Mapping[str, Any]
 
 AXES = ("replica", "data", "expert", "stage", "context", "tensor")
 BATCH_AXES = ("replica", "data", "expert")  # those that split the batch by sequences
-ALWAYS = ("data", "stage", "tensor")  # every mesh has these axes, the others only where they split something
+ALWAYS = (
+    "data",
+    "stage",
+    "tensor",
+)  # every mesh has these axes, the others only where they split something
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 CHOICES: dict[str, tuple] = {  # the default first; zero and remat in the order of what they save
     "zero": (0, 1, 2, 3),
@@ -144,7 +153,9 @@ def fits(fields: Fields, sizes: Fields) -> bool:
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
-def repaired(fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()) -> dict[str, Any] | None:
+def repaired(
+    fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
+) -> dict[str, Any] | None:
     """`change`, and what else must then change so that nothing is wrong; None where that would need a size that is `fixed`."""
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
@@ -156,7 +167,9 @@ def repaired(fields: Fields, sizes: Fields, change: Fields, fixed: Collection[st
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
-            differing = {name: value for name, value in after.items() if _differs(value, before[name])}
+            differing = {
+                name: value for name, value in after.items() if _differs(value, before[name])
+            }
             return None if set(differing) & set(fixed) else differing
         cures = [cure for cure in fault.changes if not set(cure) & set(fixed)]
         if not cures:
@@ -224,15 +237,21 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 def _choices(fields: Fields) -> Iterator[Fault]:
     shards_state = fields["zero"] > 0
     if shards_state and fields["data"] * fields["context"] == 1:
-        yield Fault("Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2}))
+        yield Fault(
+            "Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2})
+        )
     if fields["sequence"] and fields["tensor"] == 1:
         needed = "Layout: {sequence} splits tokens over the tensor axis; got {tensor}."
         yield Fault(needed, ({"sequence": False}, {"tensor": 2}))
     if fields["replica"] > 1 and not shards_state:
-        needed = "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+        needed = (
+            "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+        )
         yield Fault(needed, ({"replica": 1}, {"zero": 1}))
     if fields["remat"] == "gathers" and not fields["sequence"] and fields["zero"] < 3:
-        needed = "Layout: {remat} gathers again what sequence or ZeRO-3 gathered, and neither is on."
+        needed = (
+            "Layout: {remat} gathers again what sequence or ZeRO-3 gathered, and neither is on."
+        )
         yield Fault(needed, ({"remat": "none"},))
     yield from _pipeline_choices(fields)
 
@@ -247,7 +266,9 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         needed = "Layout: {schedule} orders the jobs of several stages; got {stage}."
         yield Fault(needed, ({"schedule": default}, {"stage": 2}))
     if fields["remat"] == "stage" and P == 1:
-        yield Fault("Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2}))
+        yield Fault(
+            "Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2})
+        )
     if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b"):
         needed = "Layout: {schedule} has one chunk a stage; got {chunks}."
         yield Fault(needed, ({"schedule": default},))
@@ -256,7 +277,9 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
             needed = f"Layout: {{split_sends}} shares what goes from stage to stage among the tensor axis; got {{{name}}}."
             yield Fault(needed, ({"split_sends": False}, {name: 2}))
     if fields["sequence"] and fields["split_sends"]:
-        needed = "Layout: {split_sends} has nothing to split where {sequence} has split it by tokens."
+        needed = (
+            "Layout: {split_sends} has nothing to split where {sequence} has split it by tokens."
+        )
         yield Fault(needed, ({"split_sends": False},))
     if fields["chunks"] > 1 and M % P:
         needed = "Layout: with {chunks} the microbatches must be a multiple of the stages; got {microbatches} and {stage}."
@@ -270,7 +293,10 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes that do not divide by the devices among which they are split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
-    for name, what in (("heads", "the model's heads"), ("hidden", "the feed-forward's hidden units")):
+    for name, what in (
+        ("heads", "the model's heads"),
+        ("hidden", "the feed-forward's hidden units"),
+    ):
         if name in sizes and sizes[name] % t:
             needed = f"Layout: {what} ({{{name}}}) must divide by {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
@@ -284,7 +310,9 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if "rows" in sizes and sizes["rows"] % (P * t):
         padded = _multiples("rows", sizes["rows"], P * t)[0]
         smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
-        fewer_stages = closest_divisor(math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P)
+        fewer_stages = closest_divisor(
+            math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
+        )
         yield Fault(
             "Layout: the vocabulary's padded rows ({rows}) must divide by {stage} x {tensor}.",
             (padded, {"tensor": smaller_tensor, "stage": fewer_stages, "chunks": 1}),
@@ -310,7 +338,10 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
-        return t, "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}."
+        return (
+            t,
+            "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
+        )
     # Each of the c devices holds two chunks of the sequence, and splits them by tokens over the tensor axis.
     if t <= 2:
         factors = "2 x {context}"
@@ -318,7 +349,9 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
         factors = "{context} x {tensor}"
     else:
         factors = "2 x {context} x {tensor}"
-    return c * math.lcm(2, t), f"Layout: the tokens of a sequence ({{tokens}}) must divide by {factors}."
+    return c * math.lcm(
+        2, t
+    ), f"Layout: the tokens of a sequence ({{tokens}}) must divide by {factors}."
 
 
 def _batch_divisor(fields: Fields) -> int:

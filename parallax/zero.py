@@ -106,7 +106,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """
     axis = Axis.of(axis)
     found = trees.by_path(specs)
-    return jax.tree.map_with_path(lambda path, g: shards.reduce_scatter(g, splits_of(path, found, axis)), gradients)
+    return jax.tree.map_with_path(
+        lambda path, g: shards.reduce_scatter(g, splits_of(path, found, axis)), gradients
+    )
 
 
 def sharded(
@@ -142,20 +144,30 @@ def sharded(
         if gradient.shape != weight.shape:
             return gradient
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
-        return _mean_share(gradient, weight, splits(path, weight), axis, local) if local else share(path, gradient)
+        return (
+            _mean_share(gradient, weight, splits(path, weight), axis, local)
+            if local
+            else share(path, gradient)
+        )
 
     def whole(path, update, weight):
         return shards.gather(update, splits(path, weight))
 
     def init(params):
         weights = eqx.filter(params, trees.is_inexact)
-        return optimizer.init(jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights)
+        return optimizer.init(
+            jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights
+        )
 
     def update(updates, state, params=None, **extra):
         if params is None:
-            raise ValueError("zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
+            raise ValueError(
+                "zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params."
+            )
         weights = matching_parameters(updates, params)
-        if has_unknown_sizes((updates, weights)):  # asked by `checked`; below it asks about the shares
+        if has_unknown_sizes(
+            (updates, weights)
+        ):  # asked by `checked`; below it asks about the shares
             return vouched_for_as(updates, weights), vouched_for(state)
         gradients = jax.tree.map_with_path(gradient_share, updates, weights)
         weight_shares = jax.tree.map_with_path(share, weights)
@@ -165,11 +177,15 @@ def sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _mean_share(gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]) -> Array:
+def _mean_share(
+    gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
+) -> Array:
     """This device's share of the mean of gradients that are local along the axes `local`."""
     scattered = [split for split in splits if shards.names_of([split]) <= local]
     gradient = shards.reduce_scatter(gradient.astype(wide(gradient.dtype)), scattered)
-    summed = axis.over(tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered)))
+    summed = axis.over(
+        tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
+    )
     total = summed.all_reduce(gradient) if summed.names else gradient
     total = shards.take(total, [split for split in splits if split not in scattered])
     # Along axes that split the parameter itself, such as that of experts, its gradient is a sum already.
@@ -247,7 +263,11 @@ class PartSpecs(NamedTuple):
 
 
 def part_specs(
-    specs: Specs, axis: AxisLike, *, blocks: Callable[[Any], Any] = lambda specs: specs.blocks, loops: int = 1
+    specs: Specs,
+    axis: AxisLike,
+    *,
+    blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
+    loops: int = 1,
 ) -> PartSpecs:
     """The specs for `gathered_once` and `gathered` from those of the whole model, whose blocks are stacked.
 
@@ -265,7 +285,11 @@ def part_specs(
 
     def without(count):
         def inner(path, spec):
-            split = [dim for dim, entry in enumerate(spec[:count]) if names & set(trees.entry_axes(entry))]
+            split = [
+                dim
+                for dim, entry in enumerate(spec[:count])
+                if names & set(trees.entry_axes(entry))
+            ]
             if split:
                 raise ValueError(
                     f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, which is looped over, is split "
@@ -338,16 +362,22 @@ class ZeRO:
     def __post_init__(self):
         names = axes_of(Axis.of(self.axis))
         if self.stage not in (1, 2, 3):
-            raise ValueError(f"ZeRO has the stages 1, 2 and 3; got stage={self.stage!r}. Data parallelism is grads.averaged.")
+            raise ValueError(
+                f"ZeRO has the stages 1, 2 and 3; got stage={self.stage!r}. Data parallelism is grads.averaged."
+            )
         if strange := [name for name in names if name not in self.mesh.shape]:
             raise ValueError(
                 f"ZeRO over {strange[0]!r} needs that axis, and the mesh has {dict(self.mesh.shape)}. Use one of those."
             )
         size = math.prod(self.mesh.shape[name] for name in names)
         over = names[0] if len(names) == 1 else names
-        shares = rules.fsdp(over, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside)
+        shares = rules.fsdp(
+            over, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
+        )
         object.__setattr__(self, "optimizer_rule", shares)
-        object.__setattr__(self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names))
+        object.__setattr__(
+            self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
+        )
 
     @property
     def rule(self) -> Rule:
@@ -356,7 +386,11 @@ class ZeRO:
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they are."""
-        return self._checked(gathered(loss, self.axis, self.specs), "loss") if self.stage == 3 else loss
+        return (
+            self._checked(gathered(loss, self.axis, self.specs), "loss")
+            if self.stage == 3
+            else loss
+        )
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
         """The mean of `grad` over microbatches and over the devices of the axis, of which each keeps its share.
@@ -368,7 +402,9 @@ class ZeRO:
             value, gradients = grad(params, batch)
             return value, reduce_scatter(gradients, self.axis, self.specs)
 
-        accumulated = grads.accumulated(scattered_grad if self.stage == 2 else grad, microbatches=microbatches)
+        accumulated = grads.accumulated(
+            scattered_grad if self.stage == 2 else grad, microbatches=microbatches
+        )
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
@@ -382,7 +418,11 @@ class ZeRO:
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`function(params, ...)`, which refuses parameters that do not live as `rule` says."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
-        wholes = {trees.dotted(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(self.model) if trees.is_array(leaf)}
+        wholes = {
+            trees.dotted(path): leaf.shape
+            for path, leaf in jax.tree.leaves_with_path(self.model)
+            if trees.is_array(leaf)
+        }
 
         def check(path, shape):
             if path not in wholes:

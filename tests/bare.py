@@ -65,28 +65,52 @@ class Bare(eqx.Module):
         ones = lambda *shape: jnp.ones(shape, dtype)
         self.table, self.norm, self.head = normal(V, D), ones(D), normal(V, D)
         qkv, out = normal(L, D, 3, H, D // H), normal(L, H, D // H, D)
-        self.layers = Blocks(ones(L, D), qkv, out, ones(L, D), normal(L, D, F), normal(L, D, F), normal(L, F, D), jnp.tanh)
+        self.layers = Blocks(
+            ones(L, D),
+            qkv,
+            out,
+            ones(L, D),
+            normal(L, D, F),
+            normal(L, D, F),
+            normal(L, F, D),
+            jnp.tanh,
+        )
 
 
 def normed(x, weight):
     wide = x.astype(precision.wide(x.dtype))
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(x.dtype) * weight[None, None]
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(
+        x.dtype
+    ) * weight[None, None]
 
 
 def block(w, x, keys, layer, *, joins, attend):
     qkv = joins.column(normed(x, w.attention_norm), w.qkv, None)
     x = x + joins.row(attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), w.out, None)
     y = normed(x, w.mlp_norm)
-    return x + joins.row(w.squash(joins.column(y, w.gate, None)) * joins.column(y, w.up, None), w.down, None)
+    return x + joins.row(
+        w.squash(joins.column(y, w.gate, None)) * joins.column(y, w.up, None), w.down, None
+    )
 
 
-def stages(config, stage_axis, axis, *, joins=tensor.joins, attend=attention, remat=lambda block: block, unroll=1):
+def stages(
+    config,
+    stage_axis,
+    axis,
+    *,
+    joins=tensor.joins,
+    attend=attention,
+    remat=lambda block: block,
+    unroll=1,
+):
     """`(enter, stage, head)`."""
 
     def enter(model, part):
         over = joins(axis, shared=stage_axis)
         tokens = Batch(*part).windows[:, :-1]
-        return tensor.enter(over.leave(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis)
+        return tensor.enter(
+            over.leave(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis
+        )
 
     def stage(model, x, part, position):
         apply = functools.partial(block, joins=joins(axis), attend=attend)
@@ -95,7 +119,9 @@ def stages(config, stage_axis, axis, *, joins=tensor.joins, attend=attention, re
     def head(model, x, part):
         over, batch = joins(axis, shared=stage_axis), Batch(*part)
         y = pipeline.from_last(normed(x, model.norm), stage_axis)
-        loss = cross_entropy.mean(over.enter(y), model.head, batch.windows[:, 1:], over.everywhere, weights=batch.weights)
+        loss = cross_entropy.mean(
+            over.enter(y), model.head, batch.windows[:, 1:], over.everywhere, weights=batch.weights
+        )
         return (loss, {"square": jnp.mean(y * y)}) if config.told else loss
 
     return enter, stage, head
@@ -125,4 +151,6 @@ def logits(model, tokens):
     return normed(x, model.norm) @ model.head.T
 
 
-FAMILY = Family(model=Bare, stages=stages, rules=rules_, logits=logits, attend=attention, blocks="layers")
+FAMILY = Family(
+    model=Bare, stages=stages, rules=rules_, logits=logits, attend=attention, blocks="layers"
+)

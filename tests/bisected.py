@@ -30,8 +30,14 @@ from mutants_drawn import drawn
 
 ROOT = Path(__file__).parents[1]
 OWN, GPT2 = "own; data=2,tensor=2,microbatches=2", "gpt2; data=2,tensor=2,microbatches=2"
-ONE_BEHIND, WEIGHTS_LATER = "own; stage=2,microbatches=4", "own; stage=2,microbatches=4,schedule=zero_bubble_lockstep"
-CHUNKS, TURNS = "own; stage=2,microbatches=4,chunks=2", "own; stage=2,microbatches=4,schedule=one_f_one_b"
+ONE_BEHIND, WEIGHTS_LATER = (
+    "own; stage=2,microbatches=4",
+    "own; stage=2,microbatches=4,schedule=zero_bubble_lockstep",
+)
+CHUNKS, TURNS = (
+    "own; stage=2,microbatches=4,chunks=2",
+    "own; stage=2,microbatches=4,schedule=one_f_one_b",
+)
 EXPERTS, IN_STAGES = "experts; expert=2", "experts; stage=2,microbatches=2"
 RUNS = {  # of the mutants of a module, by the first words of its name
     "collectives.axis": OWN,
@@ -117,7 +123,16 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "splits_of": "a leaf that two axes split in one order: no run has one",
     "torus": "in which round a message goes",
 }
-REFUSES = ("_check", "check", "refus", "_source", "in_flight", "asynchronous", "Unknown", "_unknown")  # in names
+REFUSES = (
+    "_check",
+    "check",
+    "refus",
+    "_source",
+    "in_flight",
+    "asynchronous",
+    "Unknown",
+    "_unknown",
+)  # in names
 PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
     ("Jobs._position", "chunk + self.index"),
     ("_scatter_in_a_loop", "trip)"),
@@ -164,7 +179,9 @@ class Said(NamedTuple):
             return not self.functions and module.startswith(("data.", "models."))
         made = [name.split(".<locals>")[0] for name in (*self.functions, *self.callers)]
         runs = [folder for name, folder in EXECUTORS.items() if module.startswith(f"{name}.")]
-        return own in made or any(name.startswith(folder) for name in self.functions for folder in runs)
+        return own in made or any(
+            name.startswith(folder) for name in self.functions for folder in runs
+        )
 
 
 def chosen(only: str, count: int, seed: int) -> list[tuple[Mutant, Path]]:
@@ -181,7 +198,9 @@ def chosen(only: str, count: int, seed: int) -> list[tuple[Mutant, Path]]:
 
 def run_of(mutant: Mutant, path: Path) -> str:
     """A run in which the code of a mutant runs; "" where there is none."""
-    of_module = next((run for name, run in RUNS.items() if f"{_module(path)}.".startswith(f"{name}.")), "")
+    of_module = next(
+        (run for name, run in RUNS.items() if f"{_module(path)}.".startswith(f"{name}.")), ""
+    )
     return RUN_OF.get(mutant.name, of_module)
 
 
@@ -198,10 +217,20 @@ def put_to(mutant: Mutant | None, run: str, records: Path, limit: float = 900) -
             Path(folder, found.path).unlink()
             Path(folder, found.path).write_bytes(content)
         command = [sys.executable, str(ROOT / "tests" / "bisected_run.py"), str(records), run]
-        environment = os.environ | flags.quick() | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
+        environment = (
+            os.environ
+            | flags.quick()
+            | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
+        )
         try:
             done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=limit
+                command,
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=limit,
             )
         except subprocess.TimeoutExpired:
             return Said(run, "raised", f"took over {limit:.0f} s")
@@ -221,46 +250,79 @@ def _copied(source: Path, target: Path) -> None:
 
 def word_of(said: Said, mutant: Mutant, path: Path) -> str:
     """One of `WORDS`."""
-    return said.word if said.word != "found" else ("placed" if said.has(mutant, path) else "found elsewhere")
+    return (
+        said.word
+        if said.word != "found"
+        else ("placed" if said.has(mutant, path) else "found elsewhere")
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is said of each mutant; 1 if one is found where its fault is not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="mutants of functions whose name has this")
-    parser.add_argument("--inside", default="", help="mutants of this module or package, such as pipeline")
-    parser.add_argument("--kind", default="", help="in runs of this kind of model alone, such as own")
+    parser.add_argument(
+        "--inside", default="", help="mutants of this module or package, such as pipeline"
+    )
+    parser.add_argument(
+        "--kind", default="", help="in runs of this kind of model alone, such as own"
+    )
     parser.add_argument("--drawn", type=int, default=0, help="how many more to draw")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--part", type=int, default=1, help="an N-th of them, that of number --seed")
+    parser.add_argument(
+        "--part", type=int, default=1, help="an N-th of them, that of number --seed"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    parser.add_argument("--records", type=Path, help="the folder of the records of one device; by default a new one")
+    parser.add_argument(
+        "--records", type=Path, help="the folder of the records of one device; by default a new one"
+    )
     asked = parser.parse_args(arguments)
-    every = [each for each in chosen(asked.only, asked.drawn, asked.seed) if f"{_module(each[1])}.".startswith(asked.inside)]
-    mutants = [each for each in every if run_of(*each).startswith(asked.kind)][asked.seed % asked.part :: asked.part]
+    every = [
+        each
+        for each in chosen(asked.only, asked.drawn, asked.seed)
+        if f"{_module(each[1])}.".startswith(asked.inside)
+    ]
+    mutants = [each for each in every if run_of(*each).startswith(asked.kind)][
+        asked.seed % asked.part :: asked.part
+    ]
     results: list[tuple[Said, Mutant, Path]] = []
     with tempfile.TemporaryDirectory() as new, ThreadPoolExecutor(asked.jobs) as pool:
         records = asked.records or Path(new)
         for kind in sorted({run_of(*each).partition(";")[0] for each in mutants}):
-            if not (records / f"{kind}.npz").exists() and (right := put_to(None, f"{kind}; data=2", records)).word != "equal":
+            if (
+                not (records / f"{kind}.npz").exists()
+                and (right := put_to(None, f"{kind}; data=2", records)).word != "equal"
+            ):
                 raise SystemExit(f"without a mutant: {right}")
         put = lambda each: put_to(each[0], run_of(*each), records)
         for (mutant, path), said in zip(mutants, pool.map(put, mutants), strict=True):
             results.append((said, mutant, path))
             change = f"{mutant.replaces[:40]!r} -> {mutant.by[:30]!r}"
-            print(f"{word_of(said, mutant, path):<16}{path.stem}.{mutant.name:<26}{change}  [{said.run}]", flush=True)
+            print(
+                f"{word_of(said, mutant, path):<16}{path.stem}.{mutant.name:<26}{change}  [{said.run}]",
+                flush=True,
+            )
             lies = f"{'; '.join(said.collectives[:3])} | {', '.join(said.functions[:6])}"
             print(f"    {said.first} | {said.looks} | {lies}", flush=True)
     words = Counter(word_of(*each) for each in results)
     print(", ".join(f"{words[word]} {word}" for word in WORDS))
-    print(f"Of pairs of one mutant's finding and another's function, {by_chance(results):.0%} would count as placed.")
+    print(
+        f"Of pairs of one mutant's finding and another's function, {by_chance(results):.0%} would count as placed."
+    )
     return int(words["found elsewhere"] > 0)
 
 
 def by_chance(every: Sequence[tuple[Said, Mutant, Path]]) -> float:
     """How often the function of another found mutant is between: what `placed` would be if findings said nothing."""
     found = [each for each in every if each[0].word == "found"]
-    pairs = [said.has(other, path) for said, mutant, _ in found for _, other, path in found if other.name != mutant.name]
+    pairs = [
+        said.has(other, path)
+        for said, mutant, _ in found
+        for _, other, path in found
+        if other.name != mutant.name
+    ]
     return sum(pairs) / max(len(pairs), 1)
 
 

@@ -21,16 +21,28 @@ from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama
 
 BATCH = 8
-SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 8, "context": 8, "vocabulary": 19, "vocabulary_multiple": 4}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "heads": 4,
+    "width": 8,
+    "context": 8,
+    "vocabulary": 19,
+    "vocabulary_multiple": 4,
+}
 CONFIG = gpt2.Config(**{**SIZES, "heads": 2, "context": 4}, dropout=0.2)
 LLAMA: dict[str, Any] = {"groups": 2, "hidden": 12}
 DECODERS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt2.FAMILY, CONFIG),
     "gpt2 of 8 tokens": (gpt2.FAMILY, gpt2.Config(**SIZES, dropout=0.2)),
     "llama": (llama.FAMILY, llama.Config(**SIZES, **LLAMA)),
-    "experts": (llama.FAMILY, llama.Config(**SIZES, **LLAMA, experts=4, chosen=2, balance=0.3, z=0.05)),
+    "experts": (
+        llama.FAMILY,
+        llama.Config(**SIZES, **LLAMA, experts=4, chosen=2, balance=0.3, z=0.05),
+    ),
 }
-MOVERS = {"looped": collectives.ring} | {name: getattr(collectives, name) for name in ("ring", "two_rings", "halving")}
+MOVERS = {"looped": collectives.ring} | {
+    name: getattr(collectives, name) for name in ("ring", "two_rings", "halving")
+}
 
 
 class Run(NamedTuple):
@@ -54,30 +66,51 @@ class Run(NamedTuple):
 
     def record(self) -> bisect.Record:
         """What it computes."""
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax mixes float32 schedules with float64 weights
             return bisect.record(self.prepared(), rows=self.layout.batch_axes, means=("context",))
 
     def prepared(self) -> Any:
         """What `bisect.record` takes."""
-        mover = collectives.xla if self.layout.schedule in ("one_f_one_b", "zero_bubble") else MOVERS[self.mover]
+        mover = (
+            collectives.xla
+            if self.layout.schedule in ("one_f_one_b", "zero_bubble")
+            else MOVERS[self.mover]
+        )
         execute.UNROLLED = 1 if self.mover == "looped" else 8
         if self.kind == "own":
-            fields = {name: getattr(self.layout, name) for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")}
+            fields = {
+                name: getattr(self.layout, name)
+                for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")
+            }
             return tapped_net.run(**fields, schedule=self.layout.schedule, mover=mover)
         family, config = DECODERS[self.kind]
         return decoder_run(family, config, self.layout, mover)
 
 
-def decoder_run(family: Any, config: Any, layout: Layout, mover: Any = collectives.ring, dtype: Any = jnp.float64) -> Any:
+def decoder_run(
+    family: Any,
+    config: Any,
+    layout: Layout,
+    mover: Any = collectives.ring,
+    dtype: Any = jnp.float64,
+) -> Any:
     """What `bisect.record` takes, of a decoder."""
 
     def make():
         devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
-        windows = np.random.default_rng(0).integers(0, config.vocabulary, (BATCH, config.context + 1)).astype(np.int32)
+        windows = (
+            np.random.default_rng(0)
+            .integers(0, config.vocabulary, (BATCH, config.context + 1))
+            .astype(np.int32)
+        )
         axes = {name: mover(name) for name in layout.axes}
         compute = decoder.Compute(axes=axes, dtype=dtype, max_norm=0.5)
         options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
-        prepared = decoder.train_step(family, config, optax.sgd(0.1, momentum=0.9), layout, devices, **options)
+        prepared = decoder.train_step(
+            family, config, optax.sgd(0.1, momentum=0.9), layout, devices, **options
+        )
         return prepared.train, (prepared.init(), windows)
 
     return make
@@ -92,7 +125,11 @@ def said(run: Run, folder: Path) -> list[Any]:
     if found is None:
         return ["equal", ""]
     between = found.between
-    lies = ((), (), ()) if between is None else (between.collectives, between.functions, sorted(between.callers))
+    lies = (
+        ((), (), ())
+        if between is None
+        else (between.collectives, between.functions, sorted(between.callers))
+    )
     return ["found", str(found.key), found.looks, *lies]
 
 

@@ -55,9 +55,15 @@ OF_OTHERS = 10  # with users' flags, a tenth of the tests that are not about bit
 
 def pytest_addoption(parser):
     group = parser.getgroup("parallax")
-    group.addoption("--seed", type=int, default=0, metavar="N", help="which slice of every sweep to run (0)")
+    group.addoption(
+        "--seed", type=int, default=0, metavar="N", help="which slice of every sweep to run (0)"
+    )
     group.addoption("--all", action="store_true", help="every case of every sweep")
-    group.addoption("--users-flags", action="store_true", help="compile as users do: the tests of bits, a tenth of the others")
+    group.addoption(
+        "--users-flags",
+        action="store_true",
+        help="compile as users do: the tests of bits, a tenth of the others",
+    )
 
 
 def pytest_configure(config):
@@ -66,7 +72,11 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    compiled = "users' flags" if config.option.users_flags else "quick flags (tests of bits need --users-flags)"
+    compiled = (
+        "users' flags"
+        if config.option.users_flags
+        else "quick flags (tests of bits need --users-flags)"
+    )
     return f"parallax: {compiled}, {'sweeps whole' if config.option.all else f'--seed {config.option.seed}'}"
 
 
@@ -81,7 +91,11 @@ def pytest_collection_modifyitems(config, items):
         if option.users_flags:
             chosen = of_bits_and_some_others(chosen, option.seed)
     for item in chosen:
-        if option.seed and item.get_closest_marker("sweep") and hypothesis.is_hypothesis_test(item.obj):
+        if (
+            option.seed
+            and item.get_closest_marker("sweep")
+            and hypothesis.is_hypothesis_test(item.obj)
+        ):
             hypothesis.seed(option.seed)(item.obj)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -114,7 +128,9 @@ def one_slice(sweep, seed):
     """The cases of one seed: those of as many successive seeds as there are slices are all of them."""
     first = int(digest(sweep.name), 16)  # sweeps of few cases begin with different seeds
     shuffled = sorted(sweep.cases, key=lambda item: digest(item.nodeid))
-    return [item for number, item in enumerate(shuffled) if (number + first - seed) % sweep.slices == 0]
+    return [
+        item for number, item in enumerate(shuffled) if (number + first - seed) % sweep.slices == 0
+    ]
 
 
 def of_bits_and_some_others(items, seed):

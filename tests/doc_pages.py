@@ -25,7 +25,9 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
-    previous: str = ""  # the language of the block that ends two lines before this one's fence, or less
+    previous: str = (
+        ""  # the language of the block that ends two lines before this one's fence, or less
+    )
 
 
 def blocks(page: Path) -> list[Block]:
@@ -44,7 +46,10 @@ def blocks(page: Path) -> list[Block]:
 def shows(shown: str, got: str) -> bool:
     """Whether `got` is what a page shows, `...` standing for anything, and any white space for any other."""
     pieces = [re.escape(" ".join(piece.split())) for piece in shown.split("...")]
-    return re.fullmatch(r"\s*" + r".*".join(pieces) + r"\s*", " ".join(got.split()), re.DOTALL) is not None
+    return (
+        re.fullmatch(r"\s*" + r".*".join(pieces) + r"\s*", " ".join(got.split()), re.DOTALL)
+        is not None
+    )
 
 
 def run(page: Path) -> None:
@@ -57,7 +62,9 @@ def run(page: Path) -> None:
         code = compile("\n" * block.line + block.text, str(page), "exec")
         shown = after.text if after.language == "text" and after.previous == "python" else None
         printed, where = io.StringIO(), f"{page.name}, line {block.line}"
-        error = shown and re.match(r"(\w*Error|Refused|UnfitOptimizer|Misused|CannotRun|OverBudget): ", shown)
+        error = shown and re.match(
+            r"(\w*Error|Refused|UnfitOptimizer|Misused|CannotRun|OverBudget): ", shown
+        )
         try:
             with contextlib.redirect_stdout(printed):
                 exec(code, names)
@@ -69,7 +76,9 @@ def run(page: Path) -> None:
             continue
         assert not error, f"{where} raises nothing, and the page shows\n{shown}"
         if shown is not None:
-            assert shows(shown, printed.getvalue()), f"{where} prints\n{printed.getvalue()}\nand the page shows\n{shown}"
+            assert shows(shown, printed.getvalue()), (
+                f"{where} prints\n{printed.getvalue()}\nand the page shows\n{shown}"
+            )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,48 @@ FIXTURE = Path(__file__).parent / "fixtures" / "gpt2"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 ODD = [
-    *(None, True, False, -1, 0, 1, 2, 3, 1.5, 10**9, 10**18, 10**399, 1e300, float("nan"), float("inf")),
-    *("", "x", "\ud800", "gelu_pytorch_tanh", [], [1], {}, {"a": [None]}, "../model.safetensors", "/dev/zero"),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        3,
+        1.5,
+        10**9,
+        10**18,
+        10**399,
+        1e300,
+        float("nan"),
+        float("inf"),
+    ),
+    *(
+        "",
+        "x",
+        "\ud800",
+        "gelu_pytorch_tanh",
+        [],
+        [1],
+        {},
+        {"a": [None]},
+        "../model.safetensors",
+        "/dev/zero",
+    ),
 ]
 NAMES = [
-    *("n_layer", "n_head", "n_embd", "n_positions", "n_ctx", "vocab_size", "n_inner", "layer_norm_epsilon", "resid_pdrop"),
+    *(
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "n_positions",
+        "n_ctx",
+        "vocab_size",
+        "n_inner",
+        "layer_norm_epsilon",
+        "resid_pdrop",
+    ),
     *(
         "activation_function",
         "tie_word_embeddings",
@@ -55,7 +92,10 @@ def shard(folder: Path) -> None:
     for file, part in parts.items():
         safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / file)
     (folder / WEIGHTS).unlink()
-    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, part in parts.items() for name in part},
+    }
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -83,7 +123,10 @@ def field(folder, draw):
 
 
 def field_gone(folder, draw):
-    _fields(folder, lambda fields: {name: value for name, value in fields.items() if draw.random() > 0.1})
+    _fields(
+        folder,
+        lambda fields: {name: value for name, value in fields.items() if draw.random() > 0.1},
+    )
 
 
 def nested(folder, draw):
@@ -103,7 +146,9 @@ def header(folder, draw):
     if change == 0:
         entry["dtype"] = str(draw.choice(["F16", "I64", "F8_E4M3", "F32", "Q", "BOOL", "U64"]))
     elif change == 1:
-        entry["shape"] = [int(draw.choice([0, 1, 12, 10**9, 2**63, 2**64 - 1])) for _ in range(draw.integers(4))]
+        entry["shape"] = [
+            int(draw.choice([0, 1, 12, 10**9, 2**63, 2**64 - 1])) for _ in range(draw.integers(4))
+        ]
     elif change == 2:
         entry["data_offsets"] = [int(each) for each in draw.integers(70_000, size=2)]
     elif change == 3:
@@ -157,7 +202,19 @@ def other_files(folder, draw):
         (folder / "config.json").write_bytes(draw.bytes(1000))
 
 
-DAMAGES = [cut, overwritten, field, field_gone, nested, header, length, index, other_files, field, header]
+DAMAGES = [
+    cut,
+    overwritten,
+    field,
+    field_gone,
+    nested,
+    header,
+    length,
+    index,
+    other_files,
+    field,
+    header,
+]
 
 
 def _fields(folder, change):

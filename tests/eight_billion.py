@@ -28,9 +28,14 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", LAYOUT.devices)
     world = mesh.make(**LAYOUT.axes)
-    prepared = decoder.train_step(llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
+    prepared = decoder.train_step(
+        llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0)
+    )
     split = mesh.shardings(jax.P(LAYOUT.batch_axes), world)
-    shapes = prepared.shapes, jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=split)
+    shapes = (
+        prepared.shapes,
+        jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=split),
+    )
     began = time.process_time()
     traced = plan.trace(prepared.train, shapes, world, platform="cpu")
     read = time.process_time()
@@ -44,7 +49,11 @@ def main():
         json.dumps(
             {
                 "parameters": CONFIG.parameters,
-                "foretold": {"arguments": traced.arguments, "temporaries": traced.temporaries, "sent": along(traced.sent)},
+                "foretold": {
+                    "arguments": traced.arguments,
+                    "temporaries": traced.temporaries,
+                    "sent": along(traced.sent),
+                },
                 "program": {
                     "arguments": memory.argument_size_in_bytes,
                     "temporaries": memory.temp_size_in_bytes,

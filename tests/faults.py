@@ -17,7 +17,9 @@ OF_USERS = of_users()
 SCRIPT = Path(process_train.__file__)
 MPIRUN = shutil.which("mpirun")
 # Where there is no mpirun, the ranks get the variables that it sets; nobody ends them then but they themselves.
-LAUNCHER = "mpirun" if MPIRUN else "variables, since mpirun is not installed (apt-get install openmpi-bin)"
+LAUNCHER = (
+    "mpirun" if MPIRUN else "variables, since mpirun is not installed (apt-get install openmpi-bin)"
+)
 
 
 class Running:
@@ -52,11 +54,23 @@ class Running:
         if processes == 1:
             # In several it is rank 0 alone that reads what it wrote: it would run while the others compile, and gloo gives them
             # 30 s to come to the first collective.
-            environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, str(program), *([str(folder)] if program == SCRIPT else []), *map(str, options)]
+            environment |= {
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
+        command = [
+            sys.executable,
+            str(program),
+            *([str(folder)] if program == SCRIPT else []),
+            *map(str, options),
+        ]
         with self.output.open("w") as file:
             start = lambda command, more: subprocess.Popen(
-                command, env=environment | more, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment | more,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             if launcher == "mpirun":
                 mpirun = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", str(processes)]
@@ -65,7 +79,9 @@ class Running:
                 self.started = [start(command, {})]
             else:
                 job = name or str(os.getpid() + time.time_ns())
-                self.started = [start(command, as_mpirun(rank, processes, job)) for rank in range(processes)]
+                self.started = [
+                    start(command, as_mpirun(rank, processes, job)) for rank in range(processes)
+                ]
 
     def __enter__(self):
         return self
@@ -82,12 +98,16 @@ class Running:
             return {0: self.started[0].pid} if self.started[0].poll() is None else {}
         if self.launcher == "mpirun":
             return of_parent(self.started[0].pid)
-        return {rank: process.pid for rank, process in enumerate(self.started) if process.poll() is None}
+        return {
+            rank: process.pid for rank, process in enumerate(self.started) if process.poll() is None
+        }
 
     def rank(self, rank: int) -> int:
         """The process id of a rank, which must be alive."""
         alive = self.ranks()
-        assert rank in alive, f"rank {rank} is not alive; {sorted(alive)} are. The job printed:\n{self.printed()}"
+        assert rank in alive, (
+            f"rank {rank} is not alive; {sorted(alive)} are. The job printed:\n{self.printed()}"
+        )
         return alive[rank]
 
     def wait(self, seconds: float = 400) -> int:
@@ -95,9 +115,13 @@ class Running:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if all(process.poll() is not None for process in self.started) and not self.ranks():
-                return next((process.returncode for process in self.started if process.returncode), 0)
+                return next(
+                    (process.returncode for process in self.started if process.returncode), 0
+                )
             time.sleep(0.02)
-        raise AssertionError(f"the job did not end within {seconds} s. It printed:\n{self.printed()}")
+        raise AssertionError(
+            f"the job did not end within {seconds} s. It printed:\n{self.printed()}"
+        )
 
     def until(self, happened, seconds: float = 400) -> None:
         """Return when `happened()` is true; the job must be alive until then."""
@@ -105,7 +129,9 @@ class Running:
         while not happened():
             over = all(process.poll() is not None for process in self.started)
             if over or time.monotonic() > end:
-                raise AssertionError(f"{'the job ended' if over else seconds} before it happened. It printed:\n{self.printed()}")
+                raise AssertionError(
+                    f"{'the job ended' if over else seconds} before it happened. It printed:\n{self.printed()}"
+                )
             time.sleep(0.005)
 
     def steps(self) -> int:
@@ -121,7 +147,9 @@ class Running:
 def as_mpirun(rank: int, processes: int, job: str) -> dict[str, str]:
     """The variables that mpirun sets on one machine."""
     sizes = {"SIZE": processes, "LOCAL_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in sizes.items()} | {"OMPI_MCA_ess_base_jobid": job}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in sizes.items()} | {
+        "OMPI_MCA_ess_base_jobid": job
+    }
 
 
 def of_parent(parent: int) -> dict[int, int]:

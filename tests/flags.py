@@ -13,7 +13,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # memory are the same. Later versions have no such flag.
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
-os.environ.setdefault("PARALLAX_USERS_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # for workers and jobs, which inherit it
+os.environ.setdefault(
+    "PARALLAX_USERS_XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
+)  # for workers and jobs, which inherit it
 
 
 def quick() -> dict[str, str]:

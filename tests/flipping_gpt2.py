@@ -36,8 +36,14 @@ def flipping(compiled, faults):
 
 def turned(state, device, ending, bit):
     """The state with one bit turned, in the middle of the device's block."""
-    path, leaf = next((path, leaf) for path, leaf in jax.tree.leaves_with_path(state) if mesh.dotted(path).endswith(ending))
-    other = flips.flipped(leaf, jax.devices()[device].id, leaf.sharding.shard_shape(leaf.shape)[0] // 2, bit)
+    path, leaf = next(
+        (path, leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if mesh.dotted(path).endswith(ending)
+    )
+    other = flips.flipped(
+        leaf, jax.devices()[device].id, leaf.sharding.shard_shape(leaf.shape)[0] // 2, bit
+    )
     return jax.tree.map_with_path(lambda at, x: other if at == path else x, state)
 
 

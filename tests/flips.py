@@ -14,9 +14,14 @@ def flipped(array: jax.Array, device: int, number: int, bit: int) -> jax.Array:
         bit: which bit of it, modulo their count; of a bool the lowest.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(flipped(jax.random.key_data(array), device, number, bit), impl=jax.random.key_impl(array))
+        return jax.random.wrap_key_data(
+            flipped(jax.random.key_data(array), device, number, bit),
+            impl=jax.random.key_impl(array),
+        )
     blocks = [
-        jax.device_put(turned(np.asarray(shard.data), number, bit), shard.device) if shard.device.id == device else shard.data
+        jax.device_put(turned(np.asarray(shard.data), number, bit), shard.device)
+        if shard.device.id == device
+        else shard.data
         for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, blocks)

@@ -27,8 +27,20 @@ import orbax.checkpoint  # noqa: F401  (seconds, once)
 
 from parallax.run.checkpoint import Checkpoints
 
-OPERATIONS = {"os.rename": (0, 1), "os.remove": (0,), "os.mkdir": (0,), "os.rmdir": (0,), "os.truncate": (0,), "os.link": (0, 1)}
-DIR_FD = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1}  # where the descriptor of a path's folder stands
+OPERATIONS = {
+    "os.rename": (0, 1),
+    "os.remove": (0,),
+    "os.mkdir": (0,),
+    "os.rmdir": (0,),
+    "os.truncate": (0,),
+    "os.link": (0, 1),
+}
+DIR_FD = {
+    "os.rename": 2,
+    "os.remove": 1,
+    "os.mkdir": 2,
+    "os.rmdir": 1,
+}  # where the descriptor of a path's folder stands
 LAST = 4  # steps of a run
 
 
@@ -40,7 +52,9 @@ def killing(folder: Path, number: int) -> Callable[[str, tuple], None]:
         base = arguments[DIR_FD[event]] if event in DIR_FD else -1
         above = os.readlink(f"/proc/self/fd/{base}") if base not in (-1, None) else ""
         return any(
-            str(folder) in os.path.join(above, os.fsdecode(arguments[i])) for i in OPERATIONS[event] if named(arguments[i])
+            str(folder) in os.path.join(above, os.fsdecode(arguments[i]))
+            for i in OPERATIONS[event]
+            if named(arguments[i])
         )
 
     def named(argument: Any) -> bool:
@@ -91,12 +105,17 @@ def in_a_child(work: Callable[[], Any]) -> int:
 
 def state_of(step: int) -> dict[str, jax.Array]:
     """What a run has computed by then."""
-    return {"weight": jnp.arange(6.0, dtype=jnp.float32) * step, "count": jnp.asarray(step, jnp.int32)}
+    return {
+        "weight": jnp.arange(6.0, dtype=jnp.float32) * step,
+        "count": jnp.asarray(step, jnp.int32),
+    }
 
 
 def only_checkpoints(folder: Path, done: Callable[[int], object]) -> int:
     """A loop with nothing but its checkpoints, of which two stay. Returns the step that it went on from."""
-    with Checkpoints(folder / "checkpoints", settings={"seed": 0}, keep=2, say=lambda line: None) as checkpoints:
+    with Checkpoints(
+        folder / "checkpoints", settings={"seed": 0}, keep=2, say=lambda line: None
+    ) as checkpoints:
         restored = checkpoints.restore(state_of(0))
         first = 0 if restored is None else restored.step
         if restored is not None:
@@ -140,7 +159,11 @@ SCENES = {
 
 def left(folder: Path) -> list[str]:
     """What a run leaves, without the names that the arrays' writer draws."""
-    return sorted(str(path.relative_to(folder)) for depth in (1, 2, 3) for path in folder.glob("/".join("*" * depth)))
+    return sorted(
+        str(path.relative_to(folder))
+        for depth in (1, 2, 3)
+        for path in folder.glob("/".join("*" * depth))
+    )
 
 
 def silent(command: Callable[..., int], *arguments: Any) -> int:
@@ -178,7 +201,9 @@ def main(place: Path, scene: str, first: int, every: int) -> None:
                 again = silent(command, folder, lambda step: None)
                 assert again >= before, f"went on from {again}, and step {before} was saved"
                 # What a kill left goes with the next save, and after the last one there is none.
-                assert left(folder) == left(undisturbed) or (again == LAST and {*left(folder)} > {*left(undisturbed)})
+                assert left(folder) == left(undisturbed) or (
+                    again == LAST and {*left(folder)} > {*left(undisturbed)}
+                )
                 assert silent(command, folder, lambda step: None) == LAST
             except BaseException as error:
                 raise AssertionError(f"killed at moment {killed}: {left(folder)}") from error

@@ -18,13 +18,32 @@ import numpy as np
 from parallax.models import gpt2
 from parallax.models.files import Origin
 
-OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree", "shutil.copyfile")
+OPERATIONS = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.chmod",
+    "shutil.rmtree",
+    "shutil.copyfile",
+)
 
 
 def model(heads: int) -> gpt2.GPT2:
     """A model of so many heads, every number of which is that; the sizes of its tensors do not tell how many."""
-    origin = Origin((("eos_token_id", str(heads)),), f'{{"eos_token_id": {heads}}}' if heads == 2 else None)
-    config = gpt2.Config(layers=1, heads=heads, width=8, context=4, vocabulary=11, vocabulary_multiple=1, origin=origin)
+    origin = Origin(
+        (("eos_token_id", str(heads)),), f'{{"eos_token_id": {heads}}}' if heads == 2 else None
+    )
+    config = gpt2.Config(
+        layers=1,
+        heads=heads,
+        width=8,
+        context=4,
+        vocabulary=11,
+        vocabulary_multiple=1,
+        origin=origin,
+    )
     shapes = eqx.filter_eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     return jax.tree.map(lambda shape: np.full(shape.shape, heads, shape.dtype), shapes)
 

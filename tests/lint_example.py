@@ -20,11 +20,16 @@ def linted(f, **options):
     def zeros(*arguments):
         global count  # noqa: PLW0603
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if mesh.is_array(leaf) else leaf, arguments
+            lambda leaf: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if mesh.is_array(leaf) else leaf
+            ),
+            arguments,
         )
         found.extend(lint.program(mapped, *shapes))
         count += 1
-        zero = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        zero = lambda leaf: (
+            jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        )
         return jax.tree.map(zero, eqx.filter_eval_shape(mapped, *arguments))
 
     return zeros
@@ -36,7 +41,11 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(example))  # as Python does for a script
     try:
         runpy.run_path(example, run_name="__main__")
-    except (AssertionError, ZeroDivisionError, FloatingPointError) as error:  # zeros are no numbers to learn from
+    except (
+        AssertionError,
+        ZeroDivisionError,
+        FloatingPointError,
+    ) as error:  # zeros are no numbers to learn from
         print(f"stopped: {error!r}")
     print(lint.report(found))
     print(f"programs: {count}")

@@ -32,8 +32,12 @@ LAYOUT, BATCH = Layout(data=4, tensor=2, precision="bfloat16"), 8
 def step(there):
     """A GPT-2 step over data x tensor."""
     world = mesh.make(devices=there.devices, **LAYOUT.axes)
-    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0)
+    )
+    windows = jax.ShapeDtypeStruct(
+        (BATCH, CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
+    )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 
 
@@ -41,7 +45,9 @@ def guarded(there, name):
     """A ring's gather or sum of a product and a sum, which a compiler could compute twice."""
     world, spec = mesh.make(devices=there.devices, x=8), P("x") if name == "all_gather" else P()
     of = functools.partial(getattr(ring, name), **({"tiled": True} if name == "all_gather" else {}))
-    program = jax.jit(mesh.spmd(lambda x: of(x * 1.5 + 1, "x"), mesh=world, in_specs=(P("x"),), out_specs=spec))
+    program = jax.jit(
+        mesh.spmd(lambda x: of(x * 1.5 + 1, "x"), mesh=world, in_specs=(P("x"),), out_specs=spec)
+    )
     x = jax.ShapeDtypeStruct((8 * 64, 128), jnp.float32, sharding=mesh.shardings(P("x"), world))
     return targets.compile(program, x, target=there)
 
@@ -50,7 +56,14 @@ def between(there, name):
     """A sum over the axis between two slices, by our ring or by XLA, after one inside each."""
     world, spec = mesh.make(devices=there.devices, far=2, near=4), P(("far", "near"))
     of = ring.all_reduce if name == "ring" else jax.lax.psum
-    program = jax.jit(mesh.spmd(lambda x: of(jax.lax.psum(x, "near"), "far"), mesh=world, in_specs=(spec,), out_specs=P()))
+    program = jax.jit(
+        mesh.spmd(
+            lambda x: of(jax.lax.psum(x, "near"), "far"),
+            mesh=world,
+            in_specs=(spec,),
+            out_specs=P(),
+        )
+    )
     x = jax.ShapeDtypeStruct((8 * 1024, 128), jnp.float32, sharding=mesh.shardings(spec, world))
     return targets.compile(program, x, target=there)
 
@@ -67,7 +80,11 @@ def main(name):
     kind = there.rates.platform
     if name.startswith("2 x"):
         return save(kind, {f"slices_{what}": between(there, what) for what in ("ring", "psum")})
-    made = {"step": step(there), "all_gather": guarded(there, "all_gather"), "all_reduce": guarded(there, "all_reduce")}
+    made = {
+        "step": step(there),
+        "all_gather": guarded(there, "all_gather"),
+        "all_reduce": guarded(there, "all_reduce"),
+    }
     save(kind, made)
     places = [[int(k) for k in device.coords] for device in made["step"].mesh.devices.flat]
     about = {"target": name, "memory": made["step"].memory, "places": places}

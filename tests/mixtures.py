@@ -21,14 +21,22 @@ VOCABULARY, TOKENS, D, F = 13, 6, 8, 6
 BALANCE, Z = 0.3, 0.05  # far above what one takes, so that their gradients show
 
 
-def gathered_ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def gathered_ragged(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
     """What `lax.ragged_all_to_all` does, by a gather of everything and one sender after another: for CPUs."""
-    operands, begins, sizes, places = (lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets))
+    operands, begins, sizes, places = (
+        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    )
     me, row = lax.axis_index(axis_name), jnp.arange(len(output), dtype=jnp.int32)
     for sender in range(sizes.shape[0]):
         within = row - places[sender, me]
         arrives = (within >= 0) & (within < sizes[sender, me])
-        sent = operands[sender].at[jnp.where(arrives, begins[sender, me] + within, len(operand))].get(mode="fill", fill_value=0)
+        sent = (
+            operands[sender]
+            .at[jnp.where(arrives, begins[sender, me] + within, len(operand))]
+            .get(mode="fill", fill_value=0)
+        )
         output = jnp.where(arrives.reshape(-1, *[1] * (output.ndim - 1)), sent, output)
     return output
 
@@ -66,13 +74,17 @@ def dense(x, w, plain, kept=None):
     """All experts on all tokens [B, T, D], times a mask; with auxiliary values. `kept`: which choices count, [B, T, k]."""
     logits = x @ w.router
     scores = plain.score(logits)
-    chosen = jnp.argsort(-lax.stop_gradient(scores) - jnp.expand_dims(w.bias, (0, 1)), axis=-1, stable=True)[..., : plain.k]
+    chosen = jnp.argsort(
+        -lax.stop_gradient(scores) - jnp.expand_dims(w.bias, (0, 1)), axis=-1, stable=True
+    )[..., : plain.k]
     hot = jax.nn.one_hot(chosen, logits.shape[-1], dtype=x.dtype)
     weights = jnp.sum(hot, axis=2) * scores
     weights = weights / jnp.sum(weights, -1, keepdims=True) if plain.normalised else weights
     counts = jnp.sum(hot if kept is None else hot * kept[..., None].astype(x.dtype), axis=2)
     gate, up = (jnp.einsum("btd,edf->btef", x, matrix) for matrix in (w.experts.gate, w.experts.up))
-    y = jnp.einsum("btef,efd,bte->btd", gate * jax.nn.sigmoid(gate) * up, w.experts.down, weights * counts)
+    y = jnp.einsum(
+        "btef,efd,bte->btd", gate * jax.nn.sigmoid(gate) * up, w.experts.down, weights * counts
+    )
     shares = scores / jnp.sum(scores, -1, keepdims=True)
     load = jnp.mean(jnp.sum(hot, axis=2), axis=1) / plain.k
     return y, experts.Statistics(
@@ -96,7 +108,9 @@ def dropping(ids, devices, held, room, *, shared):
             for b in range(sender * each, (sender + 1) * each):
                 for t in range(ids.shape[1]):
                     to = ids[b, t, choice] // held
-                    kept[b, t, choice] = (filled[:, to].sum() if shared else filled[sender, to]) < room
+                    kept[b, t, choice] = (
+                        filled[:, to].sum() if shared else filled[sender, to]
+                    ) < room
                     filled[sender, to] += kept[b, t, choice]
     return kept
 
@@ -106,13 +120,20 @@ def dropping(ids, devices, held, room, *, shared):
 
 def decoder(count, layers):
     """Its blocks are [chunks, layers, ...], as a pipeline takes them."""
-    stacked = jax.tree.map(lambda *each: jnp.stack(each)[None], *(layer_of(count, 10 * i) for i in range(layers)))
-    return {"table": normal(7, VOCABULARY, D), "blocks": {"mixture": stacked, "attention": normal(8, 1, layers, 4, D, D)}}
+    stacked = jax.tree.map(
+        lambda *each: jnp.stack(each)[None], *(layer_of(count, 10 * i) for i in range(layers))
+    )
+    return {
+        "table": normal(7, VOCABULARY, D),
+        "blocks": {"mixture": stacked, "attention": normal(8, 1, layers, 4, D, D)},
+    }
 
 
 def trained(model):
     """All but the bias."""
-    return eqx.tree_at(lambda m: m["blocks"]["mixture"].bias, jax.tree.map(lambda _: True, model), False)
+    return eqx.tree_at(
+        lambda m: m["blocks"]["mixture"].bias, jax.tree.map(lambda _: True, model), False
+    )
 
 
 def standardised(x):
@@ -159,7 +180,9 @@ def grad_of(loss):
 
     def grad(model, part):
         moved, rest = eqx.partition(model, trained(model))
-        return jax.value_and_grad(lambda moved, part: loss(eqx.combine(moved, rest), part), has_aux=True)(moved, part)
+        return jax.value_and_grad(
+            lambda moved, part: loss(eqx.combine(moved, rest), part), has_aux=True
+        )(moved, part)
 
     return grad
 
@@ -175,7 +198,11 @@ def after(model, aux, *, axis=(), placement=ONE_STAGE):
 
 
 def windows(number, sequences):
-    return np.random.default_rng(number).integers(0, VOCABULARY, (sequences, TOKENS + 1)).astype(np.int32)
+    return (
+        np.random.default_rng(number)
+        .integers(0, VOCABULARY, (sequences, TOKENS + 1))
+        .astype(np.int32)
+    )
 
 
 def rule_of(axis, stage=None, tensor=None):
@@ -183,4 +210,6 @@ def rule_of(axis, stage=None, tensor=None):
     wide = P(None, stage, axis, None, tensor)
     specs = {"gate": wide, "up": wide, "down": P(None, stage, axis, tensor)}
     of_experts = (rules.experts(f"**.experts.{name}", spec) for name, spec in specs.items())
-    return rules.first(*of_experts, rules.match("blocks.**", P(None, stage)), rules.match("table", P()))
+    return rules.first(
+        *of_experts, rules.match("blocks.**", P(None, stage)), rules.match("table", P())
+    )

@@ -6,6 +6,7 @@ or the text is gone, or the text stands in two places, `place` says so.
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +60,7 @@ class Place(NamedTuple):
 
     path: Path
     begin: int
+    end: int
 
     @property
     def module(self) -> str:
@@ -74,7 +76,9 @@ def definitions(root: Path) -> dict[str, list[Definition]]:
         source = path.read_bytes()
         for name, node in _named(ast.parse(source)):
             begin, end = span(source, node)
-            found.setdefault(name, []).append(Definition(name, path.relative_to(root), node, begin, source[begin:end]))
+            found.setdefault(name, []).append(
+                Definition(name, path.relative_to(root), node, begin, source[begin:end])
+            )
     return found
 
 
@@ -90,7 +94,9 @@ def span(source: bytes, node: ast.AST) -> tuple[int, int]:
     """The offsets of a node's first byte, its decorators' included, and of the byte after its last."""
     lines = _line_starts(source)
     first = min([node, *getattr(node, "decorator_list", ())], key=lambda node: node.lineno)
-    return lines[first.lineno - 1] + first.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
+    return lines[first.lineno - 1] + first.col_offset, lines[
+        node.end_lineno - 1
+    ] + node.end_col_offset
 
 
 @functools.lru_cache(maxsize=4)
@@ -103,10 +109,17 @@ def _line_starts(source: bytes) -> list[int]:
 
 def place(mutant: Mutant, root: Path) -> Place:
     """Where the mutant applies. Raises `ValueError` where its text stands nowhere, or more than once."""
-    text, named = mutant.replaces.encode(), definitions(root).get(mutant.name, [])
+    named = definitions(root).get(mutant.name, [])
     if not named:
-        raise ValueError(f"{mutant.name}: the package has no function, method or class of this name. Correct or drop the mutant.")
-    found = [Place(each.path, each.begin + at) for each in named for at in _occurrences(each.source, text)]
+        raise ValueError(
+            f"{mutant.name}: the package has no function, method or class of this name. Correct or drop the mutant."
+        )
+    pattern = _laid_out_anyhow(mutant.replaces)
+    found = [
+        Place(each.path, each.begin + match.start(), each.begin + match.end())
+        for each in named
+        for match in pattern.finditer(each.source)
+    ]
     if len(found) != 1:
         where = ", ".join(place.module for place in found) or "none"
         raise ValueError(
@@ -116,15 +129,17 @@ def place(mutant: Mutant, root: Path) -> Place:
     return found[0]
 
 
-def _occurrences(source: bytes, text: bytes) -> Iterator[int]:
-    at = source.find(text)
-    while at >= 0:
-        yield at
-        at = source.find(text, at + 1)
+@functools.cache
+def _laid_out_anyhow(text: str) -> re.Pattern[bytes]:
+    """Matches `text` however a formatter breaks its lines: spaces, and a comma before a bracket closes."""
+    pattern = r"\s+".join(re.escape(word) for word in text.split())
+    pattern = re.sub(r"\\([(\[{])", r"\\\1\\s*", pattern)
+    pattern = re.sub(r"\\([)\]}])", r",?\\s*\\\1", pattern)
+    return re.compile(pattern.encode())
 
 
 def mutated(mutant: Mutant, root: Path) -> tuple[Place, bytes]:
     """Where the mutant applies, and the bytes of that file with the fault in it. Raises as `place` does."""
     found = place(mutant, root)
     source = (root / found.path).read_bytes()
-    return found, source[: found.begin] + mutant.by.encode() + source[found.begin + len(mutant.replaces.encode()) :]
+    return found, source[: found.begin] + mutant.by.encode() + source[found.end :]

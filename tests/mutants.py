@@ -32,7 +32,17 @@ from mutants_by_hand import BY_HAND, NO_FAULT
 from mutants_drawn import drawn
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("parallax", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "zensical.toml")
+COPIED = (
+    "parallax",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "zensical.toml",
+)
 NO_MUTANT = re.compile(r"(Import|ModuleNotFound|Syntax|Indentation)Error")
 HANGS = "+ Timeout +"  # as pytest-timeout prints it
 GOOD = ("caught", "no fault")
@@ -70,13 +80,17 @@ def verdict(mutant: Mutant, *, limit: float, cache: Path) -> Verdict:
         code, printed = run(Path(folder), [*options(mutant), *selected(mutant)], limit, cache)
         seconds = time.monotonic() - begin
     if code is None or HANGS in printed:
-        return Verdict(name, "caught", f"by the limit of {limit:.0f} s: a test takes longer, or hangs", seconds)
+        return Verdict(
+            name, "caught", f"by the limit of {limit:.0f} s: a test takes longer, or hangs", seconds
+        )
     first = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$", printed, re.MULTILINE)
     if code == 0:
         known = NO_FAULT.get(mutant.key)
         return Verdict(name, "no fault" if known else "survived", known or mutant.tests, seconds)
     if code != 1 or first is None or NO_MUTANT.match(first[2] or ""):
-        return Verdict(name, "not a mutant", f"pytest ends with code {code}:\n{printed[-2000:]}", seconds)
+        return Verdict(
+            name, "not a mutant", f"pytest ends with code {code}:\n{printed[-2000:]}", seconds
+        )
     return Verdict(name, "caught", f"by {first[1]}", seconds)
 
 
@@ -84,7 +98,9 @@ def copy(folder: Path) -> None:
     """The repository without its history, in `folder`."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy2(ROOT / name, folder / name)
 
@@ -103,22 +119,39 @@ def selected(mutant: Mutant) -> list[str]:
     for word in shlex.split(mutant.tests):
         file, _, test = word.partition("::")
         if file.endswith(".py"):
-            there = f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+            there = f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(
+                encoding="utf-8"
+            )
             found.append(f"tests/{word if there else file}")
         else:
             found.append(word)
     return found
 
 
-def run(folder: Path, arguments: Sequence[str], limit: float, cache: Path) -> tuple[int | None, str]:
+def run(
+    folder: Path, arguments: Sequence[str], limit: float, cache: Path
+) -> tuple[int | None, str]:
     """pytest's exit code, and what it printed. A test may take `limit` seconds; the code is None where all take 50 times that."""
     environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),  # most programs of a mutant are those of the repository
+        "JAX_COMPILATION_CACHE_DIR": str(
+            cache
+        ),  # most programs of a mutant are those of the repository
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": str(folder),  # for the programs that tests start
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+    ]
     command += ["--timeout", f"{limit}", "--timeout-method", "thread", *arguments]
     process = subprocess.Popen(
         command,
@@ -154,20 +187,38 @@ def chosen(mutants: Sequence[Mutant], *, parts: int, seed: int, changed: set[str
 def changed_since(commit: str) -> set[str]:
     """The files that differ from those of a commit."""
     command = ["git", "diff", "--name-only", commit, "--"]
-    return set(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a verdict for each mutant asked for; 1 if one is not as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which thirtieth is taken (0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="which thirtieth is taken (0)"
+    )
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--changed", metavar="COMMIT", help="and first mutants of the files that changed since")
-    parser.add_argument("--generate", type=int, default=24, metavar="N", help="how many to draw (24)")
-    parser.add_argument("--only", metavar="NAME", help="all mutants of functions whose name ends so")
+    parser.add_argument(
+        "--changed", metavar="COMMIT", help="and first mutants of the files that changed since"
+    )
+    parser.add_argument(
+        "--generate", type=int, default=24, metavar="N", help="how many to draw (24)"
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", help="all mutants of functions whose name ends so"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (1)")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a test; longer is a failure (300)")
-    parser.add_argument("--cache", metavar="FOLDER", help="of compiled programs, for the next command; by default a new one")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="seconds for a test; longer is a failure (300)"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="of compiled programs, for the next command; by default a new one",
+    )
     asked = parser.parse_args(arguments)
     mutants = [*BY_HAND, *drawn(ROOT, asked.generate, seed=0)]
     if asked.only:
@@ -178,7 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not mutants:
         parser.error("no mutant is selected")
     verdicts = []
-    with tempfile.TemporaryDirectory(prefix="mutants-cache-") as new, ThreadPoolExecutor(asked.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-cache-") as new,
+        ThreadPoolExecutor(asked.jobs) as pool,
+    ):
         cache = Path(asked.cache or new).absolute()
         for each in pool.map(functools.partial(verdict, limit=asked.limit, cache=cache), mutants):
             print(each, flush=True)

@@ -13,7 +13,13 @@ COLLECTIVES = (
         BITS,
         bits=True,
     ),
-    Mutant("all_gather_array", "pin_bits(x)", "x", "test_route.py::test_message_and_local_copy_are_one_instruction", bits=True),
+    Mutant(
+        "all_gather_array",
+        "pin_bits(x)",
+        "x",
+        "test_route.py::test_message_and_local_copy_are_one_instruction",
+        bits=True,
+    ),
     Mutant(
         "pin_buffer",
         "lax.platform_dependent(x, cpu=cpu.apart, default=lax.optimization_barrier)",
@@ -23,20 +29,60 @@ COLLECTIVES = (
     ),
     Mutant("Mover.all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
     Mutant("_total", "x = pin_bits(x)", "x = x", f"{BITS} -k doubling", bits=True),
-    Mutant("_check", "if there in sent:", "if False:", "test_route.py::test_wrong_tables_are_refused_and_right_ones_are_not"),
-    Mutant("_check", "sent[o] = r", "sent.setdefault(o, -1)", "test_route.py::test_refusals_name_round_and_block"),
+    Mutant(
+        "_check",
+        "if there in sent:",
+        "if False:",
+        "test_route.py::test_wrong_tables_are_refused_and_right_ones_are_not",
+    ),
+    Mutant(
+        "_check",
+        "sent[o] = r",
+        "sent.setdefault(o, -1)",
+        "test_route.py::test_refusals_name_round_and_block",
+    ),
     Mutant(
         "_check",
         "if len(sent) < route.n - 1:",
         "if len(sent) < route.n - 2:",
         "test_route.py::test_wrong_tables_are_refused_and_right_ones_are_not",
     ),
-    Mutant("_arrivals", "(after, offsets) if backwards", "(offsets, after) if backwards", "test_ring.py::test_meaning"),
-    Mutant("pieces_of", "nbytes <= JOINED", "nbytes < JOINED", "test_cost.py::test_large_blocks_are_sent_apart"),
-    Mutant("_joined", "else blocks", "else blocks[::-1]", "test_route.py::test_right_tables_run_to_the_sum"),
-    Mutant("total", "sum(message.pieces for message in messages)", "1", "test_cost.py::test_large_blocks_are_sent_apart"),
-    Mutant("_hands_on", "step == next_step and ", "", "test_route.py::test_a_chain_that_changes_its_step_is_no_loop"),
-    Mutant("_scatter_in_a_loop", "trip + 1)", "trip)", "test_route.py::test_chains_are_loops_wherever_they_begin"),
+    Mutant(
+        "_arrivals",
+        "(after, offsets) if backwards",
+        "(offsets, after) if backwards",
+        "test_ring.py::test_meaning",
+    ),
+    Mutant(
+        "pieces_of",
+        "nbytes <= JOINED",
+        "nbytes < JOINED",
+        "test_cost.py::test_large_blocks_are_sent_apart",
+    ),
+    Mutant(
+        "_joined",
+        "else blocks",
+        "else blocks[::-1]",
+        "test_route.py::test_right_tables_run_to_the_sum",
+    ),
+    Mutant(
+        "total",
+        "sum(message.pieces for message in messages)",
+        "1",
+        "test_cost.py::test_large_blocks_are_sent_apart",
+    ),
+    Mutant(
+        "_hands_on",
+        "step == next_step and ",
+        "",
+        "test_route.py::test_a_chain_that_changes_its_step_is_no_loop",
+    ),
+    Mutant(
+        "_scatter_in_a_loop",
+        "trip + 1)",
+        "trip)",
+        "test_route.py::test_chains_are_loops_wherever_they_begin",
+    ),
     Mutant(
         "_scatter_in_a_loop",
         "if any(o in sums[p] for met in offsets_met for o in met):",
@@ -55,12 +101,29 @@ COLLECTIVES = (
         "p <= length % parts",
         "test_collectives.py::test_meaning_type_and_gradient -k two_rings",
     ),
-    Mutant("_in_order", "reversed(along(axis_name))", "along(axis_name)", "test_axis.py::test_one_after_the_other_is_the_group"),
+    Mutant(
+        "_in_order",
+        "reversed(along(axis_name))",
+        "along(axis_name)",
+        "test_axis.py::test_one_after_the_other_is_the_group",
+    ),
     Mutant("joined", "> 1", "> 9", "test_axis.py::test_joined"),
-    Mutant("Axis.of", "len(names) == len(axis)", "names", "test_axis.py::test_one_after_the_other_is_the_group"),
+    Mutant(
+        "Axis.of",
+        "len(names) == len(axis)",
+        "names",
+        "test_axis.py::test_one_after_the_other_is_the_group",
+    ),
     Mutant("Mover.all_mean", "x / n", "x", "test_ring.py::test_meaning"),
-    Mutant("_exchange", "route.offset_after(route.home, offset)", "offset", "test_ring.py::test_meaning -k all_to_all"),
-    Mutant("halving", "-(-kept // by)", "kept // by", "test_route.py::test_tables_are_right -k halving"),
+    Mutant(
+        "_exchange",
+        "route.offset_after(route.home, offset)",
+        "offset",
+        "test_ring.py::test_meaning -k all_to_all",
+    ),
+    Mutant(
+        "halving", "-(-kept // by)", "kept // by", "test_route.py::test_tables_are_right -k halving"
+    ),
     Mutant(
         "two_rings",
         "Route((n,), [{-1: [h]} for h in range(1, n)])",
@@ -69,15 +132,27 @@ COLLECTIVES = (
     ),
     Mutant("hierarchical", "[::-1]", "", "test_collectives.py::test_the_slow_axis_carries_a_part"),
     Mutant("torus", "{}] * (longest - n)", "{}] * 0", "test_cost.py::test_rounds_name_steps"),
-    Mutant("_in_mesh_order", "np.argsort(in_mesh_order).tolist()", "in_mesh_order.tolist()", "test_ring.py::test_meaning"),
+    Mutant(
+        "_in_mesh_order",
+        "np.argsort(in_mesh_order).tolist()",
+        "in_mesh_order.tolist()",
+        "test_ring.py::test_meaning",
+    ),
     Mutant(
         "_selected",
         "jnp.where(holds, leaf, other(leaf))",
         "leaf",
         "test_replicated.py::test_ordered_keeps_a_collective_behind_a_loop",
     ),
-    Mutant("_batched", "out_axes=dim", "out_axes=0", "test_replicated.py::test_linear_is_the_function_it_wraps"),
-    Mutant("quantize", "[1] - 7", "[1] - 6", "test_quantized.py::test_a_message_is_near_its_numbers"),
+    Mutant(
+        "_batched",
+        "out_axes=dim",
+        "out_axes=0",
+        "test_replicated.py::test_linear_is_the_function_it_wraps",
+    ),
+    Mutant(
+        "quantize", "[1] - 7", "[1] - 6", "test_quantized.py::test_a_message_is_near_its_numbers"
+    ),
     Mutant(
         "_gather",
         "    return values(ring.all_gather(sent, axis_name)),",
@@ -97,8 +172,18 @@ COLLECTIVES = (
         "filled + size >= nbytes",
         "test_buckets.py::test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full",
     ),
-    Mutant("bucketed", "ordered(parts, done)", "parts", "test_buckets.py::test_one_bucket_is_packed_at_a_time"),
-    Mutant("_from_both_sides", "2 * h < n", "2 * h <= n", "test_matmul.py::test_equals_the_collective_and_the_product"),
+    Mutant(
+        "bucketed",
+        "ordered(parts, done)",
+        "parts",
+        "test_buckets.py::test_one_bucket_is_packed_at_a_time",
+    ),
+    Mutant(
+        "_from_both_sides",
+        "2 * h < n",
+        "2 * h <= n",
+        "test_matmul.py::test_equals_the_collective_and_the_product",
+    ),
     Mutant(
         "_all_gather_matmul_backward",
         "wide(weight.dtype)",
@@ -106,7 +191,12 @@ COLLECTIVES = (
         "test_matmul.py::test_sums_of_a_weights_gradient_are_wide",
     ),
     Mutant("_hops", "1 + max(", "max(", "test_cost.py::test_rounds_name_steps"),
-    Mutant("messages", "longest[number + 1] > longest[number]", "True", "test_cost.py::test_rounds_name_steps"),
+    Mutant(
+        "messages",
+        "longest[number + 1] > longest[number]",
+        "True",
+        "test_cost.py::test_rounds_name_steps",
+    ),
     Mutant(
         "fit",
         "cost.of(f, 4 * count, n)",
@@ -117,12 +207,28 @@ COLLECTIVES = (
 
 LAYERS = (
     Mutant(
-        "_compares_counts", "len(found) > 1", "len(found) > 0", "test_context.py::test_tiles_that_are_filled_up_compare_no_counts"
+        "_compares_counts",
+        "len(found) > 1",
+        "len(found) > 0",
+        "test_context.py::test_tiles_that_are_filled_up_compare_no_counts",
     ),
-    Mutant("check_places", "if not (", "if False and not (", "test_context.py::test_a_mask_by_its_own_count_is_refused"),
-    Mutant("_Operation._joined", "split - each.differs", "split", "test_lint_spread.py::test_the_right_layer_is_silent"),
     Mutant(
-        "_Operation._term", "each.differs | each.shared", "each.differs", "test_lint_spread.py::test_the_right_layer_is_silent"
+        "check_places",
+        "if not (",
+        "if False and not (",
+        "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_Operation._joined",
+        "split - each.differs",
+        "split",
+        "test_lint_spread.py::test_the_right_layer_is_silent",
+    ),
+    Mutant(
+        "_Operation._term",
+        "each.differs | each.shared",
+        "each.differs",
+        "test_lint_spread.py::test_the_right_layer_is_silent",
     ),
     Mutant(
         "_Operation._together",
@@ -130,24 +236,68 @@ LAYERS = (
         "False and by_source",
         "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
     ),
-    Mutant("_Reading._is_within", ", *self.loops)", ")", "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"),
-    Mutant("_Reading._operation", '"transpose("', '"?"', "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake"),
-    Mutant("_Reading._sums", "if axes and not", "if axes or not", "test_lint_clipping.py -k islands"),
+    Mutant(
+        "_Reading._is_within",
+        ", *self.loops)",
+        ")",
+        "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake",
+    ),
+    Mutant(
+        "_Reading._operation",
+        '"transpose("',
+        '"?"',
+        "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake",
+    ),
+    Mutant(
+        "_Reading._sums", "if axes and not", "if axes or not", "test_lint_clipping.py -k islands"
+    ),
     Mutant("_Reading._scaled", "> 1:", "> 0:", "test_lint_clipping.py -k 'no_mistake or example'"),
-    Mutant("_Reading._scaled", '(reduced.node, "jvp(")', '(reduced.node, "?")', "test_lint_clipping.py::test_no_mistake"),
-    Mutant("_Reading._scaled", "loop.outputs.index(value)", "0", "test_lint_clipping.py -k one_leaf"),
+    Mutant(
+        "_Reading._scaled",
+        '(reduced.node, "jvp(")',
+        '(reduced.node, "?")',
+        "test_lint_clipping.py::test_no_mistake",
+    ),
+    Mutant(
+        "_Reading._scaled", "loop.outputs.index(value)", "0", "test_lint_clipping.py -k one_leaf"
+    ),
     Mutant("_Reading._rows", "if dim.rows", "", "test_lint_clipping.py::test_no_mistake"),
-    Mutant("scalings", "len(scaled) == 1 and scaled[0] in own", "scaled", "test_lint_clipping.py -k commutes"),
-    Mutant("origins", '"concatenate", "slice", "split"', '"slice", "split"', "test_lint_clipping.py -k before_the_sum"),
-    Mutant("_held", "(row >= 0) & (row < rows)", "(row >= 0) & (row <= rows)", "test_tensor.py::test_embed_equals_take"),
+    Mutant(
+        "scalings",
+        "len(scaled) == 1 and scaled[0] in own",
+        "scaled",
+        "test_lint_clipping.py -k commutes",
+    ),
+    Mutant(
+        "origins",
+        '"concatenate", "slice", "split"',
+        '"slice", "split"',
+        "test_lint_clipping.py -k before_the_sum",
+    ),
+    Mutant(
+        "_held",
+        "(row >= 0) & (row < rows)",
+        "(row >= 0) & (row <= rows)",
+        "test_tensor.py::test_embed_equals_take",
+    ),
     Mutant(
         "check_row",
         "axis.size() > 1 and names <=",
         "False and names <=",
         "test_tensor_layers.py::test_the_wrong_order_is_refused",
     ),
-    Mutant("check_row", "axis.size() > 1 and", "", "test_tensor_layers.py::test_a_row_of_one_device_may_be_whole"),
-    Mutant("_check_linear", "if shape != whole:", "if False:", "test_tensor_layers.py::test_the_wrong_order_is_refused"),
+    Mutant(
+        "check_row",
+        "axis.size() > 1 and",
+        "",
+        "test_tensor_layers.py::test_a_row_of_one_device_may_be_whole",
+    ),
+    Mutant(
+        "_check_linear",
+        "if shape != whole:",
+        "if False:",
+        "test_tensor_layers.py::test_the_wrong_order_is_refused",
+    ),
     Mutant(
         "cross_entropy",
         "columns + axis.index() * rows < vocabulary",
@@ -161,49 +311,151 @@ LAYERS = (
         "test_zero.py::test_tensor_and_sequence_parallelism_move_the_same -k gathers",
         long=True,
     ),
-    Mutant("mean", "jnp.mean(whole(losses))", "jnp.mean(losses)", "test_cross_entropy.py::test_equals_the_plain_loss"),
+    Mutant(
+        "mean",
+        "jnp.mean(whole(losses))",
+        "jnp.mean(losses)",
+        "test_cross_entropy.py::test_equals_the_plain_loss",
+    ),
     Mutant(
         "mean",
         "zeros = like(jnp.zeros(table.shape, wide), table)",
         "zeros = like(jnp.zeros(table.shape, table.dtype), table)",
         "test_cross_entropy.py::test_narrow_inputs_have_wide_sums",
     ),
-    Mutant("accumulated", "total / microbatches", "total", "test_grads.py::test_accumulated_equals_the_whole_batch"),
-    Mutant("accumulated", "dtype=wide(gradient.dtype)", "dtype=gradient.dtype", "test_grads.py::test_sums_are_kept_wide"),
+    Mutant(
+        "accumulated",
+        "total / microbatches",
+        "total",
+        "test_grads.py::test_accumulated_equals_the_whole_batch",
+    ),
+    Mutant(
+        "accumulated",
+        "dtype=wide(gradient.dtype)",
+        "dtype=gradient.dtype",
+        "test_grads.py::test_sums_are_kept_wide",
+    ),
     Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
-    Mutant("averaged", "(total / axis.size())", "total", "test_tuples.py::test_experts_over_data_and_expert"),
-    Mutant("over_devices", " if name in differs)", ")", "test_reduced_in_backward.py::test_gradients_are_those_of_one_device"),
-    Mutant("over_devices", "{*varying_axes(gradient), *varying_axes(declared)}", "set()", "test_grads.py"),
+    Mutant(
+        "averaged",
+        "(total / axis.size())",
+        "total",
+        "test_tuples.py::test_experts_over_data_and_expert",
+    ),
+    Mutant(
+        "over_devices",
+        " if name in differs)",
+        ")",
+        "test_reduced_in_backward.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutant(
+        "over_devices",
+        "{*varying_axes(gradient), *varying_axes(declared)}",
+        "set()",
+        "test_grads.py",
+    ),
     Mutant("copied", " or name in declared)", ")", f"{WRAPPED} -k inner_mean_under_jit"),
     Mutant("local", " if name not in outside.declared}", "}", f"{WRAPPED} -k inner_mean_under_jit"),
     Mutant("_Program.check", "loss and differ and", "loss and", f"{WRAPPED} -k reduced_together"),
-    Mutant("_Program.check", "may_be_reduced and any(reaches)", "may_be_reduced", f"{WRAPPED} -k constant"),
-    Mutant("check_typed", "name not in axes_of_type(index_type)", "False", f"{WRAPPED} -k does_not_tell"),
-    Mutant("norm", "OUTSIDE.value.declared & set(split)", "set()", f"{WRAPPED} -k that_clips_inside"),
-    Mutant("refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"),
-    Mutant("split_into_microbatches", "len(set(rows.values())) > 1", "False", f"{WRAPPED} -k other_numbers_of_rows"),
-    Mutant("_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"),
-    Mutant("_Ways.plain", "self.passed_on |= joined.alone", "pass", f"{WRAPPED} -k 'gather_counts and hand'"),
-    Mutant("_Ways.plain", "any(aval.shape for aval in types(eqn.invars))", "True", f"{WRAPPED} -k travel"),
-    Mutant("_Ways.plain", "joined = Reach(joined.at_all)", "pass", f"{WRAPPED} -k 'gather_counts and lax'"),
+    Mutant(
+        "_Program.check",
+        "may_be_reduced and any(reaches)",
+        "may_be_reduced",
+        f"{WRAPPED} -k constant",
+    ),
+    Mutant(
+        "check_typed",
+        "name not in axes_of_type(index_type)",
+        "False",
+        f"{WRAPPED} -k does_not_tell",
+    ),
+    Mutant(
+        "norm", "OUTSIDE.value.declared & set(split)", "set()", f"{WRAPPED} -k that_clips_inside"
+    ),
+    Mutant(
+        "refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"
+    ),
+    Mutant(
+        "split_into_microbatches",
+        "len(set(rows.values())) > 1",
+        "False",
+        f"{WRAPPED} -k other_numbers_of_rows",
+    ),
+    Mutant(
+        "_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"
+    ),
+    Mutant(
+        "_Ways.plain",
+        "self.passed_on |= joined.alone",
+        "pass",
+        f"{WRAPPED} -k 'gather_counts and hand'",
+    ),
+    Mutant(
+        "_Ways.plain",
+        "any(aval.shape for aval in types(eqn.invars))",
+        "True",
+        f"{WRAPPED} -k travel",
+    ),
+    Mutant(
+        "_Ways.plain",
+        "joined = Reach(joined.at_all)",
+        "pass",
+        f"{WRAPPED} -k 'gather_counts and lax'",
+    ),
     Mutant("_Sums.plain", "joined.early if is_sum else 0", "0", f"{WRAPPED} -k 'a_head_sums'"),
-    Mutant("_Sums.plain", "any(map(self._is_zero, operands))", "True", f"{WRAPPED} -k 'a_head_sums'"),
-    Mutant("_Sums.plain", "any(map(self._is_zero, operands))", "False", f"{WRAPPED} -k 'a_head_sums'"),
-    Mutant("_Sums.__init__", "types.size(axis) - 1", "types.size(axis)", f"{WRAPPED} -k 'a_head_sums'"),
-    Mutant("_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant(
+        "_Sums.plain", "any(map(self._is_zero, operands))", "True", f"{WRAPPED} -k 'a_head_sums'"
+    ),
+    Mutant(
+        "_Sums.plain", "any(map(self._is_zero, operands))", "False", f"{WRAPPED} -k 'a_head_sums'"
+    ),
+    Mutant(
+        "_Sums.__init__", "types.size(axis) - 1", "types.size(axis)", f"{WRAPPED} -k 'a_head_sums'"
+    ),
+    Mutant(
+        "_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"
+    ),
     Mutant("_Sums.loop", "anew(sliced)", "sliced", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant("local", "except TypeError", "except KeyError", f"{WRAPPED} -k does_not_fit"),
     Mutant(
-        "Following.results", 'name in COLLECTIVES or name == "optimization_barrier"', "False", f"{WRAPPED} -k beside_gradients"
+        "Following.results",
+        'name in COLLECTIVES or name == "optimization_barrier"',
+        "False",
+        f"{WRAPPED} -k beside_gradients",
     ),
-    Mutant("_Ways.plain", "joined if differs else", "joined if True else", f"{WRAPPED} -k beside_gradients"),
+    Mutant(
+        "_Ways.plain",
+        "joined if differs else",
+        "joined if True else",
+        f"{WRAPPED} -k beside_gradients",
+    ),
     Mutant("_check_own", "if local:", "if False:", f"{WRAPPED} -k forgotten"),
-    Mutant("_Update.explain", "np.shape(leaf.gradient) != np.shape(leaf.weight)", "False", f"{WRAPPED} -k forgotten"),
-    Mutant("_Update.explain", "np.shape(x) != np.shape(leaf.gradient) and", "False and", f"{WRAPPED} -k forgotten"),
+    Mutant(
+        "_Update.explain",
+        "np.shape(leaf.gradient) != np.shape(leaf.weight)",
+        "False",
+        f"{WRAPPED} -k forgotten",
+    ),
+    Mutant(
+        "_Update.explain",
+        "np.shape(x) != np.shape(leaf.gradient) and",
+        "False and",
+        f"{WRAPPED} -k forgotten",
+    ),
     Mutant("ZeRO", "if shape != needed:", "if False:", "test_zero_said_once.py -k forgotten"),
     Mutant("ZeRO", "if path not in wholes:", "if False:", "test_zero_said_once.py -k forgotten"),
-    Mutant("ZeRO", "if self.stage == 2 else grad", "if self.stage == 4 else grad", "test_zero_said_once.py -k scatters"),
-    Mutant("ZeRO", "if self.stage == 3 else self.inside", "if self.stage == 2 else self.inside", "test_zero_said_once.py"),
+    Mutant(
+        "ZeRO",
+        "if self.stage == 2 else grad",
+        "if self.stage == 4 else grad",
+        "test_zero_said_once.py -k scatters",
+    ),
+    Mutant(
+        "ZeRO",
+        "if self.stage == 3 else self.inside",
+        "if self.stage == 2 else self.inside",
+        "test_zero_said_once.py",
+    ),
     Mutant(
         "Embedding.__call__",
         "if len(weight) * devices != rows:",
@@ -223,7 +475,9 @@ LAYERS = (
         "test_reduced_in_backward.py::test_the_recipe_sums_in_the_loop",
     ),
     Mutant("_check", " or layout.zero)", ")", "test_reduced_in_backward.py::test_refusals"),
-    Mutant("_check", " or layout.microbatches > 1", "", "test_reduced_in_backward.py::test_refusals"),
+    Mutant(
+        "_check", " or layout.microbatches > 1", "", "test_reduced_in_backward.py::test_refusals"
+    ),
     Mutant("_check", "not layout.sequence", "False", "test_reduced_in_backward.py::test_refusals"),
     Mutant(
         "overlapping",
@@ -231,8 +485,18 @@ LAYERS = (
         "matmul_reduce_scatter=None",
         "test_reduced_in_backward.py::test_products_while_tokens_travel_gather_nothing",
     ),
-    Mutant("replicated_axes", "if name not in varying_axes(x)", "if True", "test_tuples.py::test_experts_over_data_and_expert"),
-    Mutant("summed_over", "if of_leaf == group", "if set(of_leaf) <= set(group)", "test_tuples.py::test_hybrid_shares"),
+    Mutant(
+        "replicated_axes",
+        "if name not in varying_axes(x)",
+        "if True",
+        "test_tuples.py::test_experts_over_data_and_expert",
+    ),
+    Mutant(
+        "summed_over",
+        "if of_leaf == group",
+        "if set(of_leaf) <= set(group)",
+        "test_tuples.py::test_hybrid_shares",
+    ),
     Mutant("splits_of", "names[-len(inside) :] != inside", "False", "test_tuples.py -k outer"),
     Mutant(
         "part_specs",
@@ -299,7 +563,11 @@ LAYERS = (
 
 IN_TWO = "test_weight_lane.py::"
 TOKENS = "test_schedule.py::test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else"
-IN_TURNS, PLANNED, PLAYED = "test_branching.py::", "test_plan.py::", "test_slots_hold_each_array_from_its_job_to_its_use"
+IN_TURNS, PLANNED, PLAYED = (
+    "test_branching.py::",
+    "test_plan.py::",
+    "test_slots_hold_each_array_from_its_job_to_its_use",
+)
 LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 
 PIPELINE = (
@@ -351,7 +619,12 @@ PIPELINE = (
         "jnp.zeros_like(out[1])",
         "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
     ),
-    Mutant("_cut_dim", "x.shape[dim] % t == 0", "False", "test_pipeline_trees.py::test_a_split_exchange_sends_its_part"),
+    Mutant(
+        "_cut_dim",
+        "x.shape[dim] % t == 0",
+        "False",
+        "test_pipeline_trees.py::test_a_split_exchange_sends_its_part",
+    ),
     Mutant(
         "_source",
         "for operand in operands(tracer) if id(operand) not in seen",
@@ -367,30 +640,72 @@ PIPELINE = (
             ("if not per_stage and not np.array_equal", "if per_stage and not np.array_equal"),
         )
     ),
-    Mutant("Schedule.in_flight", " - (last >= 0)  #", "  #", "test_schedule.py::test_in_flight_is_the_formula"),
+    Mutant(
+        "Schedule.in_flight",
+        " - (last >= 0)  #",
+        "  #",
+        "test_schedule.py::test_in_flight_is_the_formula",
+    ),
     Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
-    Mutant("Jobs.backward_weight", '_loaded(carry, row, "weight")', '_loaded(carry, row, "backward")', LEAKS),
+    Mutant(
+        "Jobs.backward_weight",
+        '_loaded(carry, row, "weight")',
+        '_loaded(carry, row, "backward")',
+        LEAKS,
+    ),
     Mutant("Jobs.backward_weight", 'row.handed["weight"]', 'row.handed["backward"]', LEAKS),
-    Mutant("_is_cheap", " and all(name in CHEAP for name in primitives(eqn))", "", IN_TWO + "test_two_parts_are_the_whole"),
+    Mutant(
+        "_is_cheap",
+        " and all(name in CHEAP for name in primitives(eqn))",
+        "",
+        IN_TWO + "test_two_parts_are_the_whole",
+    ),
     Mutant(
         "_cut",
         "size(set(eqn.outvars)) <= size(reads & made)",
         "False",
         IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",
     ),
-    Mutant("_reach", "if with_carries == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"),
-    Mutant("zero_bubble_lockstep", "(tick + s, s, job)", "(tick, s, job)", "test_schedule.py::test_the_bubble_is_the_formula"),
+    Mutant(
+        "_reach", "if with_carries == results:", "if True:", IN_TWO + "test_two_parts_are_the_whole"
+    ),
+    Mutant(
+        "zero_bubble_lockstep",
+        "(tick + s, s, job)",
+        "(tick, s, job)",
+        "test_schedule.py::test_the_bubble_is_the_formula",
+    ),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
-    Mutant("fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant(
+        "fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"
+    ),
     Mutant("greedy", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant(
-        "rows", "arrival[lane][message.used, message.target]", "arrival[lane][message.sent, message.target]", IN_TURNS + PLAYED
+        "rows",
+        "arrival[lane][message.used, message.target]",
+        "arrival[lane][message.sent, message.target]",
+        IN_TURNS + PLAYED,
     ),
     Mutant("rows", "(message.target - message.source) % P", "1 % P", IN_TURNS + PLAYED),
     Mutant("needs", 'Job("backward", m, place + 1) if place < last else ', "", IN_TURNS + PLAYED),
-    Mutant("head", "jobs.schedule.stages - 1 - jobs.schedule.last", "0", IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v"),
-    Mutant("_stacked_aux", "else by_chunk[:, order]", "else by_chunk", IN_TURNS + "test_auxiliary_values_are_in_order"),
-    Mutant("refuse_crossing", "if crosses:", "if False:", IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused"),
+    Mutant(
+        "head",
+        "jobs.schedule.stages - 1 - jobs.schedule.last",
+        "0",
+        IN_TURNS + "test_chunks_may_be_in_the_shape_of_a_v",
+    ),
+    Mutant(
+        "_stacked_aux",
+        "else by_chunk[:, order]",
+        "else by_chunk",
+        IN_TURNS + "test_auxiliary_values_are_in_order",
+    ),
+    Mutant(
+        "refuse_crossing",
+        "if crosses:",
+        "if False:",
+        IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
+    ),
     Mutant(
         "refuse_crossing",
         "if eqn.primitive.name not in GROUPED:",
@@ -403,10 +718,20 @@ PIPELINE = (
         "sent",
         IN_TURNS + "test_what_all_stages_run_runs_in_its_ticks_alone",
     ),
-    Mutant("_scope", "(column >= 0).sum()", "(column >= 1).sum()", IN_TURNS + "test_the_program_is_the_table"),
-    Mutant("followers", "if place > 0:", "if place > 1:", IN_TURNS + "test_as_many_in_flight_as_stages"),
     Mutant(
-        "Schedule.timed_ticks", ".argmax(axis=1)", ".argmin(axis=1)", PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table"
+        "_scope",
+        "(column >= 0).sum()",
+        "(column >= 1).sum()",
+        IN_TURNS + "test_the_program_is_the_table",
+    ),
+    Mutant(
+        "followers", "if place > 0:", "if place > 1:", IN_TURNS + "test_as_many_in_flight_as_stages"
+    ),
+    Mutant(
+        "Schedule.timed_ticks",
+        ".argmax(axis=1)",
+        ".argmin(axis=1)",
+        PLANNED + "test_the_time_of_turns_is_a_fold_over_the_table",
     ),
     Mutant(
         "waited",
@@ -420,8 +745,18 @@ PIPELINE = (
         "True or ",
         PLANNED + "test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job",
     ),
-    Mutant("_from_0", "job.microbatch - 1", "job.microbatch", "test_foreign_schedules.py::test_torchs_1f1b_is_ours"),
-    Mutant("_products", "trips * sum(", "sum(", IN_TWO + "test_the_work_of_a_stage_is_counted_in_its_jaxpr"),
+    Mutant(
+        "_from_0",
+        "job.microbatch - 1",
+        "job.microbatch",
+        "test_foreign_schedules.py::test_torchs_1f1b_is_ours",
+    ),
+    Mutant(
+        "_products",
+        "trips * sum(",
+        "sum(",
+        IN_TWO + "test_the_work_of_a_stage_is_counted_in_its_jaxpr",
+    ),
 )
 
 PLACEMENT = (
@@ -437,18 +772,51 @@ PLACEMENT = (
         "column[0]",
         "test_rules.py::test_factored_moments_keep_the_splits_of_their_dims",
     ),
-    Mutant("_kernel", "causal=True", "causal=False", "test_flash.py::test_the_kernel_is_the_plain_attention"),
-    Mutant("attention", "if T % block == 0", "if True", "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly"),
     Mutant(
-        "Jobs._with_blocks", "masked(task.valid, d[0])", "d[0] * task.valid", "test_pipeline.py::test_slots_need_not_be_filled"
+        "_kernel",
+        "causal=True",
+        "causal=False",
+        "test_flash.py::test_the_kernel_is_the_plain_attention",
     ),
-    Mutant("places", "if total.min() < cost:", "if best is None:", "test_neighbours.py -k wherever_they_can_be"),
-    Mutant("_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"),
-    Mutant("closed", "all(size % 4 == 0 for size in sizes)", "False", "test_neighbours.py::test_what_closes_in_the_replay"),
     Mutant(
-        "spmd", "check_vma=True)(*arrays)", "check_vma=False)(*arrays)", "test_mesh.py::test_jax_refuses_copies_that_may_differ"
+        "attention",
+        "if T % block == 0",
+        "if True",
+        "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly",
     ),
-    Mutant("free", "not entry_axes(entries[dim]) and length % size == 0", "length % size == 0", "test_rules.py"),
+    Mutant(
+        "Jobs._with_blocks",
+        "masked(task.valid, d[0])",
+        "d[0] * task.valid",
+        "test_pipeline.py::test_slots_need_not_be_filled",
+    ),
+    Mutant(
+        "places",
+        "if total.min() < cost:",
+        "if best is None:",
+        "test_neighbours.py -k wherever_they_can_be",
+    ),
+    Mutant(
+        "_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"
+    ),
+    Mutant(
+        "closed",
+        "all(size % 4 == 0 for size in sizes)",
+        "False",
+        "test_neighbours.py::test_what_closes_in_the_replay",
+    ),
+    Mutant(
+        "spmd",
+        "check_vma=True)(*arrays)",
+        "check_vma=False)(*arrays)",
+        "test_mesh.py::test_jax_refuses_copies_that_may_differ",
+    ),
+    Mutant(
+        "free",
+        "not entry_axes(entries[dim]) and length % size == 0",
+        "length % size == 0",
+        "test_rules.py",
+    ),
     Mutant(
         "make_scaled",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
@@ -456,9 +824,17 @@ PLACEMENT = (
         "test_training.py::test_a_loss_that_is_not_finite_skips_its_step",
     ),
     Mutant(
-        "sequence_keys", "jax.random.fold_in(key, step)", "key", "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own"
+        "sequence_keys",
+        "jax.random.fold_in(key, step)",
+        "key",
+        "test_step.py::test_every_sequence_and_step_has_a_key_of_its_own",
     ),
-    Mutant("loss_of", ".all_mean(loss", ".all_reduce(loss", "test_step.py::test_evaluation_is_the_loss_without_dropout"),
+    Mutant(
+        "loss_of",
+        ".all_mean(loss",
+        ".all_reduce(loss",
+        "test_step.py::test_evaluation_is_the_loss_without_dropout",
+    ),
     Mutant(
         "_on_blocks",
         "change(family.where(leaf))",
@@ -528,7 +904,12 @@ RUN = (
         "<= 64",
         "test_fingerprint.py::test_words_are_those_by_hand -k int64",
     ),
-    Mutant("_bits", "jnp.stack([x.real, x.imag], axis=-1)", "x.real", "test_fingerprint.py -k 'by_hand or named'"),
+    Mutant(
+        "_bits",
+        "jnp.stack([x.real, x.imag], axis=-1)",
+        "x.real",
+        "test_fingerprint.py -k 'by_hand or named'",
+    ),
     Mutant(
         "_strays",
         "most == second or words != usual",
@@ -536,7 +917,10 @@ RUN = (
         "test_fingerprint.py::test_many_faults_are_named_and_the_rarest_is_first",
     ),
     Mutant(
-        "_strays", "words != usual]", "words == usual]", "test_fingerprint.py::test_many_faults_are_named_and_the_rarest_is_first"
+        "_strays",
+        "words != usual]",
+        "words == usual]",
+        "test_fingerprint.py::test_many_faults_are_named_and_the_rarest_is_first",
     ),
     Mutant(
         "_named",
@@ -568,10 +952,25 @@ RUN = (
         "{}",
         "test_training.py::test_goodput_counts_what_was_lost_and_the_time_away",
     ),
-    Mutant("jsonl", '["step"] <= after', '["step"] < after', "test_training.py::test_jsonl_goes_on_after_the_checkpoint"),
-    Mutant("_deal", "% (spare + 1)", "% max(spare, 1)", "test_data.py::test_seeds_and_epochs_differ_and_offsets_reach_both_ends"),
+    Mutant(
+        "jsonl",
+        '["step"] <= after',
+        '["step"] < after',
+        "test_training.py::test_jsonl_goes_on_after_the_checkpoint",
+    ),
+    Mutant(
+        "_deal",
+        "% (spare + 1)",
+        "% max(spare, 1)",
+        "test_data.py::test_seeds_and_epochs_differ_and_offsets_reach_both_ends",
+    ),
     Mutant("batch", "p // windows, windows, spare", "0, windows, spare", "test_data.py"),
-    Mutant("bigram", "pairs // vocabulary", "pairs % vocabulary", "test_data.py::test_baselines_equal_counting_in_dictionaries"),
+    Mutant(
+        "bigram",
+        "pairs // vocabulary",
+        "pairs % vocabulary",
+        "test_data.py::test_baselines_equal_counting_in_dictionaries",
+    ),
     Mutant("placed", "rows=slice(*place)", "rows=slice(None)", "test_feed.py"),
     Mutant(
         "Prefetched.__next__",
@@ -585,7 +984,12 @@ RUN = (
         "strict=True), 0, None, processes)",
         "test_shards.py::test_processes_check_the_bytes_of_each_shard_once",
     ),
-    Mutant("verify", "_remembered(place) == found", "_remembered(place)", "test_shards.py::test_a_file_is_hashed_once"),
+    Mutant(
+        "verify",
+        "_remembered(place) == found",
+        "_remembered(place)",
+        "test_shards.py::test_a_file_is_hashed_once",
+    ),
     Mutant(
         "verify",
         "not stated and doubled",
@@ -593,7 +997,10 @@ RUN = (
         "test_shards.py::test_four_bytes_a_token_declared_as_two_are_refused",
     ),
     Mutant(
-        "verify", "upper < UPPER <= high // 16", "False", "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused"
+        "verify",
+        "upper < UPPER <= high // 16",
+        "False",
+        "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused",
     ),
     Mutant(
         "open_file",
@@ -601,23 +1008,48 @@ RUN = (
         "True",
         "test_shards.py -k 'only_regular and pipe'",
     ),
-    Mutant("most_bytes", "+ SLACK", "+ SLACK**2", "test_manifests.py::test_files_that_are_larger_than_the_arrays_are_not_hashed"),
+    Mutant(
+        "most_bytes",
+        "+ SLACK",
+        "+ SLACK**2",
+        "test_manifests.py::test_files_that_are_larger_than_the_arrays_are_not_hashed",
+    ),
     Mutant(
         "File._opened",
         "self.state.changed)",
         "now.changed)",
         "test_shards.py::test_a_file_that_is_written_over_later_gives_a_line",
     ),
-    Mutant("_locked", "| os.O_NOFOLLOW", "", "test_lock.py::test_a_link_in_the_place_of_the_lock_is_refused"),
-    Mutant("_append", "os.truncate(path, size)", "pass", "test_training.py::test_metrics_wait_while_the_storage_fails"),
-    Mutant("verify", "began - SETTLED", "began", "test_shards.py::test_a_file_that_has_just_changed_is_not_remembered"),
+    Mutant(
+        "_locked",
+        "| os.O_NOFOLLOW",
+        "",
+        "test_lock.py::test_a_link_in_the_place_of_the_lock_is_refused",
+    ),
+    Mutant(
+        "_append",
+        "os.truncate(path, size)",
+        "pass",
+        "test_training.py::test_metrics_wait_while_the_storage_fails",
+    ),
+    Mutant(
+        "verify",
+        "began - SETTLED",
+        "began",
+        "test_shards.py::test_a_file_that_has_just_changed_is_not_remembered",
+    ),
     Mutant(
         "verify",
         "if high >= vocabulary:",
         "if high > vocabulary:",
         "test_shards.py::test_what_is_no_token_is_refused_where_the_hash_is_right",
     ),
-    Mutant("File.__getitem__", "np.diff(flat) != 1", "np.diff(flat) < 1", "test_shards.py::test_a_file_is_indexed_as_an_array"),
+    Mutant(
+        "File.__getitem__",
+        "np.diff(flat) != 1",
+        "np.diff(flat) < 1",
+        "test_shards.py::test_a_file_is_indexed_as_an_array",
+    ),
     Mutant(
         "number_of_format",
         "number > newest",
@@ -636,25 +1068,63 @@ RUN = (
         "for name in share[1:]}",
         "test_checkpoint.py::test_damage_is_refused_by_name_and_the_one_before_is_restored",
     ),
-    Mutant("Writer._finish", "                    written = True\n", "", "test_storage.py -k any_operation"),
+    Mutant(
+        "Writer._finish",
+        "                    written = True\n",
+        "",
+        "test_storage.py -k any_operation",
+    ),
     Mutant("Writer._finish", "2 ** (number - 1)", "1", "test_storage.py -k goes_on_meanwhile"),
-    Mutant("make_scaled", "precision.select(taken, model", "precision.select(finite, model", "test_spikes.py -k above_the_limit"),
-    Mutant("Spikes.limit", "len(self._losses) >= LEAST", "self._losses", "test_spikes.py -k running_median"),
+    Mutant(
+        "make_scaled",
+        "precision.select(taken, model",
+        "precision.select(finite, model",
+        "test_spikes.py -k above_the_limit",
+    ),
+    Mutant(
+        "Spikes.limit",
+        "len(self._losses) >= LEAST",
+        "self._losses",
+        "test_spikes.py -k running_median",
+    ),
     Mutant("Spikes.count", "step > number - WINDOW", "step > 0", "test_spikes.py -k too_many"),
-    Mutant("Spikes.back", "self.past + step - first", "step - first", "test_spikes.py -k a_note_goes_on"),
-    Mutant("Checkpoints.restore", "if step >= before)", "if step > before)", "test_checkpoint.py -k from_before_a_step"),
+    Mutant(
+        "Spikes.back",
+        "self.past + step - first",
+        "step - first",
+        "test_spikes.py -k a_note_goes_on",
+    ),
+    Mutant(
+        "Checkpoints.restore",
+        "if step >= before)",
+        "if step > before)",
+        "test_checkpoint.py -k from_before_a_step",
+    ),
     Mutant(
         "_hashing_of",
         "manifest.number_of_format(found, path, FORMAT)",
         "FORMAT",
         "test_checkpoint.py::test_every_format_that_there_ever_was_is_read",
     ),
-    Mutant("_all_finite", "[leaf.real, leaf.imag]", "[leaf.real]", "test_checkpoint.py -k every_dtype"),
+    Mutant(
+        "_all_finite", "[leaf.real, leaf.imag]", "[leaf.real]", "test_checkpoint.py -k every_dtype"
+    ),
     Mutant("empty", "leaf.size == 0", "False", "test_checkpoint.py -k size_zero"),
-    Mutant("Writer._finish", " or number == self._tries", "", "test_storage.py -k goes_on_meanwhile"),
-    Mutant("transient", "number in TRANSIENT", "number is not None", "test_storage.py -k which_errors"),
-    Mutant("Stages.end", "error is None or transient(error)", "True", "test_storage.py -k told_at_once"),
-    Mutant("_blocks", "str(shard.index)", "str(shard.data.shape)", "test_storage.py -k donated_are_there"),
+    Mutant(
+        "Writer._finish", " or number == self._tries", "", "test_storage.py -k goes_on_meanwhile"
+    ),
+    Mutant(
+        "transient", "number in TRANSIENT", "number is not None", "test_storage.py -k which_errors"
+    ),
+    Mutant(
+        "Stages.end", "error is None or transient(error)", "True", "test_storage.py -k told_at_once"
+    ),
+    Mutant(
+        "_blocks",
+        "str(shard.index)",
+        "str(shard.data.shape)",
+        "test_storage.py -k donated_are_there",
+    ),
     Mutant(
         "remove",
         "elif inside.name != CONTENTS:",
@@ -667,7 +1137,12 @@ RUN = (
         "",
         "test_manifests.py::test_a_file_that_no_manifest_lists_is_refused",
     ),
-    Mutant("Record.text", "dataclasses.asdict(self)", "self.step", "test_manifests.py -k 'number or dtype'"),
+    Mutant(
+        "Record.text",
+        "dataclasses.asdict(self)",
+        "self.step",
+        "test_manifests.py -k 'number or dtype'",
+    ),
     Mutant(
         "files",
         'and ".." not in parts',
@@ -686,8 +1161,18 @@ RUN = (
         "pass",
         "test_lock.py::test_kill_9_frees_the_folder_though_a_child_lives_on",
     ),
-    Mutant("listening", "(signal.SIG_IGN, None)", "(None,)", "test_signals.py::test_what_was_ignored_stays_so"),
-    Mutant("Peers._closed", "not peer.over", "not peer.left", "test_peers.py::test_who_is_gone_is_named_and_the_others_end"),
+    Mutant(
+        "listening",
+        "(signal.SIG_IGN, None)",
+        "(None,)",
+        "test_signals.py::test_what_was_ignored_stays_so",
+    ),
+    Mutant(
+        "Peers._closed",
+        "not peer.over",
+        "not peer.left",
+        "test_peers.py::test_who_is_gone_is_named_and_the_others_end",
+    ),
     Mutant(
         "Newcomer.hear",
         "return secret.proves(message",
@@ -701,24 +1186,62 @@ RUN = (
         "test_peers.py::test_a_rank_that_has_gone_is_not_let_in_again",
     ),
     Mutant(
-        "is_status", 'and is_whole(message.get("port"), 0, 65535)', "", "test_peers.py::test_each_field_of_a_message_is_checked"
+        "is_status",
+        'and is_whole(message.get("port"), 0, 65535)',
+        "",
+        "test_peers.py::test_each_field_of_a_message_is_checked",
     ),
-    Mutant("is_text", "and value.isprintable()", "", "test_peers.py::test_each_field_of_a_message_is_checked"),
-    Mutant("Peers._accept", "min(waiting", "max(waiting", "test_peers.py::test_silent_connections_keep_no_rank_out"),
-    Mutant("Secret.proof", "[whose, rank,", "[whose,", "test_peers.py::test_a_proof_holds_for_one_meeting_alone"),
     Mutant(
-        "listen", "for port in ports(job)", "for port in ports(job)[:1]", "test_peers.py::test_two_jobs_given_one_port_stay_apart"
+        "is_text",
+        "and value.isprintable()",
+        "",
+        "test_peers.py::test_each_field_of_a_message_is_checked",
     ),
-    Mutant("_server", "(bound(job), port)", '("", port)', "test_peers.py::test_on_one_machine_others_do_not_reach_it"),
+    Mutant(
+        "Peers._accept",
+        "min(waiting",
+        "max(waiting",
+        "test_peers.py::test_silent_connections_keep_no_rank_out",
+    ),
+    Mutant(
+        "Secret.proof",
+        "[whose, rank,",
+        "[whose,",
+        "test_peers.py::test_a_proof_holds_for_one_meeting_alone",
+    ),
+    Mutant(
+        "listen",
+        "for port in ports(job)",
+        "for port in ports(job)[:1]",
+        "test_peers.py::test_two_jobs_given_one_port_stay_apart",
+    ),
+    Mutant(
+        "_server",
+        "(bound(job), port)",
+        '("", port)',
+        "test_peers.py::test_on_one_machine_others_do_not_reach_it",
+    ),
     Mutant(
         "found",
         "{environment.get(TOKEN, '')}",
         "",
         "test_launch.py::test_jobs_are_told_apart_by_what_their_launcher_gives_and_the_users_token",
     ),
-    Mutant("save", "tensors.wrote(folder / WEIGHTS) & ", "", "test_model_files.py::test_a_save_removes_only_what_a_save_wrote"),
-    Mutant("_loaded", "way not in PHASES or ", "", "test_bisect.py::test_another_file_is_no_record"),
-    Mutant("Peer.why", "self.silent > SILENT", "self.silent > 1e9", "test_peers.py::test_who_is_silent_is_named"),
+    Mutant(
+        "save",
+        "tensors.wrote(folder / WEIGHTS) & ",
+        "",
+        "test_model_files.py::test_a_save_removes_only_what_a_save_wrote",
+    ),
+    Mutant(
+        "_loaded", "way not in PHASES or ", "", "test_bisect.py::test_another_file_is_no_record"
+    ),
+    Mutant(
+        "Peer.why",
+        "self.silent > SILENT",
+        "self.silent > 1e9",
+        "test_peers.py::test_who_is_silent_is_named",
+    ),
     Mutant(
         "Writer.check",
         "            raise error",
@@ -737,7 +1260,12 @@ RUN = (
         ":",
         "test_checkpoint.py::test_what_this_run_did_not_make_stays",
     ),
-    Mutant("is_of", "folder.is_symlink()", "False", "test_checkpoint.py::test_what_this_run_did_not_make_stays"),
+    Mutant(
+        "is_of",
+        "folder.is_symlink()",
+        "False",
+        "test_checkpoint.py::test_what_this_run_did_not_make_stays",
+    ),
     Mutant(
         "_evaluated",
         "*sorted(others, reverse=True)",
@@ -768,7 +1296,12 @@ RUN = (
         "False",
         "test_training.py::test_probes_of_a_larger_loss_scale_are_no_faults",
     ),
-    Mutant("Writer._finish", "            self.arrays.wait_until_finished()\n", "", "test_checkpoint.py"),
+    Mutant(
+        "Writer._finish",
+        "            self.arrays.wait_until_finished()\n",
+        "",
+        "test_checkpoint.py",
+    ),
     Mutant(
         "write",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    disk.sync(path.parent)",
@@ -815,7 +1348,10 @@ TOLD = (
         "test_lint_arrays.py::test_most_copies_are_right_wherever_the_first_is",
     ),
     Mutant(
-        "Walk._collective", "sent.permutes or along & axes", "along & axes", "test_lint_program.py -k 'mistake or all_reduce'"
+        "Walk._collective",
+        "sent.permutes or along & axes",
+        "along & axes",
+        "test_lint_program.py -k 'mistake or all_reduce'",
     ),
     Mutant("after", "value.differs - axes", "value.differs", "test_lint_program.py"),
     Mutant(
@@ -824,14 +1360,24 @@ TOLD = (
         "for name, count in mesh.shape.items()",
         "test_lint_rules.py::test_an_axis_that_splits_nothing",
     ),
-    Mutant("model_flops", "12 * L * D * T)", "6 * L * D * T)", "test_plan.py::test_operations_are_those_of_the_papers"),
+    Mutant(
+        "model_flops",
+        "12 * L * D * T)",
+        "6 * L * D * T)",
+        "test_plan.py::test_operations_are_those_of_the_papers",
+    ),
     Mutant(
         "span",
         "operator.mul, initial=1",
         "max, initial=1",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
-    Mutant("jobs", "M * v, min(M * v + 1, P)", "M * v, P", "test_plan.py::test_closed_forms_are_those_of_the_tables"),
+    Mutant(
+        "jobs",
+        "M * v, min(M * v + 1, P)",
+        "M * v, P",
+        "test_plan.py::test_closed_forms_are_those_of_the_tables",
+    ),
     Mutant(
         "jobs",
         "Jobs(ticks, ticks, M, last",
@@ -839,7 +1385,10 @@ TOLD = (
         "test_plan.py::test_closed_forms_are_those_of_the_tables",
     ),
     Mutant(
-        "_remats", "enumerate(every)", "enumerate([*every][::-1])", "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked"
+        "_remats",
+        "enumerate(every)",
+        "enumerate([*every][::-1])",
+        "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked",
     ),
     Mutant(
         "everything",
@@ -873,7 +1422,10 @@ TOLD = (
         "test_certificate.py::test_finds_the_axes",
     ),
     Mutant(
-        "along", "np.max([np.ptp(place, axis=1) for place in places], axis=0)", "np.ptp(places[0], axis=1)", "test_certificate.py"
+        "along",
+        "np.max([np.ptp(place, axis=1) for place in places], axis=0)",
+        "np.ptp(places[0], axis=1)",
+        "test_certificate.py",
     ),
     Mutant(
         "Layout.coordinates",
@@ -902,8 +1454,18 @@ TOLD = (
     ),
     Mutant("_values", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
     Mutant("_counts", "if devices % processes:", "if False:", "test_layout.py"),
-    Mutant("_on_devices", "devices_left //= new[name]", "pass", "test_layout.py::test_what_a_refusal_proposes_works"),
-    Mutant("_flags", "{**written, **own}", "own", "test_main.py::test_what_is_proposed_for_a_wrong_layout_works"),
+    Mutant(
+        "_on_devices",
+        "devices_left //= new[name]",
+        "pass",
+        "test_layout.py::test_what_a_refusal_proposes_works",
+    ),
+    Mutant(
+        "_flags",
+        "{**written, **own}",
+        "own",
+        "test_main.py::test_what_is_proposed_for_a_wrong_layout_works",
+    ),
     Mutant(
         "Clock.goodput",
         "counted, 1e-9",
@@ -967,7 +1529,12 @@ GPT2 = (
         "0.02 / L**0.5",
         "test_gpt2_weights.py::test_initial_weights_are_normal_with_smaller_ones_into_the_residual_stream",
     ),
-    Mutant("_dropped_heads", "first_head + jnp.arange", "jnp.arange", "test_step.py::test_twenty_steps_are_those_of_one_device"),
+    Mutant(
+        "_dropped_heads",
+        "first_head + jnp.arange",
+        "jnp.arange",
+        "test_step.py::test_twenty_steps_are_those_of_one_device",
+    ),
     Mutant(
         "stages",
         "first = position * ",
@@ -1023,8 +1590,18 @@ GPT2 = (
         "",
         "test_model_refusals.py::test_fields_that_this_model_does_not_compute_are_refused_by_name",
     ),
-    Mutant("_widest", "max(dtype.itemsize", "min(dtype.itemsize", "test_model_files.py::test_the_widest_type_is_stated"),
-    Mutant("_widest", "if len(largest) == 1", "if largest", "test_model_files.py::test_the_widest_type_is_stated"),
+    Mutant(
+        "_widest",
+        "max(dtype.itemsize",
+        "min(dtype.itemsize",
+        "test_model_files.py::test_the_widest_type_is_stated",
+    ),
+    Mutant(
+        "_widest",
+        "if len(largest) == 1",
+        "if largest",
+        "test_model_files.py::test_the_widest_type_is_stated",
+    ),
     Mutant(
         "Stored.cast",
         "if np.count_nonzero(~np.isfinite(found)) >",
@@ -1043,23 +1620,45 @@ GPT2 = (
         "if name in stored and not np.shares_memory(",
         "test_gpt2_weights.py::test_every_form_gives_the_same_model",
     ),
-    Mutant("_equal", " | (np.isnan(one) & np.isnan(other))", "", "test_model_refusals.py -k adapters"),
-    Mutant("Leaf.read", "self._turned(", "(", "test_second_family.py::test_a_second_family_is_read_and_written_by_its_table"),
-    Mutant("Leaf.names", "for _, size in self.over", "for _, size in reversed(self.over)", "test_second_family.py"),
+    Mutant(
+        "_equal", " | (np.isnan(one) & np.isnan(other))", "", "test_model_refusals.py -k adapters"
+    ),
+    Mutant(
+        "Leaf.read",
+        "self._turned(",
+        "(",
+        "test_second_family.py::test_a_second_family_is_read_and_written_by_its_table",
+    ),
+    Mutant(
+        "Leaf.names",
+        "for _, size in self.over",
+        "for _, size in reversed(self.over)",
+        "test_second_family.py",
+    ),
     Mutant(
         "_made",
         'numbers["vocabulary"] > _END',
         'numbers["vocabulary"] >= _END',
         "test_gpt2_weights.py::test_a_model_that_has_the_token_ends_texts_with_it",
     ),
-    Mutant("_placed_as", "if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):", "if False:", "test_families.py -k begins"),
+    Mutant(
+        "_placed_as",
+        "if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):",
+        "if False:",
+        "test_families.py -k begins",
+    ),
     Mutant(
         "sampled",
         "jnp.roll(seen, -1)",
         "jnp.roll(seen, 1)",
         "test_gpt2_weights.py::test_a_sample_sees_the_last_window_and_no_more",
     ),
-    Mutant("lookup", "unknown & weights.astype(bool)", "unknown", "test_tensor.py::test_embed_equals_take"),
+    Mutant(
+        "lookup",
+        "unknown & weights.astype(bool)",
+        "unknown",
+        "test_tensor.py::test_embed_equals_take",
+    ),
     Mutant("lookup", "held & ~unknown", "held", "test_tensor.py::test_embed_equals_take"),
     Mutant("_outside", "vocabulary - 1", "vocabulary", "test_tensor.py::test_embed_equals_take"),
     Mutant(
@@ -1068,10 +1667,27 @@ GPT2 = (
         "places < jnp.max",
         "test_sampling.py::test_ids_outside_make_the_loss_nan_unless_nothing_that_counts_sees_them",
     ),
-    Mutant("filtered", "<= rest", ">= rest", "test_sampling.py::test_filtered_keeps_what_sets_keep"),
-    Mutant("filtered", "below.at[-1].set(False)", "below", "test_sampling.py::test_filtered_keeps_what_sets_keep"),
-    Mutant("sampled", ".any() | unknown", ".any()", "test_sampling.py::test_no_token_follows_one_that_is_none"),
-    Mutant("_as_int32", "<= int32.max:", "<= tokens.max():", "test_data.py::test_tokens_that_do_not_fit_are_refused"),
+    Mutant(
+        "filtered", "<= rest", ">= rest", "test_sampling.py::test_filtered_keeps_what_sets_keep"
+    ),
+    Mutant(
+        "filtered",
+        "below.at[-1].set(False)",
+        "below",
+        "test_sampling.py::test_filtered_keeps_what_sets_keep",
+    ),
+    Mutant(
+        "sampled",
+        ".any() | unknown",
+        ".any()",
+        "test_sampling.py::test_no_token_follows_one_that_is_none",
+    ),
+    Mutant(
+        "_as_int32",
+        "<= int32.max:",
+        "<= tokens.max():",
+        "test_data.py::test_tokens_that_do_not_fit_are_refused",
+    ),
     Mutant(
         "write",
         "before=lambda: record_of(path).unlink(missing_ok=True)",
@@ -1081,22 +1697,66 @@ GPT2 = (
 )
 
 ORDINARY = (
-    Mutant("elementwise", "RIGHT in value.leaves and not varies", "False", "test_optimizers_holes.py -k behind_a_wrapper"),
-    Mutant("_results", 'value.mixes if mark == RIGHT_IF_GIVEN else ""', '""', "test_optimizers_holes.py -k vouches"),
-    Mutant("_knows_size", "*(x.__defaults__ or ())", "*()", "test_optimizers_holes.py::test_a_hole_is_closed"),
-    Mutant("_mixes", "inside += follow", "follow", "test_optimizers_holes.py::test_a_hole_is_closed"),
-    Mutant("_Update.split_alike", "len(wholes) == len(a.split) == 1", "True", "test_optimizers_holes.py -k made_of_another_leaf"),
-    Mutant("_mixes", "if _knows_size(", "if False and _knows_size(", "test_optimizers_holes.py::test_a_hole_is_closed"),
+    Mutant(
+        "elementwise",
+        "RIGHT in value.leaves and not varies",
+        "False",
+        "test_optimizers_holes.py -k behind_a_wrapper",
+    ),
+    Mutant(
+        "_results",
+        'value.mixes if mark == RIGHT_IF_GIVEN else ""',
+        '""',
+        "test_optimizers_holes.py -k vouches",
+    ),
+    Mutant(
+        "_knows_size",
+        "*(x.__defaults__ or ())",
+        "*()",
+        "test_optimizers_holes.py::test_a_hole_is_closed",
+    ),
+    Mutant(
+        "_mixes", "inside += follow", "follow", "test_optimizers_holes.py::test_a_hole_is_closed"
+    ),
+    Mutant(
+        "_Update.split_alike",
+        "len(wholes) == len(a.split) == 1",
+        "True",
+        "test_optimizers_holes.py -k made_of_another_leaf",
+    ),
+    Mutant(
+        "_mixes",
+        "if _knows_size(",
+        "if False and _knows_size(",
+        "test_optimizers_holes.py::test_a_hole_is_closed",
+    ),
     Mutant(
         "_branches",
         "choice.mixes or choice.leaves - {WHOLE}:",
         "False:",
         "test_optimizers_holes.py::test_a_hole_is_closed -k branch",
     ),
-    Mutant("backward_cost", "return 2 if", "return 1 if", "test_schedule.py::test_default_costs_are_of_the_same_work"),
-    Mutant("_places", "if place != expected", "if False", "test_foreign_schedules.py -k in_a_sentence"),
-    Mutant("_Update.whole_shapes", "min(open_dim, len(by_dim) - 1)", "0", "test_optimizers_holes.py -k by_the_shape_is_right"),
-    Mutant("_branches", "joined(operands)._replace", "joined(arguments)._replace", "test_by_matrix.py -k looks_at_a_leaf"),
+    Mutant(
+        "backward_cost",
+        "return 2 if",
+        "return 1 if",
+        "test_schedule.py::test_default_costs_are_of_the_same_work",
+    ),
+    Mutant(
+        "_places", "if place != expected", "if False", "test_foreign_schedules.py -k in_a_sentence"
+    ),
+    Mutant(
+        "_Update.whole_shapes",
+        "min(open_dim, len(by_dim) - 1)",
+        "0",
+        "test_optimizers_holes.py -k by_the_shape_is_right",
+    ),
+    Mutant(
+        "_branches",
+        "joined(operands)._replace",
+        "joined(arguments)._replace",
+        "test_by_matrix.py -k looks_at_a_leaf",
+    ),
     Mutant(
         "_to_shares",
         "reversed(way.splits)",
@@ -1117,7 +1777,12 @@ ORDINARY = (
     Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
     Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
-    Mutant("_Reading._layers", " - self.exchanged - sent", " - self.exchanged", "test_lint_shards.py -k layers_that_are_no"),
+    Mutant(
+        "_Reading._layers",
+        " - self.exchanged - sent",
+        " - self.exchanged",
+        "test_lint_shards.py -k layers_that_are_no",
+    ),
     Mutant("_Reading._gathered", "set(last) == set(over)", "False", "test_lint_shards.py"),
 )
 
@@ -1158,7 +1823,12 @@ COMPILED = (
         "[line] if line.collective else []",
         "test_targets.py::test_a_replay_by_hand",
     ),
-    Mutant("by_kind", 'if kind == "link" and ', "if False and ", "test_targets.py::test_messages_between_slices_are_read"),
+    Mutant(
+        "by_kind",
+        'if kind == "link" and ',
+        "if False and ",
+        "test_targets.py::test_messages_between_slices_are_read",
+    ),
     Mutant(
         "_collective",
         "(int(number) // SLICE - 1) * partitions",
@@ -1171,9 +1841,21 @@ COMPILED = (
         "float(sum(map(self.operations, inner)))",
         "test_targets.py::test_operations_and_bytes_of_a_gpu_program",
     ),
-    Mutant("_sum", "left.element is None and sign > 0", "left.element is None", "test_targets.py::test_a_step_may_be_taken_away"),
-    Mutant("taken_apart", "(in_body - 1)", "0", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
-    Mutant("taken_apart", "again.gathers and ", "", "test_plan.py::test_what_a_body_takes_out_of_a_stack"),
+    Mutant(
+        "_sum",
+        "left.element is None and sign > 0",
+        "left.element is None",
+        "test_targets.py::test_a_step_may_be_taken_away",
+    ),
+    Mutant(
+        "taken_apart", "(in_body - 1)", "0", "test_plan.py::test_what_a_body_takes_out_of_a_stack"
+    ),
+    Mutant(
+        "taken_apart",
+        "again.gathers and ",
+        "",
+        "test_plan.py::test_what_a_body_takes_out_of_a_stack",
+    ),
     Mutant(
         "temporary",
         "layers // layers_in_body(layout) > 1",
@@ -1383,14 +2065,39 @@ LLAMA = (
         "False",
         "test_llama.py::test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused",
     ),
-    Mutant("grouped", "rows + first", "rows", "test_llama.py::test_grouped_attention_is_that_of_each_head"),
     Mutant(
-        "grouped", "max(H // sharers, 1) != G", "H // sharers > G", "test_llama.py::test_groups_that_were_not_picked_are_refused"
+        "grouped",
+        "rows + first",
+        "rows",
+        "test_llama.py::test_grouped_attention_is_that_of_each_head",
     ),
-    Mutant("rotary", "fast + (1 - fast) / scaling.factor", "1 - fast + fast / scaling.factor", "test_llama_weights.py -k whole"),
-    Mutant("rotated", "b * cosine + a * sine", "b * cosine - a * sine", "test_llama_weights.py -k whole"),
-    Mutant("_rope", 'given["rope_scaling"] != given["rope_parameters"]', "False", "test_llama_weights.py -k by_name"),
-    Mutant("_scaling", 'kind not in ("default", "llama3")', "False", "test_llama_weights.py -k by_name"),
+    Mutant(
+        "grouped",
+        "max(H // sharers, 1) != G",
+        "H // sharers > G",
+        "test_llama.py::test_groups_that_were_not_picked_are_refused",
+    ),
+    Mutant(
+        "rotary",
+        "fast + (1 - fast) / scaling.factor",
+        "1 - fast + fast / scaling.factor",
+        "test_llama_weights.py -k whole",
+    ),
+    Mutant(
+        "rotated",
+        "b * cosine + a * sine",
+        "b * cosine - a * sine",
+        "test_llama_weights.py -k whole",
+    ),
+    Mutant(
+        "_rope",
+        'given["rope_scaling"] != given["rope_parameters"]',
+        "False",
+        "test_llama_weights.py -k by_name",
+    ),
+    Mutant(
+        "_scaling", 'kind not in ("default", "llama3")', "False", "test_llama_weights.py -k by_name"
+    ),
     Mutant("_theta", "len({*stated}) > 1", "False", "test_llama_weights.py -k by_name"),
     Mutant("_run", "*made[0], first=first", "*made[0], first=0", "test_cached.py -k likeliest"),
     Mutant(
@@ -1400,19 +2107,39 @@ LLAMA = (
         "test_cached.py::test_kept_keys_and_values_change_no_token",
     ),
     Mutant("_missing", "max(min(b, d), a, c)", "min(b, d)", "test_move.py::test_bits_and_bytes"),
-    Mutant("_missing", "missing -= volume", "missing += 0 * volume", "test_move.py::test_bits_and_bytes"),
-    Mutant("known", "not isinstance(config, gpt2.Config)", "False", "test_plan.py::test_the_sizes_of_another_model_are_refused"),
+    Mutant(
+        "_missing",
+        "missing -= volume",
+        "missing += 0 * volume",
+        "test_move.py::test_bits_and_bytes",
+    ),
+    Mutant(
+        "known",
+        "not isinstance(config, gpt2.Config)",
+        "False",
+        "test_plan.py::test_the_sizes_of_another_model_are_refused",
+    ),
 )
 
 CONTEXT = (
-    Mutant("zigzag", "2 * n - 1 - i", "n + i", "test_context.py::test_the_table_counts_what_is_needed"),
     Mutant(
-        "chunks_of", "sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))", "False", "test_context.py::test_errors"
+        "zigzag", "2 * n - 1 - i", "n + i", "test_context.py::test_the_table_counts_what_is_needed"
     ),
     Mutant(
-        "visits", "held[i, a] > held[j, b]", "held[i, a] >= held[j, b]", "test_context.py::test_the_table_counts_what_is_needed"
+        "chunks_of",
+        "sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))",
+        "False",
+        "test_context.py::test_errors",
     ),
-    Mutant("visits", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"),
+    Mutant(
+        "visits",
+        "held[i, a] > held[j, b]",
+        "held[i, a] >= held[j, b]",
+        "test_context.py::test_the_table_counts_what_is_needed",
+    ),
+    Mutant(
+        "visits", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"
+    ),
     Mutant("_chunk", "tokens % (n * c)", "tokens % n", "test_context.py::test_errors"),
     Mutant(
         "merged",
@@ -1420,9 +2147,24 @@ CONTEXT = (
         "jnp.maximum(lse, more_lse)",
         "test_context.py::test_equals_one_device[zigzag-4]",
     ),
-    Mutant("_forward", "jnp.where(there == 1, lse, -jnp.inf)", "lse", "test_context.py::test_equals_one_device[contiguous-4]"),
-    Mutant("_forward", "peak + jnp.log(there)", "peak", "test_context.py::test_equals_one_device[zigzag-4]"),
-    Mutant("_backward", "jnp.where(there == 1, lse, jnp.inf)", "lse", "test_context.py::test_equals_one_device[contiguous-4]"),
+    Mutant(
+        "_forward",
+        "jnp.where(there == 1, lse, -jnp.inf)",
+        "lse",
+        "test_context.py::test_equals_one_device[contiguous-4]",
+    ),
+    Mutant(
+        "_forward",
+        "peak + jnp.log(there)",
+        "peak",
+        "test_context.py::test_equals_one_device[zigzag-4]",
+    ),
+    Mutant(
+        "_backward",
+        "jnp.where(there == 1, lse, jnp.inf)",
+        "lse",
+        "test_context.py::test_equals_one_device[contiguous-4]",
+    ),
     Mutant(
         "_backward",
         "visit(dq, ring.send(sums), keys, ring.pairs(h))",
@@ -1441,7 +2183,12 @@ CONTEXT = (
         "theirs.positions[None, None, :] <",
         "test_context.py::test_equals_one_device[zigzag-1]",
     ),
-    Mutant("_scores", "if theirs.there is not None:", "if False:", "test_context.py::test_equals_one_device[zigzag-4]"),
+    Mutant(
+        "_scores",
+        "if theirs.there is not None:",
+        "if False:",
+        "test_context.py::test_equals_one_device[zigzag-4]",
+    ),
     Mutant(
         "_tiles",
         "lax.optimization_barrier((of_queries[0], mine, ours))",
@@ -1454,11 +2201,26 @@ CONTEXT = (
         "jnp.tile(x, (1, 1, copies, 1))",
         "test_context.py::test_equals_one_device[ulysses-3]",
     ),
-    Mutant("joins", "made.own(mine(x, dim=dim), dim)", "mine(made.own(x, dim), dim=dim)", "test_context_models.py -k sequence"),
+    Mutant(
+        "joins",
+        "made.own(mine(x, dim=dim), dim)",
+        "mine(made.own(x, dim), dim=dim)",
+        "test_context_models.py -k sequence",
+    ),
     Mutant("looked_up", "joins.tokens(there, dim=1)", "there", "test_context_models.py -k data"),
-    Mutant("block", "joins.attends(attend)(q, k, v)", "attend(q, k, v)", "test_context_models.py -k data"),
+    Mutant(
+        "block",
+        "joins.attends(attend)(q, k, v)",
+        "attend(q, k, v)",
+        "test_context_models.py -k data",
+    ),
     Mutant("block", "if joins.contexts > 1:", "if False:", "test_context_models.py::test_refusals"),
-    Mutant("check_heads", "if over and G > 1:", "if False:", "test_context.py::test_keys_that_nobody_picked_are_refused"),
+    Mutant(
+        "check_heads",
+        "if over and G > 1:",
+        "if False:",
+        "test_context.py::test_keys_that_nobody_picked_are_refused",
+    ),
     Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
     Mutant(
         "grad_of",
@@ -1472,45 +2234,120 @@ CONTEXT = (
         "if False and not any(",
         "test_context_layouts.py -k ignores_the_axis",
     ),
-    Mutant("_moves_along", "found <= names", "found & names", "test_context_layouts.py -k gathered_weights"),
+    Mutant(
+        "_moves_along",
+        "found <= names",
+        "found & names",
+        "test_context_layouts.py -k gathered_weights",
+    ),
     Mutant(
         "_check",
         "family.around is not None and compute.attend is None",
         "family.around is not None",
         "test_context_layouts.py -k ignores_the_axis",
     ),
-    Mutant("_tokens_divisor", "math.lcm(2, t)", "t", "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit"),
-    Mutant("ended_by", "jnp.cumsum(ends, axis=1) - ends", "jnp.cumsum(ends, axis=1)", "test_documents.py -k packed_window"),
-    Mutant("apart", "jnp.where(same, weights, jnp.zeros_like(weights))", "weights", "test_documents.py -k packed_window"),
-    Mutant("_apart", "joins.tokens(segments, dim=1)", "segments", "test_documents.py -k train_over_context", long=True),
-    Mutant("minded", "== [True]", "!= []", "test_documents.py::test_layers_that_do_not_read_the_documents_are_refused"),
-    Mutant("attention", "sees & (segments", "sees | (segments", "test_documents.py -k dropped_within"),
+    Mutant(
+        "_tokens_divisor",
+        "math.lcm(2, t)",
+        "t",
+        "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit",
+    ),
+    Mutant(
+        "ended_by",
+        "jnp.cumsum(ends, axis=1) - ends",
+        "jnp.cumsum(ends, axis=1)",
+        "test_documents.py -k packed_window",
+    ),
+    Mutant(
+        "apart",
+        "jnp.where(same, weights, jnp.zeros_like(weights))",
+        "weights",
+        "test_documents.py -k packed_window",
+    ),
+    Mutant(
+        "_apart",
+        "joins.tokens(segments, dim=1)",
+        "segments",
+        "test_documents.py -k train_over_context",
+        long=True,
+    ),
+    Mutant(
+        "minded",
+        "== [True]",
+        "!= []",
+        "test_documents.py::test_layers_that_do_not_read_the_documents_are_refused",
+    ),
+    Mutant(
+        "attention", "sees & (segments", "sees | (segments", "test_documents.py -k dropped_within"
+    ),
 )
 
 BY_NUMPY = "test_islands.py::test_islands_are_those_of_numpy"
 ISLANDS = (
-    Mutant("_Round.sent", "w.astype(kind) - own.astype(kind)", "own.astype(kind) - w.astype(kind)", BY_NUMPY),
+    Mutant(
+        "_Round.sent",
+        "w.astype(kind) - own.astype(kind)",
+        "own.astype(kind) - w.astype(kind)",
+        BY_NUMPY,
+    ),
     Mutant("_Round.sent", "x / jnp.maximum(count, 1).astype(x.dtype)", "x", BY_NUMPY),
     Mutant("_Round.sent", "jnp.sum(there)", "jnp.asarray(size(names))", BY_NUMPY),
-    Mutant("_Round.received", "jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)", "new", BY_NUMPY),
-    Mutant("_Round.received", "jnp.where(sent.some, a.astype(b.dtype), b)", "a.astype(b.dtype)", BY_NUMPY),
-    Mutant("_mixed", "mixing * old + (1 - mixing) * new", "mixing * new + (1 - mixing) * old", f"{BY_NUMPY} -k mixing"),
+    Mutant(
+        "_Round.received",
+        "jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)",
+        "new",
+        BY_NUMPY,
+    ),
+    Mutant(
+        "_Round.received",
+        "jnp.where(sent.some, a.astype(b.dtype), b)",
+        "a.astype(b.dtype)",
+        BY_NUMPY,
+    ),
+    Mutant(
+        "_mixed",
+        "mixing * old + (1 - mixing) * new",
+        "mixing * new + (1 - mixing) * old",
+        f"{BY_NUMPY} -k mixing",
+    ),
     Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
     Mutant("local", "due(inner.step - stream.delay)", "due(inner.step)", f"{BY_NUMPY} -k delay"),
-    Mutant("_stacked", "eqx.tree_at(lambda state: state.step, stacked, inner.step)", "stacked", BY_NUMPY),
-    Mutant("_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"),
+    Mutant(
+        "_stacked",
+        "eqx.tree_at(lambda state: state.step, stacked, inner.step)",
+        "stacked",
+        BY_NUMPY,
+    ),
+    Mutant(
+        "_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"
+    ),
     Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
 )
 
 DRAWN = (
-    Mutant("_curve", "(span.stop, -1)", "(span.start, -1)", "test_draw.py::test_microbatches_in_flight_over_time_by_hand"),
+    Mutant(
+        "_curve",
+        "(span.stop, -1)",
+        "(span.start, -1)",
+        "test_draw.py::test_microbatches_in_flight_over_time_by_hand",
+    ),
     Mutant("_curve", "held / schedule.chunks", "held", "test_draw.py -k in_flight_are_at_most"),
-    Mutant("_mean", "held * (stop - start)", "held", "test_draw.py::test_microbatches_in_flight_over_time_by_hand"),
+    Mutant(
+        "_mean",
+        "held * (stop - start)",
+        "held",
+        "test_draw.py::test_microbatches_in_flight_over_time_by_hand",
+    ),
 )
 
 
 TRACED = (
-    Mutant("has_effects", '!= "NamedAxisEffect"', '!= ""', "test_trace.py::test_a_sum_that_nothing_reads_is_not_sent"),
+    Mutant(
+        "has_effects",
+        '!= "NamedAxisEffect"',
+        '!= ""',
+        "test_trace.py::test_a_sum_that_nothing_reads_is_not_sent",
+    ),
     Mutant(
         "Reading._loop",
         "self.times *= trips",
@@ -1536,19 +2373,37 @@ TRACED = (
         "pass",
         "test_trace.py::test_a_step_by_hand",
     ),
-    Mutant("_Step.all_gather", "[::-1]", "", "test_plan.py::test_messages_are_as_many_as_the_traced_step_sends"),
-    Mutant("by_matrix", "ndim > 3", "ndim > 4", "test_by_matrix.py::test_more_than_three_dims_need_a_number_of_layers"),
+    Mutant(
+        "_Step.all_gather",
+        "[::-1]",
+        "",
+        "test_plan.py::test_messages_are_as_many_as_the_traced_step_sends",
+    ),
+    Mutant(
+        "by_matrix",
+        "ndim > 3",
+        "ndim > 4",
+        "test_by_matrix.py::test_more_than_three_dims_need_a_number_of_layers",
+    ),
     Mutant(
         "_keeps_the_rest",
         "not wrappers and",
         "True and",
         "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
     ),
-    Mutant("room", "and block.size", "and False", "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh"),
+    Mutant(
+        "room",
+        "and block.size",
+        "and False",
+        "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",
+    ),
     Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py::test_message_by_message"),
     Mutant(
-        "Nested.round", "level.link.beta * level.shared", "level.link.beta", "test_networks.py::test_links_that_messages_share"
+        "Nested.round",
+        "level.link.beta * level.shared",
+        "level.link.beta",
+        "test_networks.py::test_links_that_messages_share",
     ),
 )
 
@@ -1556,16 +2411,27 @@ ALARM = "test_bisect.py::test_no_alarm_in_a_right_layout"
 BISECT = (
     Mutant("_form", "1 / count if backward or mean else 1.0", "1.0", ALARM),
     Mutant("_form", "set(mark.varying) - placed - terms if backward else terms", "terms", ALARM),
-    Mutant("_places", "block * form.microbatches + each.microbatch", "block + each.microbatch", ALARM),
-    Mutant("_tap", '-1 if name == "layer" else 0', "0", "test_bisect.py::test_a_dim_of_vmap_is_the_batch"),
+    Mutant(
+        "_places", "block * form.microbatches + each.microbatch", "block + each.microbatch", ALARM
+    ),
+    Mutant(
+        "_tap",
+        '-1 if name == "layer" else 0',
+        "0",
+        "test_bisect.py::test_a_dim_of_vmap_is_the_batch",
+    ),
     Mutant(
         "at",
         "with set_xla_metadata(tapped_at=str(next(_ENTERED))):",
         "with contextlib.nullcontext():",
         "test_bisect.py::test_a_function_that_was_traced_before_is_at_its_own_layer",
     ),
-    Mutant("_order", "-x for x in place", "x for x in place", "test_bisect.py::test_a_fault_is_named"),
-    Mutant("compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named"),
+    Mutant(
+        "_order", "-x for x in place", "x for x in place", "test_bisect.py::test_a_fault_is_named"
+    ),
+    Mutant(
+        "compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named"
+    ),
     Mutant(
         "_Slice._outside",
         "found.append((body.jaxpr.outvars[place - consts], body))",
@@ -1579,9 +2445,17 @@ BISECT = (
         "test_bisect_layouts.py::test_no_alarm_in_a_drawn_layout",
         long=True,
     ),
-    Mutant("Jobs._trace_functions", "self.counts: Counts = self.last", "self.counts: Counts = True", ALARM),
     Mutant(
-        "record", "values = given | tapped", "values = tapped", "test_bisect.py::test_other_arguments_are_named_before_all_else"
+        "Jobs._trace_functions",
+        "self.counts: Counts = self.last",
+        "self.counts: Counts = True",
+        ALARM,
+    ),
+    Mutant(
+        "record",
+        "values = given | tapped",
+        "values = tapped",
+        "test_bisect.py::test_other_arguments_are_named_before_all_else",
     ),
     Mutant(
         "residual",
@@ -1590,7 +2464,9 @@ BISECT = (
         "test_bisect_layouts.py::test_no_alarm_over_context_replica_and_expert",
         long=True,
     ),
-    Mutant("_digits", "> largest / 4", "> 2 * largest", "test_bisect.py::test_a_factor_is_no_rounding"),
+    Mutant(
+        "_digits", "> largest / 4", "> 2 * largest", "test_bisect.py::test_a_factor_is_no_rounding"
+    ),
 )
 
 BY_HAND = (
@@ -1614,5 +2490,9 @@ BY_HAND = (
 
 # Those that may survive: why the behaviour is the same.
 NO_FAULT: dict[tuple[str, str, str], str] = {
-    ("operands", "len(node.outputs) > 1", "len(node.outputs) >= 1"): "Of one operand and one result, the one is the other's.",
+    (
+        "operands",
+        "len(node.outputs) > 1",
+        "len(node.outputs) >= 1",
+    ): "Of one operand and one result, the one is the other's.",
 }

@@ -68,7 +68,9 @@ def drawn(root: Path, count: int, seed: int) -> list[Mutant]:
             return list(found.values())
         while kinds[kind]:
             each, source, change = kinds[kind].pop(0)
-            mutant = None if (each.name, each.path) in found else _mutant(root, each, source, change)
+            mutant = (
+                None if (each.name, each.path) in found else _mutant(root, each, source, change)
+            )
             if mutant:
                 found[each.name, each.path] = mutant
                 break
@@ -82,7 +84,14 @@ def _ranked(root: Path, seed: int) -> Iterator[tuple[str, Definition, bytes, Cha
         source, times = (root / each.path).read_bytes(), {}
         for change in changes(source, each.node):
             begin, end = change.around[-1]
-            text = b"\0".join([str(seed).encode(), each.name.encode(), change.operator.encode(), source[begin:end]])
+            text = b"\0".join(
+                [
+                    str(seed).encode(),
+                    each.name.encode(),
+                    change.operator.encode(),
+                    source[begin:end],
+                ]
+            )
             times[text] = times.get(text, 0) + 1  # a statement may have several changes of one kind
             yield hashlib.sha256(text + str(times[text]).encode()).hexdigest(), each, source, change
 
@@ -90,7 +99,10 @@ def _ranked(root: Path, seed: int) -> Iterator[tuple[str, Definition, bytes, Cha
 def _mutant(root: Path, each: Definition, source: bytes, change: Change) -> Mutant | None:
     """The change with the smallest text around it that stands in one place; None where the whole statement does not."""
     for begin, end in change.around:
-        text, by = source[begin:end], source[begin : change.begin] + change.by + source[change.end : end]
+        text, by = (
+            source[begin:end],
+            source[begin : change.begin] + change.by + source[change.end : end],
+        )
         mutant = Mutant(each.name, text.decode(), by.decode(), " ".join(covering(root, each.path)))
         try:
             if place(mutant, root).begin == begin:
@@ -102,7 +114,10 @@ def _mutant(root: Path, each: Definition, source: bytes, change: Change) -> Muta
 
 def changes(source: bytes, function: ast.FunctionDef) -> Iterator[Change]:
     """Every change in the body of a function that returns no text, but for messages and annotations."""
-    if ast.unparse(function.returns or ast.Constant(None)) == "str" or function.name in ("__str__", "__repr__"):
+    if ast.unparse(function.returns or ast.Constant(None)) == "str" or function.name in (
+        "__str__",
+        "__repr__",
+    ):
         return
     for statement in function.body[ast.get_docstring(function) is not None :]:
         yield from _in(source, statement, [])
@@ -119,7 +134,9 @@ def _in(source: bytes, node: ast.AST, around: list[tuple[int, int]]) -> Iterator
     elif isinstance(node, ast.stmt):
         begin, end = span(source, node)
         body = getattr(node, "body", None)
-        around = [(begin, span(source, body[0])[0] if body else end)]  # of a loop or a condition, its first line
+        around = [
+            (begin, span(source, body[0])[0] if body else end)
+        ]  # of a loop or a condition, its first line
     yield from _of(source, node, around)
     if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
         return  # a number below 0
@@ -132,7 +149,9 @@ def _in(source: bytes, node: ast.AST, around: list[tuple[int, int]]) -> Iterator
 def _of(source: bytes, node: ast.AST, around: list[tuple[int, int]]) -> Iterator[Change]:
     """The changes of one node."""
     match node:
-        case ast.BinOp(left, op, right) if type(op) in SWAPPED and not _joins(left) and not _joins(right):
+        case ast.BinOp(left, op, right) if (
+            type(op) in SWAPPED and not _joins(left) and not _joins(right)
+        ):
             yield _between(source, left, op, right, around)
         case ast.Compare(left, [op], [right]) if type(op) in SWAPPED:
             yield _between(source, left, op, right, around)
@@ -164,7 +183,9 @@ def _between(source: bytes, left: ast.AST, op: ast.AST, right: ast.AST, around: 
 
 def _joins(node: ast.AST) -> bool:
     """Whether `+` of it puts texts or lists one after another."""
-    text = isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    text = isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     return text or isinstance(node, ast.List | ast.ListComp | ast.Tuple)
 
 
@@ -188,7 +209,9 @@ def covering(root: Path, path: Path) -> list[str]:
     tests += [test for test in named if test in imports and test not in tests]
     other = lambda test: [not test.startswith(name) for name in named]
     tests.sort(key=lambda test: (other(test), len(imports[test]), test))
-    users = sorted(f"tests/test_{Path(user).name}" for user, used in imports.items() if name in used)
+    users = sorted(
+        f"tests/test_{Path(user).name}" for user, used in imports.items() if name in used
+    )
     tests += [test for test in users if test in imports and test not in tests]
     return [f"{test.removeprefix('tests/')}.py" for test in tests]
 
@@ -198,7 +221,10 @@ def _imports(root: Path) -> dict[str, set[str]]:
     """The files of `parallax` and `tests` (without suffix) that each of them imports."""
     files = [*(root / "parallax").rglob("*.py"), *(root / "tests").glob("*.py")]
     names = {path.relative_to(root).with_suffix("").as_posix() for path in files}
-    return {name: _imported(ast.parse((root / f"{name}.py").read_bytes()), names) - {name} for name in names}
+    return {
+        name: _imported(ast.parse((root / f"{name}.py").read_bytes()), names) - {name}
+        for name in names
+    }
 
 
 def _imported(tree: ast.AST, names: set[str]) -> set[str]:
@@ -210,8 +236,14 @@ def _imported(tree: ast.AST, names: set[str]) -> set[str]:
             found |= {base, f"{base}/__init__", *inside, *(f"{name}/__init__" for name in inside)}
         elif isinstance(node, ast.Import):
             found |= {alias.name.replace(".", "/") for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "from parallax" in node.value:
-            with contextlib.suppress(SyntaxError):  # a program that a test runs in a process of its own
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and "from parallax" in node.value
+        ):
+            with contextlib.suppress(
+                SyntaxError
+            ):  # a program that a test runs in a process of its own
                 found |= _imported(ast.parse(node.value), names)
     # The package itself imports everything: only what is asked of a module by name counts.
     return (found & names) - {"parallax/__init__"}

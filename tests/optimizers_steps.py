@@ -32,21 +32,37 @@ SHAPES = {"blocks": {"weight": (4, 8, 12), "bias": (4, 8)}, "head": (16, 8), "sc
 
 
 def drawn(*lead):
-    return jax.tree.map(lambda shape: random.normal(size=(*lead, *shape)), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda shape: random.normal(size=(*lead, *shape)),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
 PARAMS, BATCHES = drawn(), drawn(STEPS, BATCH)
 SPECS = {
-    "tensor": {"blocks": {"weight": P(None, None, "tensor"), "bias": P(None, "tensor")}, "head": P("tensor"), "scale": P()},
-    "data": {"blocks": {"weight": P(None, "data"), "bias": P("data")}, "head": P(None, "data"), "scale": P()},
+    "tensor": {
+        "blocks": {"weight": P(None, None, "tensor"), "bias": P(None, "tensor")},
+        "head": P("tensor"),
+        "scale": P(),
+    },
+    "data": {
+        "blocks": {"weight": P(None, "data"), "bias": P("data")},
+        "head": P(None, "data"),
+        "scale": P(),
+    },
 }
 EXTRA = {"sam": lambda info: {}}  # its `update` takes no extra argument, so `value` neither
 
 
 def loss(params, batch):
     """The mean over the batch of a sum over all elements. No gradient is zero by theory, so its sign is no rounding's."""
-    part = lambda w, targets: jnp.sum((w[None] - targets) ** 2 / 2 + jnp.sin(w)[None]) / len(targets)
-    joined = lambda x: lax.psum(x, over) if (over := tuple({"tensor"} & set(varying_axes(x)))) else x
+    part = lambda w, targets: (
+        jnp.sum((w[None] - targets) ** 2 / 2 + jnp.sin(w)[None]) / len(targets)
+    )
+    joined = lambda x: (
+        lax.psum(x, over) if (over := tuple({"tensor"} & set(varying_axes(x)))) else x
+    )
     return sum(map(joined, jax.tree.leaves(jax.tree.map(part, params, batch))))
 
 
@@ -57,14 +73,18 @@ def steps_alone(name, optimizer, params, batches):
         params, state = carry
         value, gradients = jax.value_and_grad(loss)(params, batch)
         extra = {} if name in EXTRA else {"value": value}
-        updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, **extra)
+        updates, state = optax.with_extra_args_support(optimizer).update(
+            gradients, state, params, **extra
+        )
         return (optax.apply_updates(params, updates), state), None
 
     return lax.scan(one, (params, optimizer.init(params)), batches)[0]
 
 
 def on_one_device(table, params=PARAMS, batches=BATCHES):
-    run = lambda batches: {name: steps_alone(name, each, params, batches) for name, each in table.items()}
+    run = lambda batches: {
+        name: steps_alone(name, each, params, batches) for name, each in table.items()
+    }
     return jax.jit(run)(batches)
 
 
@@ -98,7 +118,9 @@ gathering = jax.value_and_grad(zero.gathered(loss, "data", SPECS["data"]))
 WAYS = {
     "tensor": Way("tensor", local, True, as_it_is),
     "zero-1": Way("data", zero.reduce_scattered(local, "data", SPECS["data"]), False, split_up),
-    "zero-2": Way("data", zero.reduce_scattered(microbatched, "data", SPECS["data"]), False, split_up),
+    "zero-2": Way(
+        "data", zero.reduce_scattered(microbatched, "data", SPECS["data"]), False, split_up
+    ),
     "zero-3": Way("data", grads.averaged(gathering, "data"), True, as_it_is),
 }
 
@@ -126,13 +148,20 @@ def steps_on_shards(way, table, specs=None, *, live=None, told=True, extra=step.
     data = "data" if "data" in sizes else None
     batch_specs = by_leaf(lambda spec: P(None, data, *(spec if way.axis == "tensor" else ())), live)
     steps = {
-        name: step.make(way.grad, each, specs=live if told else None, extra_args=EXTRA.get(name, extra))
+        name: step.make(
+            way.grad, each, specs=live if told else None, extra_args=EXTRA.get(name, extra)
+        )
         for name, each in table.items()
     }
-    specs_of = {name: step.State(live, rules.optimizer_specs(each, PARAMS, specs), P()) for name, each in table.items()}
+    specs_of = {
+        name: step.State(live, rules.optimizer_specs(each, PARAMS, specs), P())
+        for name, each in table.items()
+    }
 
     def train(states, batches):
-        scanned = lambda one, state: lax.scan(lambda state, batch: (one(state, batch)[0], None), state, batches)[0]
+        scanned = lambda one, state: lax.scan(
+            lambda state, batch: (one(state, batch)[0], None), state, batches
+        )[0]
         return {name: scanned(steps[name], state) for name, state in states.items()}
 
     world = mesh.make(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
@@ -170,7 +199,10 @@ def shards(tree, lead=0):
         dims = [dim for dim, entry in enumerate(spec) if entry is not None]
         return np.split(np.asarray(leaf), 2, axis=dims[0] + lead)[which] if dims else leaf
 
-    return [jax.tree.map(functools.partial(half, which=which), tree, SPECS["tensor"]) for which in (0, 1)]
+    return [
+        jax.tree.map(functools.partial(half, which=which), tree, SPECS["tensor"])
+        for which in (0, 1)
+    ]
 
 
 def each_shard_alone(optimizer):
@@ -198,7 +230,9 @@ def shards_of_batches(batches):
 def equal(found, expected):
     """Whether two trees are alike: their scalars, where sizes are those of shards."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return all(np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in pairs if np.shape(a) == np.shape(b))
+    return all(
+        np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in pairs if np.shape(a) == np.shape(b)
+    )
 
 
 def assert_trains_something_else(table, plain):
@@ -213,5 +247,8 @@ def assert_trains_something_else(table, plain):
     found = jax.jit(lambda batches: {name: run(batches) for name, run in runs.items()})(BATCHES)
     for name, devices in found.items():
         params, state = plain[name]
-        as_one = [equal(each, (of_params, state)) for each, of_params in zip(devices, shards(params), strict=True)]
+        as_one = [
+            equal(each, (of_params, state))
+            for each, of_params in zip(devices, shards(params), strict=True)
+        ]
         assert not all(as_one), f"{name} is refused, and right on shards"

@@ -20,7 +20,9 @@ def train(world):
     optimizer = optax.sgd(1e-3, momentum=0.9)
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     weights = {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH)}
-    state = step.State(weights, jax.eval_shape(optimizer.init, weights), jax.ShapeDtypeStruct((), jnp.int32))
+    state = step.State(
+        weights, jax.eval_shape(optimizer.init, weights), jax.ShapeDtypeStruct((), jnp.int32)
+    )
     local = step.make(grads.averaged(jax.value_and_grad(loss), ring("data")), optimizer)
     mapped = mesh.spmd(local, mesh=world, in_specs=(P(), P("data")), out_specs=(P(), P()))
     return jax.jit(mapped, donate_argnums=0), (state, shape(ROWS * world.shape["data"], WIDTH))

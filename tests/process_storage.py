@@ -46,7 +46,10 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
     axes, faults, said = mesh.make(data=4), Faults(), []
     seen: dict[str, Any] = {}
     state_of = lambda step: mesh.place(
-        {"split": np.arange(16.0, dtype=np.float32).reshape(8, 2) * step, "whole": np.full(3, step)},
+        {
+            "split": np.arange(16.0, dtype=np.float32).reshape(8, 2) * step,
+            "whole": np.full(3, step),
+        },
         {"split": P("data"), "whole": P()},
         axes,
     )
@@ -66,7 +69,11 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
 
     with Checkpoints(folder, settings={}, tries=3, say=said.append) as store:
         seen["undisturbed"] = save(1)
-        for step, failing, part in [(2, 1, "process_1"), (3, 0, "contents.json"), (4, 0, "manifest.json")]:
+        for step, failing, part in [
+            (2, 1, "process_1"),
+            (3, 0, "contents.json"),
+            (4, 0, "manifest.json"),
+        ]:
             faults.part, faults.left = part, int(rank == failing)
             seen[f"once, in {part}"] = save(step), faults.left
         faults.part, faults.left = "process_1", 100 * int(rank == 1)
@@ -86,12 +93,17 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
     again = Checkpoints(folder, settings={}, say=lambda line: None)
     restored = again.restore(state_of(0))
     assert restored is not None
-    same = jax.jit(lambda a, b: jnp.all(a["split"] == b["split"]) & jnp.all(a["whole"] == b["whole"]))
+    same = jax.jit(
+        lambda a, b: jnp.all(a["split"] == b["split"]) & jnp.all(a["whole"] == b["whole"])
+    )
     seen |= {"restored": restored.step, "same": bool(same(restored.state, state_of(restored.step)))}
     seen |= {"took": time.monotonic() - began, "hashed": sorted(hashed)}
     if rank == 0:  # a bit turns in each file of the second process's share
         damaged = folder / f"{restored.step:08d}"
-        for name in {*manifest.read(damaged / "manifest.json")["files"]} - {*hashed, "contents.json"}:
+        for name in {*manifest.read(damaged / "manifest.json")["files"]} - {
+            *hashed,
+            "contents.json",
+        }:
             content = bytearray((damaged / name).read_bytes())
             content[-1] ^= 1
             (damaged / name).write_bytes(content)

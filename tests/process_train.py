@@ -30,13 +30,22 @@ from parallax.run.checkpoint import Checkpoints
 from parallax.run.watchdog import Watchdog
 
 CONFIG = gpt2.Config(
-    layers=2, heads=2, width=16, context=12, vocabulary=61, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
+    layers=2,
+    heads=2,
+    width=16,
+    context=12,
+    vocabulary=61,
+    vocabulary_multiple=8,
+    dropout=0.1,
+    attention_dropout=0.1,
 )
 BATCH = 8
 LAYOUTS = {
     "pipeline": Layout(data=2, stage=2, tensor=2, microbatches=2),
     "plain": Layout(data=4, tensor=2),
-    "small": Layout(data=4),  # compiled in a third of the time: for faults that do not ask how a step is split
+    "small": Layout(
+        data=4
+    ),  # compiled in a third of the time: for faults that do not ask how a step is split
     "one": Layout(microbatches=2),
 }
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocabulary, size=5000)
@@ -58,18 +67,30 @@ def arguments():
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=4, help="steps from one save to the next")
     parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds to wait in each step, so that there is time for a fault"
+        "--pause",
+        type=float,
+        default=0.0,
+        help="seconds to wait in each step, so that there is time for a fault",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=120, help="the watchdog's, for a step after the first")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="the watchdog's, for a step after the first"
+    )
     parser.add_argument("--budget", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0, help="the rank that fails")
     parser.add_argument("--raise-at", type=int)
     parser.add_argument("--sleep-at", type=int)
     parser.add_argument("--leave-at", type=int)
     parser.add_argument("--leave-by", choices=LEAVE)
-    parser.add_argument("--start-up", type=float, help="seconds within which all processes must have come")
-    parser.add_argument("--late", type=float, default=0.0, help="seconds before the processes meet, as of slow imports")
+    parser.add_argument(
+        "--start-up", type=float, help="seconds within which all processes must have come"
+    )
+    parser.add_argument(
+        "--late",
+        type=float,
+        default=0.0,
+        help="seconds before the processes meet, as of slow imports",
+    )
     parser.add_argument("--nan-at", type=int, nargs="*", default=[])
     for name in ("coordinator", "process", "processes"):  # instead of a launcher
         parser.add_argument(f"--{name}", type=str if name == "coordinator" else int)
@@ -88,7 +109,9 @@ def poisoned(train, steps):
     def poison(state, windows):
         bad = jnp.any(state.step == steps)
         weights = state.model.wpe
-        new, info = train(eqx.tree_at(lambda s: s.model.wpe, state, jnp.where(bad, jnp.nan, weights)), windows)
+        new, info = train(
+            eqx.tree_at(lambda s: s.model.wpe, state, jnp.where(bad, jnp.nan, weights)), windows
+        )
         return eqx.tree_at(lambda s: s.model.wpe, new, jnp.where(bad, weights, new.model.wpe)), info
 
     return poison
@@ -110,26 +133,47 @@ def train(job: processes.Job, options) -> None:
     state, one_step = made.init(), made.train
     one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)
     checkpoints = Checkpoints(
-        options.folder / "checkpoints", settings={"seed": options.seed}, lose_at_most=2 * options.every, keep=2, **on_disk(layout)
+        options.folder / "checkpoints",
+        settings={"seed": options.seed},
+        lose_at_most=2 * options.every,
+        keep=2,
+        **on_disk(layout),
     )
     restored = checkpoints.restore(state)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
     state = state if restored is None else restored.state
     skipped = metrics.Skipped(options.budget, note.get("skipped", []))
     clock = metrics.Clock(note.get("clock"))
-    sink = metrics.jsonl(options.folder / "metrics.jsonl", after=first) if job.rank == 0 else metrics.to_all()
+    sink = (
+        metrics.jsonl(options.folder / "metrics.jsonl", after=first)
+        if job.rank == 0
+        else metrics.to_all()
+    )
     sharding = mesh.shardings(P("data"), axes)
     batches = prefetch.Prefetched(
-        lambda i: prefetch.placed(TOKENS, sharding, seed=options.seed, step=i, size=BATCH, length=CONFIG.context),
+        lambda i: prefetch.placed(
+            TOKENS, sharding, seed=options.seed, step=i, size=BATCH, length=CONFIG.context
+        ),
         first,
         options.steps,
     )
-    save = lambda number: checkpoints.save(number, state, {"skipped": skipped.steps, "clock": clock.note()})
-    with Watchdog(job, seconds=options.seconds, first=1200.0) as watch, processes.preemption() as preempted, checkpoints, batches:
+    save = lambda number: checkpoints.save(
+        number, state, {"skipped": skipped.steps, "clock": clock.note()}
+    )
+    with (
+        Watchdog(job, seconds=options.seconds, first=1200.0) as watch,
+        processes.preemption() as preempted,
+        checkpoints,
+        batches,
+    ):
         for i in range(first, options.steps):
             watch.step(i, "fault")
             time.sleep(options.pause)
-            if job.rank == options.rank and i in (options.raise_at, options.sleep_at, options.leave_at):
+            if job.rank == options.rank and i in (
+                options.raise_at,
+                options.sleep_at,
+                options.leave_at,
+            ):
                 (options.folder / "fault").write_text(repr(time.time()))
             if job.rank == options.rank and i == options.raise_at:
                 raise ArithmeticError(f"injected in rank {job.rank}")
@@ -169,9 +213,14 @@ def say(job, words):
 
 def whole(job, state, axes, layout, path):
     """The end of the run, on the host, in the form that all layouts share."""
-    state = jax.jit(on_disk(layout).get("to_disk", lambda state: state), out_shardings=mesh.shardings(P(), axes))(state)
+    state = jax.jit(
+        on_disk(layout).get("to_disk", lambda state: state), out_shardings=mesh.shardings(P(), axes)
+    )(state)
     if job.rank == 0:
-        leaves: Any = {jax.tree_util.keystr(at): np.asarray(leaf) for at, leaf in jax.tree.leaves_with_path(state)}
+        leaves: Any = {
+            jax.tree_util.keystr(at): np.asarray(leaf)
+            for at, leaf in jax.tree.leaves_with_path(state)
+        }
         np.savez(path, **leaves)
 
 

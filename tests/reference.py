@@ -42,7 +42,9 @@ def _with_blocks(params, blocks):
     return eqx.tree_at(lambda params: params.blocks, params, blocks)
 
 
-def naive_pipeline(embed: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str) -> Callable:
+def naive_pipeline(
+    embed: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str
+) -> Callable:
     """The same loss, pipelined as a first lesson does it: in tick t stage s runs microbatch t - s, if there is one.
 
     Inside `mesh.spmd`, with one chunk a stage. Its gradient is what `jax.grad` makes of it: all backward ticks after all
@@ -94,7 +96,8 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
         return updates, Recorded(inner, gradients)
 
     return optax.GradientTransformation(
-        lambda params: Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params)), update
+        lambda params: Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params)),
+        update,
     )
 
 
@@ -105,28 +108,43 @@ OPTIMIZER = recording(optax.adamw(1e-3, eps=1e-6))
 
 def windows(config: decoder.Configuration, seed: int, number: int, batch: int) -> np.ndarray:
     """The global batch of one step."""
-    return np.random.default_rng((seed, number)).integers(0, config.vocabulary, (batch, config.context + 1)).astype(np.int32)
+    return (
+        np.random.default_rng((seed, number))
+        .integers(0, config.vocabulary, (batch, config.context + 1))
+        .astype(np.int32)
+    )
 
 
 @functools.cache
 def gpt2_on_one_device(
-    config: decoder.Configuration, seed: int, steps: int, batch: int, kind=gpt2, apart=lambda batch: batch
+    config: decoder.Configuration,
+    seed: int,
+    steps: int,
+    batch: int,
+    kind=gpt2,
+    apart=lambda batch: batch,
 ) -> Run:
     """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
 
     @jax.jit
     def train(model, optimizer, number, tokens):
-        keys = decoder.sequence_keys(dropout_key, number, batch) if kind.FAMILY.drops(config) else None
+        keys = (
+            decoder.sequence_keys(dropout_key, number, batch) if kind.FAMILY.drops(config) else None
+        )
         loss, gradients = jax.value_and_grad(kind.loss)(model, apart(decoder.Batch(tokens, keys)))
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax mixes float32 schedules with float64 weights
             updates, optimizer = OPTIMIZER.update(gradients, optimizer, model)
         return jax.tree.map(jnp.add, model, updates), optimizer, loss
 
     start = model = jax.jit(lambda: kind.FAMILY.model(config, key=weights_key, dtype=FLOAT64))()
     optimizer, losses, first = OPTIMIZER.init(model), [], None
     for number in range(steps):
-        model, optimizer, loss = train(model, optimizer, jnp.asarray(number, jnp.int32), windows(config, seed, number, batch))
+        model, optimizer, loss = train(
+            model, optimizer, jnp.asarray(number, jnp.int32), windows(config, seed, number, batch)
+        )
         first = first or optimizer.gradients
         losses.append(float(loss))
     return Run(start, first, losses, model)
@@ -137,7 +155,9 @@ def moved_by(mover, names=("data", "stage", "tensor")):
     return {name: mover(name) for name in names}
 
 
-def gpt2_on(layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ring, kind=gpt2, **compute) -> Run:
+def gpt2_on(
+    layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ring, kind=gpt2, **compute
+) -> Run:
     """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
     host = lambda model: jax.tree.map(np.asarray, decoder.joined(kind.FAMILY, layout, model))
     with jax.numpy_dtype_promotion("standard"):
@@ -171,20 +191,28 @@ def assert_close(tree, reference, tolerance: float) -> None:
         leaf, right = np.asarray(leaf), np.asarray(right)
         assert (leaf.shape, leaf.dtype) == (right.shape, right.dtype)
         atol = tolerance * np.max(np.abs(right), initial=0)
-        np.testing.assert_allclose(leaf, right, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            leaf, right, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
 
     jax.tree.map_with_path(check, tree, reference)
 
 
 def products(module, name):
     """The operations in the products of a compiled program's computation, loops counted out: 2 for each term of each sum."""
-    shape = lambda text: [int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size]
+    shape = lambda text: [
+        int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size
+    ]
     inside, total = module[name], 0
     results = {instruction.name: instruction.result for instruction in inside}
     for each in inside:
         if each.opcode == "dot":
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)[1].split(",")
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)[1].split(
+                ","
+            )
             left = shape(results[each.operands[0]])
             total += 2 * math.prod(shape(each.result)) * math.prod(left[int(i)] for i in contracted)
-        total += sum((times or each.counted) * products(module, called) for called, times in each.called)
+        total += sum(
+            (times or each.counted) * products(module, called) for called, times in each.called
+        )
     return total

@@ -62,14 +62,26 @@ def functions(parts):
             weights, number = each
             with bisect.at(layer=number):
                 weights = bisect.tap_tree(parts.weights(weights), "layers.*", OF_LAYER)
-                up = bisect.tap(jnp.tanh(parts.enter(x) @ weights["up"]), "layers.*.hidden", P("batch", "tensor"))
+                up = bisect.tap(
+                    jnp.tanh(parts.enter(x) @ weights["up"]),
+                    "layers.*.hidden",
+                    P("batch", "tensor"),
+                )
                 down = bisect.tap(parts.leave(up @ weights["down"]), "layers.*.summed", P("batch"))
-                kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(parts.key(key), number), 0.7, (D,)))(keys)
-                down = bisect.tap(jnp.where(kept, down, jnp.zeros((), x.dtype)), "layers.*.dropped", P("batch"))
+                kept = jax.vmap(
+                    lambda key: jax.random.bernoulli(
+                        jax.random.fold_in(parts.key(key), number), 0.7, (D,)
+                    )
+                )(keys)
+                down = bisect.tap(
+                    jnp.where(kept, down, jnp.zeros((), x.dtype)), "layers.*.dropped", P("batch")
+                )
                 return bisect.tap(x + down, "layers.*.out", P("batch")), None
 
         count = net.blocks["up"].shape[0]
-        return lax.scan(layer, x, (net.blocks, position * count + jnp.arange(count, dtype=jnp.int32)))[0]
+        return lax.scan(
+            layer, x, (net.blocks, position * count + jnp.arange(count, dtype=jnp.int32))
+        )[0]
 
     def head(net, x, batch):
         y = bisect.tap(x * bisect.tap(net.out, "out")[None], "head", P("batch"))
@@ -96,7 +108,10 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
         net, batch = made(dtype, layout.chunks)
         devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
         by_stage = "stage" if layout.stage > 1 else None
-        of_blocks = (rules.match(f"blocks.{name}", P(None, by_stage, *spec)) for name, spec in OF_LAYER.items())
+        of_blocks = (
+            rules.match(f"blocks.{name}", P(None, by_stage, *spec))
+            for name, spec in OF_LAYER.items()
+        )
         whole = rules.first(*of_blocks, rules.match("out", P()))
         share = rules.fsdp("data", size=layout.data, keep={"blocks.**": (0, 1)}, inside=whole)
         of_model, of_moments = share if layout.zero == 3 else whole, share if layout.zero else whole
@@ -104,7 +119,9 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
         enter, stage, head = functions(parts)
         if layout.stage > 1:
             interleaved = {"chunks": layout.chunks} if layout.chunks > 1 else {}
-            table = getattr(schedule, layout.schedule)(layout.stage, layout.microbatches, **interleaved)
+            table = getattr(schedule, layout.schedule)(
+                layout.stage, layout.microbatches, **interleaved
+            )
             grad = pipeline.value_and_grad(enter, stage, head, table, mover("stage"), blocks=WHERE)
         else:
             loss = pipeline.unpipelined(enter, stage, head, blocks=WHERE)
@@ -112,7 +129,10 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
             grad = parts.accumulated(grad, microbatches=layout.microbatches)
         optimizer = parts.update(OPTIMIZER)
         if layout.zero == 1:
-            grad, optimizer = zero.reduce_scattered(grad, replicas, specs), zero.sharded(optimizer, replicas, specs)
+            grad, optimizer = (
+                zero.reduce_scattered(grad, replicas, specs),
+                zero.sharded(optimizer, replicas, specs),
+            )
         elif layout.zero == 3:
             grad = grads.averaged(zero.gathered_once(grad, replicas, specs), replicas)
         else:
@@ -122,8 +142,12 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
             value, found = grad(net, batch)
             return value, bisect.tap_tree(found, "gradients", specs, way=bisect.AFTER)
 
-        state, of_state = step.init(lambda: net, OPTIMIZER, of_model, devices, optimizer_rule=of_moments)
+        state, of_state = step.init(
+            lambda: net, OPTIMIZER, of_model, devices, optimizer_rule=of_moments
+        )
         train = step.make(tapped, optimizer)
-        return mesh.spmd(train, mesh=devices, in_specs=(of_state, P("data")), out_specs=(of_state, P())), (state, batch)
+        return mesh.spmd(
+            train, mesh=devices, in_specs=(of_state, P("data")), out_specs=(of_state, P())
+        ), (state, batch)
 
     return make

@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64
-from user_models import FEW, KEPT, ONE, OPTIMIZER, PLAIN, adapted, adapted_loss, normal, on, same, step_of, wide_batch
+from user_models import (
+    FEW,
+    KEPT,
+    ONE,
+    OPTIMIZER,
+    PLAIN,
+    adapted,
+    adapted_loss,
+    normal,
+    on,
+    same,
+    step_of,
+    wide_batch,
+)
 
 from parallax import grads, mesh, precision, rules, step, zero
 from parallax.collectives.types import varying
@@ -46,16 +59,30 @@ def of_few(loss):
 
 WITH_AUX = of_few(aux_loss)
 total = lambda aux: Aux(*(None if leaf is None else jnp.sum(leaf, axis=0) for leaf in aux))
-summed = lambda aux, axis: Aux(axis.all_mean(aux.row), axis.all_reduce(varying(aux.count, "data")), None, None)
-largest = lambda aux, axis: Aux(axis.all_max(aux.row), axis.all_max(varying(aux.count, "data")), None, None)
+summed = lambda aux, axis: Aux(
+    axis.all_mean(aux.row), axis.all_reduce(varying(aux.count, "data")), None, None
+)
+largest = lambda aux, axis: Aux(
+    axis.all_max(aux.row), axis.all_max(varying(aux.count, "data")), None, None
+)
 AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 microbatches
     "averaged": (lambda s: grads.averaged(WITH_AUX, "data"), 4),
-    "accumulated": (lambda s: grads.averaged(grads.accumulated(WITH_AUX, microbatches=2), "data"), 2),
-    "accumulated outside": (lambda s: grads.accumulated(grads.averaged(WITH_AUX, "data"), microbatches=2), 2),
+    "accumulated": (
+        lambda s: grads.averaged(grads.accumulated(WITH_AUX, microbatches=2), "data"),
+        2,
+    ),
+    "accumulated outside": (
+        lambda s: grads.accumulated(grads.averaged(WITH_AUX, "data"), microbatches=2),
+        2,
+    ),
     "summed": (lambda s: grads.summed(WITH_AUX, "data", loss=True), 4),
     "clipped": (lambda s: grads.clipped(grads.averaged(WITH_AUX, "data"), 1e-3), 4),
     "scaled": (
-        *(lambda s: precision.unscaled(grads.averaged(of_few(precision.scaled(aux_loss, ONE)), "data"), ONE),),
+        *(
+            lambda s: precision.unscaled(
+                grads.averaged(of_few(precision.scaled(aux_loss, ONE)), "data"), ONE
+            ),
+        ),
         4,
     ),
     "mixed": (lambda s: grads.averaged(precision.mixed(WITH_AUX, FLOAT64), "data"), 4),
@@ -63,10 +90,17 @@ AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 mi
     "gathered": (lambda s: grads.averaged(of_few(zero.gathered(aux_loss, "data", s)), "data"), 4),
     "unsharded": (lambda s: grads.averaged(zero.gathered_once(WITH_AUX, "data", s), "data"), 4),
     "of one's own": (
-        *(lambda s: grads.averaged(grads.accumulated(WITH_AUX, microbatches=2, aux=total), "data", aux=summed),),
+        *(
+            lambda s: grads.averaged(
+                grads.accumulated(WITH_AUX, microbatches=2, aux=total), "data", aux=summed
+            ),
+        ),
         32,
     ),
-    "of one's own, scattered": (lambda s: zero.reduce_scattered(WITH_AUX, "data", s, aux=largest), 4),
+    "of one's own, scattered": (
+        lambda s: zero.reduce_scattered(WITH_AUX, "data", s, aux=largest),
+        4,
+    ),
     "of one's own, summed": (lambda s: grads.summed(WITH_AUX, "data", loss=True, aux=largest), 4),
 }
 
@@ -80,7 +114,9 @@ def test_auxiliary_values_go_through_every_wrapper(name):
     live = shares if name in ("gathered", "unsharded") else jax.tree.map(lambda _: P(), shares)
     loss_and_aux = lambda *arguments: arrow(shares)(*arguments)[0]
     loss, aux = on(world, loss_and_aux, (live, P("data")), P())(model, batch)
-    np.testing.assert_allclose(loss, adapted_loss(model, batch) * (8 if name.endswith("summed") else 1), rtol=EXACT)
+    np.testing.assert_allclose(
+        loss, adapted_loss(model, batch) * (8 if name.endswith("summed") else 1), rtol=EXACT
+    )
     row, rows = np.mean(batch["wide"], 0), batch["wide"].reshape(8, -1, 64)
     if name.startswith("of one's own, "):
         row = np.max(rows.mean(1), 0)
@@ -100,14 +136,24 @@ def test_auxiliary_values_without_a_mean_are_refused(where):
         aux = {"key": jax.random.fold_in(jax.random.key(0), batch["wide"][0, 0].astype(jnp.int32))}
         return (adapted_loss(model, batch), aux), PLAIN(model, batch)[1]
 
-    wrapped = grads.accumulated(grad, microbatches=2) if where == "accumulated" else grads.averaged(grad, "data")
-    with pytest.raises(ValueError, match=r"The auxiliary value key is of type key<fry>, which has no mean. Leave it out"):
+    wrapped = (
+        grads.accumulated(grad, microbatches=2)
+        if where == "accumulated"
+        else grads.averaged(grad, "data")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"The auxiliary value key is of type key<fry>, which has no mean. Leave it out",
+    ):
         on(mesh.make(data=8), wrapped, (P(), P("data")), P())(adapted(), wide_batch())
 
 
 def test_auxiliary_values_that_differ_are_refused():
     grad = grads.averaged(WITH_AUX, "data", aux=lambda aux, axis: aux)
-    with pytest.raises(ValueError, match=r"step.make: the auxiliary value row differs along \['data'\], and Info is the same on"):
+    with pytest.raises(
+        ValueError,
+        match=r"step.make: the auxiliary value row differs along \['data'\], and Info is the same on",
+    ):
         step_of(grad=grad)
 
 
@@ -116,7 +162,13 @@ def test_auxiliary_values_that_differ_are_refused():
 
 def counted():
     """A weight, and what `after` counts."""
-    return {"w": normal(0, 8), "seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(8), "rate": 0.5, "call": jnp.tanh}
+    return {
+        "w": normal(0, 8),
+        "seen": jnp.zeros((), jnp.int32),
+        "mean": jnp.zeros(8),
+        "rate": 0.5,
+        "call": jnp.tanh,
+    }
 
 
 def counted_loss(trained, rest, batch):
@@ -138,7 +190,9 @@ def update_counts(model, aux):
 def counting(after, world):
     only_w = {name: name == "w" for name in counted()}
     with jax.numpy_dtype_promotion("standard"):
-        state, specs = step.init(counted, OPTIMIZER, rules.match("**", P()), world, trainable=only_w)
+        state, specs = step.init(
+            counted, OPTIMIZER, rules.match("**", P()), world, trainable=only_w
+        )
     train = step.make(grads.averaged(counted_grad, "data"), OPTIMIZER, after_update=after)
     return state, on(world, train, (specs, P("data")), (specs, P()))
 
@@ -183,10 +237,19 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
             lambda model, aux: {**model, "rate": aux["loss"]},
             r"after_update must keep rate, which is 0.5; it returned float64\[\]",
         ),
-        (lambda model, aux: {**model, "seen": 3}, r"after_update must keep seen, which is int32\[\]; it returned 3"),
-        (lambda model, aux: {**model, "call": jnp.sin}, "after_update must keep call, which is .*tanh.*; it returned .*sin"),
         (
-            lambda model, aux: {"weight": model["w"], **{name: model[name] for name in model if name != "w"}},
+            lambda model, aux: {**model, "seen": 3},
+            r"after_update must keep seen, which is int32\[\]; it returned 3",
+        ),
+        (
+            lambda model, aux: {**model, "call": jnp.sin},
+            "after_update must keep call, which is .*tanh.*; it returned .*sin",
+        ),
+        (
+            lambda model, aux: {
+                "weight": model["w"],
+                **{name: model[name] for name in model if name != "w"},
+            },
             "after_update must return a model of the structure that it takes, .* w is gone, weight is new",
         ),
         (
@@ -197,7 +260,10 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
 )
 def test_after_that_changes_the_form_of_the_model_is_refused(change, message):
     state, train = counting(change, mesh.make(data=8))
-    with pytest.raises(ValueError, match=f"step.make: {message}"), jax.numpy_dtype_promotion("standard"):
+    with (
+        pytest.raises(ValueError, match=f"step.make: {message}"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         train(state, np.zeros((16, 8)))
 
 

@@ -11,7 +11,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import Axis, bucketed, doubling, halving, joined, ring, torus, two_rings, xla
+from parallax.collectives import (
+    Axis,
+    bucketed,
+    doubling,
+    halving,
+    joined,
+    ring,
+    torus,
+    two_rings,
+    xla,
+)
 from parallax.collectives.types import varying
 
 MOVERS = [ring, two_rings, halving, torus, xla]
@@ -25,7 +35,10 @@ COLLECTIVES = {  # of an Axis, and of `lax` along the names; whole numbers add e
         functools.partial(lax.psum_scatter, scatter_dimension=1, tiled=True),
     ),
     "all_gather": (lambda axis, x: axis.all_gather(x), lax.all_gather),
-    "all_gather, elsewhere": (lambda axis, x: axis.all_gather(x, axis=-1), functools.partial(lax.all_gather, axis=2)),
+    "all_gather, elsewhere": (
+        lambda axis, x: axis.all_gather(x, axis=-1),
+        functools.partial(lax.all_gather, axis=2),
+    ),
     "all_gather, tiled": (
         lambda axis, x: axis.all_gather(x, axis=1, tiled=True),
         functools.partial(lax.all_gather, axis=1, tiled=True),
@@ -38,18 +51,25 @@ def on(body, rows=4):
     """`body` of a block [rows, 8] on each of 2 x 2 devices, which differ; every device's results come back."""
     world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
     local = lambda x: jax.tree.map(lambda leaf: varying(leaf, ("a", "b"))[None], body(x[0]))
-    return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(("a", "b")),), out_specs=P(("a", "b"))))(X[:, :rows])
+    return jax.jit(
+        mesh.spmd(local, mesh=world, in_specs=(P(("a", "b")),), out_specs=P(("a", "b")))
+    )(X[:, :rows])
 
 
 def both(axis, names):
     """What `axis` does, and what `lax` does along `names`, which have the same types."""
 
     def body(x):
-        found = {name: (ours(axis, x), twin(x, names)) for name, (ours, twin) in COLLECTIVES.items()}
+        found = {
+            name: (ours(axis, x), twin(x, names)) for name, (ours, twin) in COLLECTIVES.items()
+        }
         for name, (ours, twin) in found.items():
             assert jax.typeof(ours) == jax.typeof(twin), name
         place = jnp.asarray(axis.index(), jnp.int32), jnp.asarray(lax.axis_index(names), jnp.int32)
-        return found | {"index": place, "size": (jnp.asarray(axis.size()), jnp.asarray(lax.axis_size(names)))}
+        return found | {
+            "index": place,
+            "size": (jnp.asarray(axis.size()), jnp.asarray(lax.axis_size(names))),
+        }
 
     for name, (ours, twin) in on(body, rows=4 if len(names) > 1 else 2).items():
         np.testing.assert_array_equal(ours, twin, err_msg=name)
@@ -65,19 +85,27 @@ def test_a_name_is_moved_by_lax():
     assert Axis.of("b") == xla("b")
     assert Axis.of(("a", "b")) == xla(("a", "b"))
     assert Axis.of(ring("b")) == ring("b") != xla("b")
-    assert [repr(Axis.of(axis)) for axis in ("b", ring("b"), halving(("a", "b")))] == ["'b'", "ring('b')", "halving(('a', 'b'))"]
+    assert [repr(Axis.of(axis)) for axis in ("b", ring("b"), halving(("a", "b")))] == [
+        "'b'",
+        "ring('b')",
+        "halving(('a', 'b'))",
+    ]
     assert {ring("b"): 1}[ring("b")] == 1
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("axis", [("b", ring("a")), (halving("b"), ring("a")), (ring("b"), "a")], ids=str)
+@pytest.mark.parametrize(
+    "axis", [("b", ring("a")), (halving("b"), ring("a")), (ring("b"), "a")], ids=str
+)
 def test_one_after_the_other_is_the_group(axis):
     both(Axis.of(axis), ("b", "a"))
 
 
 def test_a_part_of_several_is_moved_by_its_own_mover():
     several = Axis.of((halving("a"), ring("b"))).mover
-    np.testing.assert_array_equal(on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b")))
+    np.testing.assert_array_equal(
+        on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b"))
+    )
     with pytest.raises(ValueError, match=re.escape("'c' is not one of the axes that")):
         on(lambda x: several.all_reduce(x, "c"))
 
@@ -110,9 +138,13 @@ def test_buckets_keep_the_other_collectives():
 
 
 REFUSED = {
-    "doubling has no reduce_scatter. Take halving, or a plain axis name": lambda x: doubling("a").reduce_scatter(x),
+    "doubling has no reduce_scatter. Take halving, or a plain axis name": lambda x: doubling(
+        "a"
+    ).reduce_scatter(x),
     "doubling has no all_gather. Take halving": lambda x: doubling("a").all_gather(x),
-    "ring then xla has no all_to_all. Take one mover for all axes": lambda x: Axis.of((ring("a"), "b")).all_to_all(x, 0, 0),
+    "ring then xla has no all_to_all. Take one mover for all axes": lambda x: Axis.of(
+        (ring("a"), "b")
+    ).all_to_all(x, 0, 0),
     "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),
 }
 

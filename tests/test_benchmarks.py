@@ -24,11 +24,23 @@ measure = load("measure")
 RUNS = {
     "collectives": (
         ["--quick", "--devices", "4", "--rounds=1", "--picture={folder}/race.png"],
-        ["4 devices of one process", "2 processes over gloo", "predicted ms", "to floor", "Who wins", "model off by", "Drawn in"],
+        [
+            "4 devices of one process",
+            "2 processes over gloo",
+            "predicted ms",
+            "to floor",
+            "Who wins",
+            "model off by",
+            "Drawn in",
+        ],
     ),
     "buckets": (
         ["--quick", "--processes=2", "--rounds=1"],
-        ["A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes", "psum, leaf by leaf", "ring, buckets"],
+        [
+            "A GPT-2 with 28 arrays of 117.5 kB in all, over 2 processes",
+            "psum, leaf by leaf",
+            "ring, buckets",
+        ],
     ),
     "compiled": ([], ["local ms", "0.5 x links", "psum_kernel", "v5e:2x4"]),
     "experts": (
@@ -37,9 +49,19 @@ RUNS = {
     ),
     "simulate": (
         ["--sides", "2", "316", "--picture={folder}/simulate.png"],
-        ["ring: each device", "torus: a square", "cluster: machines of 8", "99,856", "hierarchical, halving, ms", "Drawn in"],
+        [
+            "ring: each device",
+            "torus: a square",
+            "cluster: machines of 8",
+            "99,856",
+            "hierarchical, halving, ms",
+            "Drawn in",
+        ],
     ),
-    "traces": (["--picks=1,6"], ["2 of 2", "operations", "traced kB", "in the median", "of 2, equal: operations 2, sent 2"]),
+    "traces": (
+        ["--picks=1,6"],
+        ["2 of 2", "operations", "traced kB", "in the median", "of 2, equal: operations 2, sent 2"],
+    ),
     "train_step": (
         ["--quick", "--data=2", "--layers=1", "--rounds=2"],
         ["a plain", "b ours", "c GSPMD", "d ours, psum", "e ours, ring", "of matrix rate", "(e/c)"],
@@ -50,11 +72,26 @@ RUNS = {
     ),
     "pipeline": (
         ["--quick", "--stages=2", "--layers=4", "--microbatches=4", "--rounds=2"],
-        ["1F1B", "1F1B lockstep, remat", "interleaved", "GPipe", "naive twin", "one device", "M = 4"],
+        [
+            "1F1B",
+            "1F1B lockstep, remat",
+            "interleaved",
+            "GPipe",
+            "naive twin",
+            "one device",
+            "M = 4",
+        ],
     ),
     "checkpoint": (
         ["--quick"],
-        ["A state of 8 MB in 10 arrays over 8 devices", "waits", "computes", "blocked", "Orbax alone", "restore"],
+        [
+            "A state of 8 MB in 10 arrays over 8 devices",
+            "waits",
+            "computes",
+            "blocked",
+            "Orbax alone",
+            "restore",
+        ],
     ),
     "fingerprint": (["--quick"], ["data 8", "ZeRO-1", "not compared", "1 of", "every 50"]),
     "scaling": (
@@ -63,7 +100,16 @@ RUNS = {
     ),
     "context": (
         ["--quick", "--rounds=1"],
-        ["4 devices of one process", "jax.nn", "zigzag", "contiguous", "ulysses", "gathered", "1.125", "predicted MB moved"],
+        [
+            "4 devices of one process",
+            "jax.nn",
+            "zigzag",
+            "contiguous",
+            "ulysses",
+            "gathered",
+            "1.125",
+            "predicted MB moved",
+        ],
     ),
     "islands": (
         ["--quick", "--rounds=1", "--every=2"],
@@ -76,18 +122,31 @@ RUNS = {
 }
 
 
-LONG = ("traces", "buckets", "collectives", "fingerprint", "islands", "scaling", "train_step", "pipeline")
+LONG = (
+    "traces",
+    "buckets",
+    "collectives",
+    "fingerprint",
+    "islands",
+    "scaling",
+    "train_step",
+    "pipeline",
+)
 
 
 @pytest.mark.programs
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS]
+)
 def test_prints_its_tables(name, tmp_path):
     flags, expected = RUNS[name]
     flags = [flag.format(folder=tmp_path) for flag in flags]
     command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *flags]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for words in expected:
         assert words in ran.stdout, ran.stdout
@@ -106,14 +165,24 @@ def test_counts_what_runs_in_loops(n, turns):
     size = 6 * n
 
     def f(x):
-        return lax.scan(lambda total, _: (total + ring.all_reduce(x + total, "x"), None), jnp.zeros(size), length=turns)[0]
+        return lax.scan(
+            lambda total, _: (total + ring.all_reduce(x + total, "x"), None),
+            jnp.zeros(size),
+            length=turns,
+        )[0]
 
     sent = measure.collectives(compiled(f, n, jnp.ones(n * size)))
-    assert sent == {"collective-permute": measure.Traffic(turns * 2 * (n - 1), turns * 2 * (n - 1) * size // n * 8)}
+    assert sent == {
+        "collective-permute": measure.Traffic(
+            turns * 2 * (n - 1), turns * 2 * (n - 1) * size // n * 8
+        )
+    }
 
 
 def test_reads_every_kind_of_array():
-    sent = measure.collectives(compiled(lambda x: lax.psum((x, x[:3].astype(jnp.int8)), "x"), 4, jnp.ones(40)))
+    sent = measure.collectives(
+        compiled(lambda x: lax.psum((x, x[:3].astype(jnp.int8)), "x"), 4, jnp.ones(40))
+    )
     assert sent["all-reduce"].bytes == 10 * 8 + 3
 
 
@@ -134,7 +203,10 @@ def test_copy_leaves_its_source_alone():
 
 @pytest.mark.programs
 def test_failed_processes_tell_and_end():
-    commands = [[sys.executable, "-c", text] for text in ("raise SystemExit('broken')", "import time; time.sleep(60)")]
+    commands = [
+        [sys.executable, "-c", text]
+        for text in ("raise SystemExit('broken')", "import time; time.sleep(60)")
+    ]
     with pytest.raises(RuntimeError, match="broken"):
         measure.run_together(commands, timeout=30)
     with pytest.raises(RuntimeError, match="ended, after 1 s"):

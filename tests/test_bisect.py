@@ -42,7 +42,14 @@ RIGHT = [
     {"data": 2, "tensor": 2, "zero": 1, "microbatches": 2},
     {"data": 4, "zero": 3},
     {"stage": 2, "microbatches": 4, "chunks": 2},
-    {"data": 2, "stage": 2, "tensor": 2, "microbatches": 2, "zero": 1, "schedule": "zero_bubble_lockstep"},
+    {
+        "data": 2,
+        "stage": 2,
+        "tensor": 2,
+        "microbatches": 2,
+        "zero": 1,
+        "schedule": "zero_bubble_lockstep",
+    },
 ]
 
 
@@ -64,7 +71,9 @@ def moved(x):
 
 
 def unsummed(x):
-    return linear(x, forward=lambda x: replicated(x, "tensor"), backward=lambda ct: varying(ct, "tensor"))
+    return linear(
+        x, forward=lambda x: replicated(x, "tensor"), backward=lambda ct: varying(ct, "tensor")
+    )
 
 
 def own_mean(x):
@@ -76,7 +85,9 @@ def twice(x):
 
 
 def no_sum_backward(x):
-    return linear(x, forward=lambda x: varying(x, "tensor"), backward=lambda ct: replicated(ct, "tensor"))
+    return linear(
+        x, forward=lambda x: varying(x, "tensor"), backward=lambda ct: replicated(ct, "tensor")
+    )
 
 
 def backward_twice(x):
@@ -113,12 +124,37 @@ def _against(optimizer):
 
 FAULTS = {
     "leave without its sum": (Parts(leave=unsummed), "layers.0.summed", "not summed", "none"),
-    "a mean for leave's sum": (Parts(leave=own_mean), "layers.0.summed", "divided by 2", "all_mean"),
+    "a mean for leave's sum": (
+        Parts(leave=own_mean),
+        "layers.0.summed",
+        "divided by 2",
+        "all_mean",
+    ),
     "leave's sum twice": (Parts(leave=twice), "layers.0.summed", "summed 2 times", "all_reduce"),
-    "enter without its sum": (Parts(enter=no_sum_backward), f"the cotangent of layers.{L - 2}.out", "not summed", "none"),
-    "enter's sum twice": (Parts(enter=backward_twice), f"the cotangent of layers.{L - 2}.out", "", "over tensor"),
-    "rows of another device": (Parts(rows=moved), "in", "2 blocks of dim 0 in another order: [1, 0]", "ppermute over data"),
-    "another key": (Parts(key=lambda key: jax.random.fold_in(key, 7)), "layers.0.dropped", "another random key", "none"),
+    "enter without its sum": (
+        Parts(enter=no_sum_backward),
+        f"the cotangent of layers.{L - 2}.out",
+        "not summed",
+        "none",
+    ),
+    "enter's sum twice": (
+        Parts(enter=backward_twice),
+        f"the cotangent of layers.{L - 2}.out",
+        "",
+        "over tensor",
+    ),
+    "rows of another device": (
+        Parts(rows=moved),
+        "in",
+        "2 blocks of dim 0 in another order: [1, 0]",
+        "ppermute over data",
+    ),
+    "another key": (
+        Parts(key=lambda key: jax.random.fold_in(key, 7)),
+        "layers.0.dropped",
+        "another random key",
+        "none",
+    ),
     "a row lost": (Parts(rows=last_row_dropped), "in", "", "none"),
     "a sum for the data axis' mean": (
         Parts(averaged=lambda grad, axis: grads.summed(grad, axis, loss=True)),
@@ -127,14 +163,27 @@ FAULTS = {
         "all_reduce",
     ),
     "microbatches summed": (
-        Parts(accumulated=lambda grad, microbatches: _times(grads.accumulated(grad, microbatches=microbatches), microbatches)),
+        Parts(
+            accumulated=lambda grad, microbatches: _times(
+                grads.accumulated(grad, microbatches=microbatches), microbatches
+            )
+        ),
         "gradients.blocks.down",
         "summed 2 times",
         "all_reduce",
     ),
-    "gradients of one device": (Parts(averaged=_alone), "gradients.blocks.down", "have different copies", "none"),
+    "gradients of one device": (
+        Parts(averaged=_alone),
+        "gradients.blocks.down",
+        "have different copies",
+        "none",
+    ),
     "weights in float32": (
-        Parts(weights=lambda weights: jax.tree.map(lambda w: w.astype("float32").astype(w.dtype), weights)),
+        Parts(
+            weights=lambda weights: jax.tree.map(
+                lambda w: w.astype("float32").astype(w.dtype), weights
+            )
+        ),
         "layers.0.down",
         "rounded to float32",
         "none",
@@ -157,7 +206,9 @@ def test_a_fault_is_named(name):
     assert kind in found.looks
     said = str(found)
     assert found.between is not None
-    assert collective in "; ".join(found.between.collectives) or (collective == "none" and not found.between.collectives), said
+    assert collective in "; ".join(found.between.collectives) or (
+        collective == "none" and not found.between.collectives
+    ), said
     assert said.startswith(f"{where} differs first")
 
 
@@ -171,10 +222,14 @@ def purpose_run(devices, of=WHOLE, weights=WHOLE, joined=lambda x: x, grad=grads
     def loss(net, batch):
         hidden = bisect.tap(jnp.tanh(batch[0] @ net["up"]), "hidden", P("batch", *of))
         out = bisect.tap(joined(hidden @ net["down"]), "out", P("batch"))
-        return bisect.tap(jnp.mean((out - batch[1]) ** 2), "loss", P(unreduced=frozenset({"batch"})))
+        return bisect.tap(
+            jnp.mean((out - batch[1]) ** 2), "loss", P(unreduced=frozenset({"batch"}))
+        )
 
     def make():
-        normal = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+        normal = lambda seed, *shape: jnp.asarray(
+            np.random.default_rng(seed).standard_normal(shape)
+        )
         found = grad(jax.value_and_grad(loss), ring("data"))
 
         def tapped(net, batch):
@@ -182,8 +237,13 @@ def purpose_run(devices, of=WHOLE, weights=WHOLE, joined=lambda x: x, grad=grads
             return value, bisect.tap_tree(gradients, "gradients", specs, way=bisect.AFTER)
 
         devices_ = mesh.make(devices=jax.devices()[:devices], data=devices)
-        mapped = mesh.spmd(tapped, mesh=devices_, in_specs=(specs, P("data")), out_specs=(P(), specs))
-        return mapped, ({"up": normal(0, 4, 8), "down": normal(1, 8, 1)}, (normal(2, 8, 4), normal(3, 8, 1)))
+        mapped = mesh.spmd(
+            tapped, mesh=devices_, in_specs=(specs, P("data")), out_specs=(P(), specs)
+        )
+        return mapped, (
+            {"up": normal(0, 4, 8), "down": normal(1, 8, 1)},
+            (normal(2, 8, 4), normal(3, 8, 1)),
+        )
 
     return make
 
@@ -199,7 +259,11 @@ ON_PURPOSE = {  # weights split over the data axis are refused, and the fourth m
         "hidden",
         "not computed, at 75% of the places",
     ),
-    "a sum where a mean belongs": ({"grad": _meant}, "gradients.down", "summed 4 times: the size of data"),
+    "a sum where a mean belongs": (
+        {"grad": _meant},
+        "gradients.down",
+        "summed 4 times: the size of data",
+    ),
 }
 
 
@@ -237,7 +301,9 @@ def test_the_microbatch_and_the_number_are_named():
 
 def test_other_arguments_are_named_before_all_else():
     _, (state, (rows, targets, keys)) = tapped_net.run(data=2)()
-    found = first(one_device(), lambda: (tapped_net.run(data=2)()[0], (state, (rows, 2 * targets, keys))))
+    found = first(
+        one_device(), lambda: (tapped_net.run(data=2)()[0], (state, (rows, 2 * targets, keys)))
+    )
     assert str(found.key) == "argument.1.1"
     assert "given other values; summed 2 times" in found.looks
     assert found.between is None
@@ -249,8 +315,12 @@ def own_step():
 
 
 def gpt2_step():
-    config = gpt2.Config(layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=16)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+    config = gpt2.Config(
+        layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=16
+    )
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # optax mixes float32 schedules with float64 weights
         return decoder_run(gpt2.FAMILY, config, Layout(data=2))()
 
 
@@ -284,7 +354,10 @@ def test_a_record_is_saved_and_read(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("more", "few"), [("float64", "float32"), ("float32", "bfloat16")])
 def test_few_bits_have_bounds_of_their_own(more, few):
-    exact, short = bisect.record(tapped_net.run(dtype=more)), bisect.record(tapped_net.run(dtype=few))
+    exact, short = (
+        bisect.record(tapped_net.run(dtype=more)),
+        bisect.record(tapped_net.run(dtype=few)),
+    )
     assert bisect.compare(exact, short).first is not None
     bounds = bisect.rounding(exact, short)
     split = {"data": 2, "tensor": 2, "microbatches": 2, "dtype": few}
@@ -297,7 +370,9 @@ def test_few_bits_have_bounds_of_their_own(more, few):
 @pytest.mark.long
 def test_two_checkpoints_are_compared(tmp_path):
     make, (state, batch) = tapped_net.run(data=2, zero=1)()
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
     new, _ = jax.jit(make)(state, batch)
     with Checkpoints(tmp_path, settings={}, say=lambda line: None) as store:
         store.save(1, new)
@@ -361,10 +436,17 @@ def test_a_tap_calls_nothing_of_jax_while_the_program_runs():
         return bisect.tap(x, "x", P(bisect.BATCH)) * 2
 
     with taps.recording() as recorder:
-        program = jax.jit(mesh.spmd(f, mesh=devices, in_specs=P("data"), out_specs=P("data"))).trace(x).lower().compile()
+        program = (
+            jax.jit(mesh.spmd(f, mesh=devices, in_specs=P("data"), out_specs=P("data")))
+            .trace(x)
+            .lower()
+            .compile()
+        )
         x = jax.device_put(x, program.input_shardings[0][0])
         try:
-            jax.config.update("jax_transfer_guard", "disallow_explicit")  # not the context, which other threads do not see
+            jax.config.update(
+                "jax_transfer_guard", "disallow_explicit"
+            )  # not the context, which other threads do not see
             jax.block_until_ready(program(x))
             jax.effects_barrier()
         finally:
@@ -393,11 +475,16 @@ def test_another_file_is_no_record(tmp_path, kind):
             np.savez(path, head=np.array(json.dumps(head)), **{"0": np.ones(3)})
         case "objects":
             np.savez(path, head=np.array([head], object))
-    with pytest.raises(ValueError, match=r"other\.npz: needed a record that bisect's Record\.save wrote; got another file"):
+    with pytest.raises(
+        ValueError,
+        match=r"other\.npz: needed a record that bisect's Record\.save wrote; got another file",
+    ):
         bisect.load(path)
 
 
 def test_a_record_of_another_model_is_compared(tmp_path):
     bisect.of_tree({"x": jnp.ones(3), "y": jnp.ones((2, 2))}).save(tmp_path / "run.npz")
-    found = first(bisect.load(tmp_path / "run.npz"), bisect.of_tree({"x": jnp.ones(5), "y": jnp.ones((2, 2))}))
+    found = first(
+        bisect.load(tmp_path / "run.npz"), bisect.of_tree({"x": jnp.ones(5), "y": jnp.ones((2, 2))})
+    )
     assert "result.x" in str(found)

@@ -30,16 +30,35 @@ DECODER = {
     "schedule": ("one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep"),
     "split_sends": (False, True),
 }
-WIDER = DECODER | {"context": (1, 2), "replica": (1, 2), "remat": ("none", "block"), "split_sends": (False,)}
+WIDER = DECODER | {
+    "context": (1, 2),
+    "replica": (1, 2),
+    "remat": ("none", "block"),
+    "split_sends": (False,),
+}
 CHOICES = {
-    "own": DECODER | {"zero": (0, 1, 3), "chunks": (1, 2), "sequence": (False,), "remat": ("none",), "split_sends": (False,)},
+    "own": DECODER
+    | {
+        "zero": (0, 1, 3),
+        "chunks": (1, 2),
+        "sequence": (False,),
+        "remat": ("none",),
+        "split_sends": (False,),
+    },
     "gpt2": DECODER,
     "gpt2 of 8 tokens": WIDER | {"replica": (2,)},
     "llama": WIDER,
     "experts": WIDER | {"expert": (2,), "replica": (1,)},
 }
 COUNTS = {"own": 40, "gpt2": 25, "gpt2 of 8 tokens": 10, "llama": 15, "experts": 10}  # a hundred
-OWN = {"layers": tapped_net.L, "heads": 4, "hidden": tapped_net.F, "rows": 8, "batch": tapped_net.ROWS, "tokens": 8}
+OWN = {
+    "layers": tapped_net.L,
+    "heads": 4,
+    "hidden": tapped_net.F,
+    "rows": 8,
+    "batch": tapped_net.ROWS,
+    "tokens": 8,
+}
 
 
 def fits(kind, fields):
@@ -49,7 +68,9 @@ def fits(kind, fields):
         layout.check(**(OWN if config is None else config.sizes | {"batch": bisected_run.BATCH}))
     except ValueError:
         return False
-    return layout.devices in (2, 4, 8) and not (layout.chunks > 1 and layout.schedule != "one_f_one_b_lockstep")
+    return layout.devices in (2, 4, 8) and not (
+        layout.chunks > 1 and layout.schedule != "one_f_one_b_lockstep"
+    )
 
 
 @functools.cache
@@ -57,7 +78,10 @@ def drawn():
     """A hundred of all layouts that fit, with the kind of model."""
     found = []
     for kind, choices in CHOICES.items():
-        every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+        every = [
+            dict(zip(choices, values, strict=True))
+            for values in itertools.product(*choices.values())
+        ]
         random.Random(0).shuffle(every)
         right = (fields for fields in every if fits(kind, fields))
         found += [Run(kind, Layout(**fields)) for fields in itertools.islice(right, COUNTS[kind])]
@@ -113,14 +137,22 @@ def records(folder):
 @pytest.mark.parametrize("number", range(len(bisected.PLACED)))
 def test_a_fault_in_the_package_is_found_where_it_is(number, tmp_path_factory):
     name, by = bisected.PLACED[number]
-    mutant, path = next((mutant, path) for mutant, path in bisected.chosen(name, 0, 0) if (mutant.name, mutant.by) == (name, by))
-    said = bisected.put_to(mutant, bisected.run_of(mutant, path), records(tmp_path_factory.getbasetemp()))
+    mutant, path = next(
+        (mutant, path)
+        for mutant, path in bisected.chosen(name, 0, 0)
+        if (mutant.name, mutant.by) == (name, by)
+    )
+    said = bisected.put_to(
+        mutant, bisected.run_of(mutant, path), records(tmp_path_factory.getbasetemp())
+    )
     assert bisected.word_of(said, mutant, path) == "placed", said
 
 
 def test_where_a_fault_counts_as_found():
     """In the function that holds it, or in one inside that; of a table, in what runs it; before the step, in an argument."""
-    said = bisected.Said("", "found", "gradients.up", functions=("parallax/grads.py:averaged.<locals>.wrapped",))
+    said = bisected.Said(
+        "", "found", "gradients.up", functions=("parallax/grads.py:averaged.<locals>.wrapped",)
+    )
     has = lambda name, path, said=said: said.has(Mutant(name, "", "", ""), Path(path))
     assert has("averaged", "parallax/grads.py")
     assert not has("average", "parallax/grads.py")
@@ -138,9 +170,16 @@ def test_where_a_fault_counts_as_found():
 def test_the_command_line(tmp_path):
     words = ["-m", "parallax", "bisect", "--layers", "1", "--context", "8", "--batch", "4"]
     stored = str(tmp_path / "run.npz")
-    for more in (["--layout", "data=2", "--save", stored], ["--layout", "context=2", "--record", stored]):
+    for more in (
+        ["--layout", "data=2", "--save", stored],
+        ["--layout", "context=2", "--record", stored],
+    ):
         command = [sys.executable, *words, *more]
-        environment = os.environ | flags.quick() | {"PYTHONPATH": str(bisected.ROOT), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        environment = (
+            os.environ | flags.quick() | {"PYTHONPATH": str(bisected.ROOT), "JAX_PLATFORMS": "cpu"}
+        )
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("All ")

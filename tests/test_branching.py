@@ -17,7 +17,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import EXACT, FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, one_device, products
+from reference import (
+    EXACT,
+    FLOAT64,
+    assert_close,
+    assert_same_run,
+    gpt2_on,
+    gpt2_on_one_device,
+    one_device,
+    products,
+)
 
 from parallax import mesh, pipeline, step, tensor
 from parallax.collectives import Axis, ring, xla
@@ -41,7 +50,16 @@ from parallax.schedule import (
 
 ROOT = Path(__file__).parents[1]
 MAKERS = [one_f_one_b, zero_bubble]
-LLAMA = llama.Config(layers=4, heads=4, groups=2, width=16, hidden=24, context=8, vocabulary=30, vocabulary_multiple=8)
+LLAMA = llama.Config(
+    layers=4,
+    heads=4,
+    groups=2,
+    width=16,
+    hidden=24,
+    context=8,
+    vocabulary=30,
+    vocabulary_multiple=8,
+)
 no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
 
 
@@ -54,12 +72,21 @@ def in_turns(stages, microbatches, chunks=1):
 def tables(draw, stages, microbatches, chunks, loops=False):
     """How to make any schedule: chunks wherever the first is on stage 0, and each stage's jobs in any order that can run."""
     places = [0, *draw(st.permutations(range(1, stages * chunks)))]
-    places = np.array(places).reshape(stages, chunks).T if draw(st.booleans()) else np.array(places).reshape(chunks, stages)
+    places = (
+        np.array(places).reshape(stages, chunks).T
+        if draw(st.booleans())
+        else np.array(places).reshape(chunks, stages)
+    )
     if loops or draw(st.booleans()):
         places = np.arange(chunks * stages).reshape(chunks, stages)
     last, homes = places.size - 1, {int(place): s for (_, s), place in np.ndenumerate(places)}
     orders, done = [[] for _ in range(stages)], {}
-    waiting = [Job(lane, m, k) for lane in ("forward", "backward", "weight") for m in range(microbatches) for k in homes]
+    waiting = [
+        Job(lane, m, k)
+        for lane in ("forward", "backward", "weight")
+        for m in range(microbatches)
+        for k in homes
+    ]
     before = {
         "forward": lambda m, k: [Job("forward", m, k - 1)] if k else [],
         "backward": lambda m, k: [Job("backward", m, k + 1) if k < last else Job("forward", m, k)],
@@ -67,7 +94,13 @@ def tables(draw, stages, microbatches, chunks, loops=False):
     }
     random = draw(st.randoms(use_true_random=False))
     while waiting:
-        job = random.choice([job for job in waiting if all(each in done for each in before[job.lane](job.microbatch, job.place))])
+        job = random.choice(
+            [
+                job
+                for job in waiting
+                if all(each in done for each in before[job.lane](job.microbatch, job.place))
+            ]
+        )
         waiting.remove(job)
         done[job] = True
         orders[homes[job.place]].append(job)
@@ -107,7 +140,11 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
             arrived[last][row.from_head[t, last]] = ("ct", row.finished[t], P_ * v)
         if row.leaving[t] >= 0:
             assert sent[0] == ("ct", row.leaving[t], 0)
-    assert sorted(m for m in row.finished if m >= 0) == sorted(m for m in row.leaving if m >= 0) == list(range(M))
+    assert (
+        sorted(m for m in row.finished if m >= 0)
+        == sorted(m for m in row.leaving if m >= 0)
+        == list(range(M))
+    )
 
 
 @pytest.mark.parametrize(("P_", "M"), [(1, 1), (2, 5), (4, 8), (8, 24), (8, 3)])
@@ -155,7 +192,9 @@ def test_garbage_never_leaks():
 def cases(draw, biggest=8):
     case = draw(trees.cases(biggest))
     v, stages = case.table.shape
-    return case._replace(make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)), mover=xla)
+    return case._replace(
+        make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)), mover=xla
+    )
 
 
 @pytest.mark.sweep
@@ -186,18 +225,28 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
     """A small model whose chunks are at the places of a table, and the same on one device, in the order of the model."""
     embed, stage, head = lockstep.functions(lockstep.perceptrons)
     stages, v = table.stages, table.chunks
-    params, batch = lockstep.model(lockstep.perceptrons, v, 2 * v * stages, seed), lockstep.batch_of(2 * table.microbatches, seed)
+    params, batch = (
+        lockstep.model(lockstep.perceptrons, v, 2 * v * stages, seed),
+        lockstep.batch_of(2 * table.microbatches, seed),
+    )
     specs = lockstep.Model(P(), P(None, "stage"), P())
     out = P() if arrow is pipeline.value else (P(), specs)
     run = mesh.spmd(
-        arrow(embed, stage, head, table, "stage"), mesh=lockstep.on(1, stages, 1), in_specs=(specs, P()), out_specs=out
+        arrow(embed, stage, head, table, "stage"),
+        mesh=lockstep.on(1, stages, 1),
+        in_specs=(specs, P()),
+        out_specs=out,
     )
-    own = eqx.tree_at(lambda p: p.blocks, params, pipeline.to_placement(params.blocks, table.placed))
+    own = eqx.tree_at(
+        lambda p: p.blocks, params, pipeline.to_placement(params.blocks, table.placed)
+    )
     found = eqx.filter_jit(run)(own, batch)
     plain = one_device(embed, stage, head, v * stages)
     if arrow is pipeline.value:
         return found, plain(params, batch)
-    back = eqx.tree_at(lambda p: p.blocks, found[1], pipeline.from_placement(found[1].blocks, table.placed))
+    back = eqx.tree_at(
+        lambda p: p.blocks, found[1], pipeline.from_placement(found[1].blocks, table.placed)
+    )
     return (found[0], back), eqx.filter_value_and_grad(plain)(params, batch)
 
 
@@ -233,9 +282,18 @@ def jobs_of(table, stage):
 def test_auxiliary_values_are_in_order():
     """Each chunk returns its place, in a pipeline in the shape of a V."""
     table = greedy(v_placement(2), 3, [4, 4])
-    stage = lambda params, x, part, position: pipeline.Output(x + params["blocks"][0, 0], aux=position.astype(FLOAT64))
+    stage = lambda params, x, part, position: pipeline.Output(
+        x + params["blocks"][0, 0], aux=position.astype(FLOAT64)
+    )
     head = lambda params, x, part: jnp.mean(x)
-    arrow = pipeline.value(lambda params, part: part, stage, head, table, "stage", blocks=lambda params: params["blocks"])
+    arrow = pipeline.value(
+        lambda params, part: part,
+        stage,
+        head,
+        table,
+        "stage",
+        blocks=lambda params: params["blocks"],
+    )
     specs, world = {"blocks": P(None, "stage")}, lockstep.on(1, 2, 1)
     run = jax.jit(mesh.spmd(arrow, mesh=world, in_specs=(specs, P()), out_specs=(P(), P())))
     loss, aux = run({"blocks": jnp.ones((2, 2, 1), FLOAT64)}, jnp.zeros((6, 3), FLOAT64))
@@ -247,7 +305,11 @@ def test_auxiliary_values_are_in_order():
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_chunks_may_be_anywhere(data, seed):
-    table = data.draw(tables(data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))))()
+    table = data.draw(
+        tables(
+            data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+        )
+    )()
     found, expected = anywhere(table, seed=seed)
     assert_close(found, expected, EXACT)
 
@@ -271,13 +333,22 @@ def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, da
 
     def state_of(blocks):
         model = {"blocks": blocks, "end": np.ones(3)}
-        return step.State(model, optax.adamw(1e-3).init(eqx.filter(model, mesh.is_array)), jnp.zeros((), jnp.int32))
+        return step.State(
+            model,
+            optax.adamw(1e-3).init(eqx.filter(model, mesh.is_array)),
+            jnp.zeros((), jnp.int32),
+        )
 
     def on_stages(w, placement):
         """Layer after layer, each where the placement has it."""
         longest = max(counts)
         starts = np.cumsum([0, *counts])
-        rows = [w[starts[place] + min(k, counts[place] - 1)] for chunk in placement for place in chunk for k in range(longest)]
+        rows = [
+            w[starts[place] + min(k, counts[place] - 1)]
+            for chunk in placement
+            for place in chunk
+            for k in range(longest)
+        ]
         return np.stack(rows).reshape(len(placement), -1, *w.shape[1:])
 
     held = state_of(layers | {"w": on_stages(layers["w"], placement)})
@@ -286,21 +357,27 @@ def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, da
     np.testing.assert_array_equal(disk.model["blocks"]["w"], layers["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == layers["w"].shape
     back = form["from_disk"](disk)
-    jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(state, mesh.is_array) for state in (back, held)))
+    jax.tree.map(
+        np.testing.assert_array_equal, *(eqx.filter(state, mesh.is_array) for state in (back, held))
+    )
     if not uneven:
         elsewhere = looped_placement(placement.shape[1], placement.shape[0])
         moved = pipeline.stored(lambda model: model["blocks"], elsewhere)["from_disk"](disk)
         np.testing.assert_array_equal(moved.model["blocks"]["w"], on_stages(layers["w"], elsewhere))
 
 
-@pytest.mark.parametrize("placement", [np.array([[0, 2]]), np.array([[0], [0]]), np.zeros((0, 2), int)], ids=str)
+@pytest.mark.parametrize(
+    "placement", [np.array([[0, 2]]), np.array([[0], [0]]), np.zeros((0, 2), int)], ids=str
+)
 def test_what_is_no_placement_is_refused(placement):
     for name, refused in (
         ("stored", lambda: pipeline.stored(lambda model: model, placement)),
         ("to_placement", lambda: pipeline.to_placement(jnp.ones((1, 2)), placement)),
         ("local_chunks", lambda: pipeline.local_chunks(jnp.ones(2), (), placement)),
     ):
-        with pytest.raises(ValueError, match=rf"pipeline\.{name}: a placement is \[chunks, stages\]"):
+        with pytest.raises(
+            ValueError, match=rf"pipeline\.{name}: a placement is \[chunks, stages\]"
+        ):
             refused()
 
 
@@ -314,10 +391,14 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
 
     def stage(params, x, part, position):
         y = jnp.tanh(x @ params["blocks"]["w"][0]) + 0.1 * position.astype(FLOAT64)
-        return pipeline.Output(y, loss=jnp.mean(y), aux=(position.astype(FLOAT64), jnp.sum(params["blocks"]["w"])))
+        return pipeline.Output(
+            y, loss=jnp.mean(y), aux=(position.astype(FLOAT64), jnp.sum(params["blocks"]["w"]))
+        )
 
     functions = lambda params, part: part, stage, lambda params, x, part: jnp.mean(x * x)
-    grad = pipeline.value_and_grad(*functions, table, "stage", blocks=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(
+        *functions, table, "stage", blocks=lambda params: params["blocks"]
+    )
 
     def both(params, batch):
         (loss, aux), gradients = grad(params, batch)
@@ -334,24 +415,33 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
         out_specs=(P(), of_stages, specs, (P("stage"), P("stage"))),
     )
     loss, aux, gradients, own = jax.jit(run)(params, batch)
-    plain = pipeline.unpipelined(*functions, blocks=lambda params: params["blocks"], placement=table.placed)
+    plain = pipeline.unpipelined(
+        *functions, blocks=lambda params: params["blocks"], placement=table.placed
+    )
     (expected, told), of_plain = jax.value_and_grad(plain, has_aux=True)(params, batch)
     assert_close((loss, aux, gradients), (expected, told.stages, of_plain), EXACT)
-    np.testing.assert_array_equal(np.reshape(own[0], (stages, v)), table.placed.T)  # each chunk told its place
+    np.testing.assert_array_equal(
+        np.reshape(own[0], (stages, v)), table.placed.T
+    )  # each chunk told its place
     sums = jnp.sum(params["blocks"]["w"], axis=(2, 3))
     np.testing.assert_allclose(np.reshape(own[1], (stages, v)).T, sums, rtol=EXACT)
 
 
 @pytest.mark.parametrize(("ticks", "stages"), [(1, 1), (5, 2)])
 def test_a_schedule_without_a_job_is_refused(ticks, stages):
-    with pytest.raises(ValueError, match=rf"no job in {ticks} ticks on {stages} stages\. Add a microbatch"):
+    with pytest.raises(
+        ValueError, match=rf"no job in {ticks} ticks on {stages} stages\. Add a microbatch"
+    ):
         Schedule(*np.full((3, ticks, stages), -1))
 
 
 def refused(stage, table, match, beside=(1, 2)):
     """A stage that some devices cannot run alone."""
     embed, _, head = lockstep.functions(lockstep.pairs)
-    specs, over = lockstep.Model(P(), P(None, "stage"), P()), lockstep.on(beside[0], table.stages, beside[1])
+    specs, over = (
+        lockstep.Model(P(), P(None, "stage"), P()),
+        lockstep.on(beside[0], table.stages, beside[1]),
+    )
     arrow = pipeline.value_and_grad(embed, stage, head, table, "stage")
     run = mesh.spmd(arrow, mesh=over, in_specs=(specs, P()), out_specs=P())
     with pytest.raises(ValueError, match=match):
@@ -361,14 +451,26 @@ def refused(stage, table, match, beside=(1, 2)):
 def test_what_all_devices_must_run_at_once_is_refused():
     """Rings inside a stage, by any wrapping, and sums over the stages; each with its line."""
     table = one_f_one_b(4, 4)
-    along = lambda move: lambda params, x, part, position: x + jax.checkpoint(lambda x: lax.scan(move, x, None, length=2)[0])(x)
+    along = lambda move: (
+        lambda params, x, part, position: (
+            x + jax.checkpoint(lambda x: lax.scan(move, x, None, length=2)[0])(x)
+        )
+    )
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
         "Let jax.lax move the data there (pass 'tensor' for the axis), or take a schedule in which the stages keep step"
     )
-    refused(ringed, table, rf"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\), which all .*{cure}")
+    refused(
+        ringed,
+        table,
+        rf"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\), which all .*{cure}",
+    )
     summed = along(lambda x, _: (lax.psum(x, "stage") / 4 + 0 * x, None))
-    refused(summed, table, r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\), with stages that run")
+    refused(
+        summed,
+        table,
+        r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\), with stages that run",
+    )
 
 
 @pytest.mark.long
@@ -377,9 +479,13 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
     """Each of them inside a stage over tensor, with its transpose."""
     moved = {
         "all_gather": lambda x: jnp.sum(lax.all_gather(x, "tensor"), axis=0),
-        "reduce_scatter": lambda x: jnp.tile(lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True), (1, 2)),
+        "reduce_scatter": lambda x: jnp.tile(
+            lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True), (1, 2)
+        ),
         "all_to_all": lambda x: lax.all_to_all(x, "tensor", 1, 1, tiled=True),
-        "pmax": lambda x: x * lax.pmax(lax.stop_gradient(jnp.mean(x, axis=1, keepdims=True)), "tensor"),
+        "pmax": lambda x: (
+            x * lax.pmax(lax.stop_gradient(jnp.mean(x, axis=1, keepdims=True)), "tensor")
+        ),
     }[move]
 
     def together(y):
@@ -395,9 +501,16 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
         blocks = own.reshape(2, y.shape[0], 2, -1)
         return {
             "all_gather": lambda: 2 * jnp.sum(own, axis=0),
-            "reduce_scatter": lambda: jnp.sum(jnp.tile(jnp.moveaxis(jnp.sum(blocks, axis=0), 1, 0), (1, 1, 2)), axis=0),
-            "all_to_all": lambda: jnp.sum(jnp.moveaxis(blocks, (0, 2), (2, 0)).reshape(2, *y.shape), axis=0),
-            "pmax": lambda: jnp.sum(own, axis=0) * lax.stop_gradient(jnp.max(jnp.mean(own, axis=2, keepdims=True), axis=0)),
+            "reduce_scatter": lambda: jnp.sum(
+                jnp.tile(jnp.moveaxis(jnp.sum(blocks, axis=0), 1, 0), (1, 1, 2)), axis=0
+            ),
+            "all_to_all": lambda: jnp.sum(
+                jnp.moveaxis(blocks, (0, 2), (2, 0)).reshape(2, *y.shape), axis=0
+            ),
+            "pmax": lambda: (
+                jnp.sum(own, axis=0)
+                * lax.stop_gradient(jnp.max(jnp.mean(own, axis=2, keepdims=True), axis=0))
+            ),
         }[move]()
 
     kind = lockstep.Kind(lockstep.pair_weights, layer)
@@ -417,7 +530,9 @@ def test_models_train_as_on_one_device(kind, schedule):
     """Five steps of AdamW; the vocabulary is shared out over stage and tensor."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4, schedule=schedule)
     config = lockstep.CONFIG if kind is gpt2 else LLAMA
-    run = gpt2_on(layout, lockstep.on(2, 2, 2), config, 0, 5, lockstep.BATCH, mover=inside, kind=kind)
+    run = gpt2_on(
+        layout, lockstep.on(2, 2, 2), config, 0, 5, lockstep.BATCH, mover=inside, kind=kind
+    )
     assert_same_run(run, gpt2_on_one_device(config, 0, 5, lockstep.BATCH, kind=kind))
 
 
@@ -429,8 +544,13 @@ def program(table, rows=32, layers=2, width=16):
 
 def lowered(table, rows=32, layers=2, width=16):
     """The same before it is compiled."""
-    grad = pipeline.value_and_grad(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
-    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    grad = pipeline.value_and_grad(
+        *scanned(), table, "stage", blocks=lambda params: params["blocks"]
+    )
+    world, specs = (
+        mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]),
+        {"blocks": P(None, "stage")},
+    )
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
@@ -452,7 +572,9 @@ def loops(compiled):
     ticks, jobs = [], {}
     for lines in module.computations.values():
         for line in lines:
-            (body,) = [name for name, times in line.called if "body=%" + name in line.attributes] or [None]
+            (body,) = [
+                name for name, times in line.called if "body=%" + name in line.attributes
+            ] or [None]
             if line.opcode == "while" and line.counted:
                 jobs[COUNTED.search(line.attributes)[1]] = line.counted, products(module, body)
             elif line.opcode == "while" and any(inside.counted for inside in module[body]):
@@ -467,7 +589,9 @@ def test_the_program_is_the_table(make):
     (ticks,), jobs = loops(program(table))
     assert ticks == table.ticks
     each = Fraction(table.microbatches, table.ticks)  # of each kind of job, on each stage
-    assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(("embed", "head", *LANES), each)
+    assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(
+        ("embed", "head", *LANES), each
+    )
     # Which job is whose in a tick stands in the program as a constant, and the dearest of them are the fold over the table.
     for lane in LANES:
         assert table.lanes[lane].astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
@@ -479,7 +603,10 @@ def test_the_program_is_the_table(make):
 
 def of_a_stage(table, rows=32, layers=2, width=16):
     """The operations of F, I and W as the stage's jaxpr has them."""
-    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    world, specs = (
+        mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]),
+        {"blocks": P(None, "stage")},
+    )
     count = pipeline.counted(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
@@ -497,12 +624,17 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
             ran[int(stage)].append((lane, int(place), int(microbatch)))
             return np.ones((), x.dtype)
 
-        return lambda x, *where: x * jax.pure_callback(tell, jax.ShapeDtypeStruct((), x.dtype), x, *where)
+        return lambda x, *where: (
+            x * jax.pure_callback(tell, jax.ShapeDtypeStruct((), x.dtype), x, *where)
+        )
 
     def telling(forward, backward):
         """The identity, which tells when it runs and when its transpose does."""
         f = jax.custom_vjp(lambda x, where: x)
-        f.defvjp(lambda x, where: (forward(x, *where), where), lambda where, ct: (backward(ct, *where), None))
+        f.defvjp(
+            lambda x, where: (forward(x, *where), where),
+            lambda where, ct: (backward(ct, *where), None),
+        )
         return f
 
     unseen = lambda x, *where: x
@@ -514,15 +646,30 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
         return telling(unseen, told("backward"))(jnp.tanh(x @ w), where)
 
     embed, head = lambda params, part: part["x"], lambda params, x, part: jnp.mean(x**2)
-    grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=lambda params: params["blocks"])
-    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    grad = pipeline.value_and_grad(
+        embed, stage, head, table, "stage", blocks=lambda params: params["blocks"]
+    )
+    world, specs = (
+        mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]),
+        {"blocks": P(None, "stage")},
+    )
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
-    batch = {"x": jnp.ones((table.microbatches, 3), FLOAT64), "number": jnp.arange(table.microbatches)}
-    jax.block_until_ready(run({"blocks": jnp.ones((table.chunks, table.stages, 3, 3), FLOAT64)}, batch))
+    batch = {
+        "x": jnp.ones((table.microbatches, 3), FLOAT64),
+        "number": jnp.arange(table.microbatches),
+    }
+    jax.block_until_ready(
+        run({"blocks": jnp.ones((table.chunks, table.stages, 3, 3), FLOAT64)}, batch)
+    )
     for s in range(table.stages):
         ticks = np.flatnonzero(table.kinds[:, s])
-        jobs = [(LANES[table.kinds[t, s] - 1], *divmod(int(table.jobs[t, s]), table.chunks)) for t in ticks]
-        assert ran[s] == [(lane, table.placed[chunk, s], microbatch) for lane, microbatch, chunk in jobs]
+        jobs = [
+            (LANES[table.kinds[t, s] - 1], *divmod(int(table.jobs[t, s]), table.chunks))
+            for t in ticks
+        ]
+        assert ran[s] == [
+            (lane, table.placed[chunk, s], microbatch) for lane, microbatch, chunk in jobs
+        ]
 
 
 def test_what_all_stages_run_runs_in_its_ticks_alone():
@@ -531,13 +678,24 @@ def test_what_all_stages_run_runs_in_its_ticks_alone():
     embed = lambda params, part: tensor.leave(part * params["scale"], "stage")
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(pipeline.from_last(x, "stage") ** 2)
-    grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=lambda params: params["blocks"])
-    world, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"blocks": P(None, "stage"), "scale": P()}
+    grad = pipeline.value_and_grad(
+        embed, stage, head, table, "stage", blocks=lambda params: params["blocks"]
+    )
+    world, specs = (
+        mesh.make(stage=2, devices=jax.devices()[:2]),
+        {"blocks": P(None, "stage"), "scale": P()},
+    )
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     params = {"blocks": jnp.ones((1, 2, 4, 4), FLOAT64), "scale": jnp.ones((), FLOAT64)}
-    sums = [op for op in hlo.parse(run.lower(params, jnp.ones((6, 4), FLOAT64)).compile()) if op.shape == (2, 4)]
+    sums = [
+        op
+        for op in hlo.parse(run.lower(params, jnp.ones((6, 4), FLOAT64)).compile())
+        if op.shape == (2, 4)
+    ]
     assert [op.kind for op in sums].count("all-reduce") == 3 * table.microbatches < table.ticks
-    assert [op.kind for op in sums].count("collective-permute") == table.ticks  # between two stages both ways are one
+    assert [op.kind for op in sums].count(
+        "collective-permute"
+    ) == table.ticks  # between two stages both ways are one
 
 
 def scanned():
@@ -554,16 +712,32 @@ def slot_bytes(table, rows=32, layers=2, width=16):
 
     def traced(params, batch):
         functions = Functions(*scanned(), lambda params: params["blocks"], lambda leaf: True)
-        jobs = Jobs(functions, table, Axis("stage"), params, batch, save=pipeline.residuals, send=pipeline.whole, in_halves=True)
+        jobs = Jobs(
+            functions,
+            table,
+            Axis("stage"),
+            params,
+            batch,
+            save=pipeline.residuals,
+            send=pipeline.whole,
+            in_halves=True,
+        )
         sizes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         kinds = jobs.saved, jobs.handed, jobs.x
         found[:] = [sizes(kind) for kind in kinds]
         return ()
 
-    world, specs = mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]), {"blocks": P(None, "stage")}
+    world, specs = (
+        mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]),
+        {"blocks": P(None, "stage")},
+    )
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
-    jax.eval_shape(mesh.spmd(traced, mesh=world, in_specs=(specs, P()), out_specs=()), {"blocks": blocks}, batch)
+    jax.eval_shape(
+        mesh.spmd(traced, mesh=world, in_specs=(specs, P()), out_specs=()),
+        {"blocks": blocks},
+        batch,
+    )
     kept, handed, x = found
     return table.slot_count * kept + table.deferred_count * handed + (table.arrival_count + 1) * x
 

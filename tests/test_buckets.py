@@ -37,10 +37,14 @@ NBYTES = (1, 30, 48, 2**20)
 
 
 def over(n, f, out_specs):
-    world = mesh.make(x=n, y=8 // n if n in (2, 4) else 1, devices=jax.devices()[: 8 if n in (2, 4) else n])
+    world = mesh.make(
+        x=n, y=8 // n if n in (2, 4) else 1, devices=jax.devices()[: 8 if n in (2, 4) else n]
+    )
     specs = {name: P(*axes) for name, (_, _, axes) in LEAVES.items()}
     return world, mesh.spmd(
-        lambda tree: f({name: leaf.reshape(leaf.shape[len(LEAVES[name][2]) :]) for name, leaf in tree.items()}),
+        lambda tree: f(
+            {name: leaf.reshape(leaf.shape[len(LEAVES[name][2]) :]) for name, leaf in tree.items()}
+        ),
         mesh=world,
         in_specs=(specs,),
         out_specs=out_specs,
@@ -61,10 +65,14 @@ def both(n, mover, nbytes):
     axes = bucketed(mover("x"), nbytes=nbytes), mover("x")
 
     def body(tree):
-        whole = {name: leaf for name, leaf in tree.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        whole = {
+            name: leaf for name, leaf in tree.items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        }
         real = {name: leaf for name, leaf in tree.items() if name not in whole}
         values = [axis.all_reduce(tree) for axis in axes]
-        gradients = [jax.grad(lambda real: energy(axis.all_reduce({**real, **whole})))(real) for axis in axes]  # noqa: B023
+        gradients = [
+            jax.grad(lambda real: energy(axis.all_reduce({**real, **whole})))(real) for axis in axes
+        ]  # noqa: B023
         for ours, plain in (values, gradients):
             for name, leaf in ours.items():
                 assert jax.typeof(leaf) == jax.typeof(plain[name])
@@ -92,7 +100,9 @@ def test_equals_leaf_by_leaf(n, mover, data):
         jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), ours, plain)
 
 
-SHAPES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "int8", "bfloat16"])), max_size=20)
+SHAPES = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from(["float32", "int8", "bfloat16"])), max_size=20
+)
 
 
 @given(leaves=SHAPES, nbytes=st.integers(1, 100))
@@ -116,12 +126,19 @@ def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbyte
 @every_mover
 def test_it_averages_gradients(mover):
     """As `grads.averaged` takes it; losses and gradients come in one tree."""
-    params, batch = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}, jnp.arange(16.0).reshape(8, 2)
-    grad = jax.value_and_grad(lambda params, batch: jnp.sum((batch @ params["w"] + params["b"][None]) ** 2))
+    params, batch = (
+        {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)},
+        jnp.arange(16.0).reshape(8, 2),
+    )
+    grad = jax.value_and_grad(
+        lambda params, batch: jnp.sum((batch @ params["w"] + params["b"][None]) ** 2)
+    )
 
     def run(axis):
         f = grads.averaged(grad, axis)
-        return jax.jit(mesh.spmd(f, mesh=mesh.make(x=8), in_specs=(P(), P("x")), out_specs=P()))(params, batch)
+        return jax.jit(mesh.spmd(f, mesh=mesh.make(x=8), in_specs=(P(), P("x")), out_specs=P()))(
+            params, batch
+        )
 
     jax.tree.map(np.testing.assert_array_equal, run(bucketed(mover("x"))), run(mover("x")))
 
@@ -130,7 +147,11 @@ def unstacked(config):
     """The shapes of GPT-2's leaves with every layer's weights apart."""
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     blocks = [leaf.shape[1:] for leaf in jax.tree.leaves(model.blocks)] * config.layers
-    return [leaf.shape for leaf in (model.wte, model.wpe)] + blocks + [leaf.shape for leaf in jax.tree.leaves(model.norm)]
+    return (
+        [leaf.shape for leaf in (model.wte, model.wpe)]
+        + blocks
+        + [leaf.shape for leaf in jax.tree.leaves(model.norm)]
+    )
 
 
 def compiled(shapes, axis, n=2):
@@ -141,7 +162,11 @@ def compiled(shapes, axis, n=2):
         in_specs=(P("x"),),
         out_specs=P(),
     )
-    return jax.jit(f).lower([jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes]).compile()
+    return (
+        jax.jit(f)
+        .lower([jax.ShapeDtypeStruct((n, *shape), jnp.float32) for shape in shapes])
+        .compile()
+    )
 
 
 @pytest.mark.long
@@ -149,7 +174,9 @@ def test_gpt2s_small_gradients_go_together():
     """Of the small GPT-2's 148 leaves the 98 of less than 1 MB in one message a hop, and not one byte more than their padding."""
     shapes = unstacked(gpt2.SMALL)
     assert len(shapes) == 148
-    plain, packed = (hlo.parse(compiled(shapes, f).as_text()) for f in (ring("x"), bucketed(ring("x"))))
+    plain, packed = (
+        hlo.parse(compiled(shapes, f).as_text()) for f in (ring("x"), bucketed(ring("x")))
+    )
     assert len(plain) == 2 * 148
     assert sum(4 * math.prod(shape) < buckets.NBYTES for shape in shapes) == 98
     assert len(packed) == 2 * (148 - 98 + 1)
@@ -160,17 +187,24 @@ def test_one_bucket_is_packed_at_a_time():
     """In memory, beside what leaf by leaf needs: one bucket, since each waits for the one before."""
     shapes, nbytes = [(1000 + i, 7) for i in range(12)], 2**17
     plain, packed = (
-        compiled(shapes, f, n=4).memory_analysis().temp_size_in_bytes for f in (ring("x"), bucketed(ring("x"), nbytes=nbytes))
+        compiled(shapes, f, n=4).memory_analysis().temp_size_in_bytes
+        for f in (ring("x"), bucketed(ring("x"), nbytes=nbytes))
     )
     assert packed <= plain + nbytes
 
 
 def test_a_leaf_alone_is_not_copied():
     """A large leaf's program has no more temporary memory than without buckets."""
-    plain, packed = (compiled([(2**16,)], f, n=4).memory_analysis().temp_size_in_bytes for f in (ring("x"), bucketed(ring("x"))))
+    plain, packed = (
+        compiled([(2**16,)], f, n=4).memory_analysis().temp_size_in_bytes
+        for f in (ring("x"), bucketed(ring("x")))
+    )
     assert packed == plain
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=re.escape("bucketed needs nbytes of 1 or more; got 0. The usual size is 1048576.")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("bucketed needs nbytes of 1 or more; got 0. The usual size is 1048576."),
+    ):
         bucketed("x", nbytes=0)

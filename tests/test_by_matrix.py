@@ -34,15 +34,27 @@ from parallax.collectives import ring
 
 # Shares of shards: ZeRO-1 over two devices of tensor shards over two
 
-BOTH = {"blocks": {"weight": P(None, "data", "tensor"), "bias": P("data", "tensor")}, "head": P("tensor", "data"), "scale": P()}
-OF_SHARDS = Way("tensor", zero.reduce_scattered(local, "data", BOTH), True, lambda each: zero.sharded(each, "data", BOTH))
+BOTH = {
+    "blocks": {"weight": P(None, "data", "tensor"), "bias": P("data", "tensor")},
+    "head": P("tensor", "data"),
+    "scale": P(),
+}
+OF_SHARDS = Way(
+    "tensor",
+    zero.reduce_scattered(local, "data", BOTH),
+    True,
+    lambda each: zero.sharded(each, "data", BOTH),
+)
 on_both = {"specs": BOTH, "live": SPECS["tensor"], "data": 2, "tensor": 2}
 
 
 def test_shares_of_shards_train_as_one_device():
     table = {"adamw": BARE["adamw"], "muon": WRAPPED["muon"]}
     plain = on_one_device(table)
-    table = {"adamw": OF_SHARDS.bare(table["adamw"]), "muon": optimizers.whole(table["muon"], ("data", "tensor"), BOTH)}
+    table = {
+        "adamw": OF_SHARDS.bare(table["adamw"]),
+        "muon": optimizers.whole(table["muon"], ("data", "tensor"), BOTH),
+    }
     for name, (params, _) in on_shards(OF_SHARDS, table, **on_both).items():
         assert_close(params, plain[name][0], EXACT)
 
@@ -50,7 +62,15 @@ def test_shares_of_shards_train_as_one_device():
 @pytest.mark.parametrize("told", [True, False])
 def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
     """A sum that appears above 200 elements: a leaf of 384 has shards of 192, and shares of 96."""
-    specs = BOTH if told else {"blocks": {"weight": P(None, "data"), "bias": P("data")}, "head": P(None, "data"), "scale": P()}
+    specs = (
+        BOTH
+        if told
+        else {
+            "blocks": {"weight": P(None, "data"), "bias": P("data")},
+            "head": P(None, "data"),
+            "scale": P(),
+        }
+    )
     from_200 = of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 200 else g)
     message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs)}, **on_both)
     assert "zero.sharded: each device updates its shards alone" in message
@@ -62,9 +82,21 @@ def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
 BY_MATRIX = {name: WRAPPED[name] for name in ("muon", "lamb", "lars", "adafactor")}
 LAYERS = {"blocks.**": 1}
 SPLIT = {
-    "layers": lambda axis: {"blocks": {"weight": P(axis), "bias": P(axis)}, "head": P(None, axis), "scale": P()},
-    "rows": lambda axis: {"blocks": {"weight": P(None, axis), "bias": P(None, axis)}, "head": P(axis), "scale": P()},
-    "columns": lambda axis: {"blocks": {"weight": P(None, None, axis), "bias": P()}, "head": P(None, axis), "scale": P()},
+    "layers": lambda axis: {
+        "blocks": {"weight": P(axis), "bias": P(axis)},
+        "head": P(None, axis),
+        "scale": P(),
+    },
+    "rows": lambda axis: {
+        "blocks": {"weight": P(None, axis), "bias": P(None, axis)},
+        "head": P(axis),
+        "scale": P(),
+    },
+    "columns": lambda axis: {
+        "blocks": {"weight": P(None, None, axis), "bias": P()},
+        "head": P(None, axis),
+        "scale": P(),
+    },
 }
 
 
@@ -82,7 +114,9 @@ def stacked(tree):
 def matrices_on_one_device():
     """Five steps of each, whose layers are leaves of two dims, as optimizers of matrices want them; and LAMB's moments."""
     runs = on_one_device(BY_MATRIX, layer_by_layer(PARAMS), layer_by_layer(BATCHES, lead=2))
-    return {name: stacked(params) for name, (params, _) in runs.items()}, stacked(runs["lamb"][1][0].mu)["blocks"]
+    return {name: stacked(params) for name, (params, _) in runs.items()}, stacked(
+        runs["lamb"][1][0].mu
+    )["blocks"]
 
 
 def assert_those_of_one_device(found):
@@ -101,23 +135,40 @@ def test_by_matrix_is_the_optimizer_on_a_list_of_layers(axis, split):
     """Of tensor shards, and of ZeRO-1's shares of gradients."""
     specs = SPLIT[split](axis)
     grad = local if axis == "tensor" else zero.reduce_scattered(local, "data", specs)
-    table = {name: optimizers.by_matrix(each, axis, specs, layers=LAYERS) for name, each in BY_MATRIX.items()}
+    table = {
+        name: optimizers.by_matrix(each, axis, specs, layers=LAYERS)
+        for name, each in BY_MATRIX.items()
+    }
     assert_those_of_one_device(on_shards(Way(axis, grad, axis == "tensor", as_it_is), table, specs))
 
 
 @pytest.mark.long
 def test_by_matrix_of_shares_of_shards():
-    table = {name: optimizers.by_matrix(each, ("data", "tensor"), BOTH, layers=LAYERS) for name, each in BY_MATRIX.items()}
+    table = {
+        name: optimizers.by_matrix(each, ("data", "tensor"), BOTH, layers=LAYERS)
+        for name, each in BY_MATRIX.items()
+    }
     assert_those_of_one_device(on_shards(OF_SHARDS, table, **on_both))
 
 
 def test_muon_takes_a_stack_of_matrices_for_something_else_and_becomes_adam():
-    reshaped = lambda tree, *shape: tree | {"blocks": tree["blocks"] | {"weight": tree["blocks"]["weight"].reshape(shape)}}
+    reshaped = lambda tree, *shape: (
+        tree | {"blocks": tree["blocks"] | {"weight": tree["blocks"]["weight"].reshape(shape)}}
+    )
     muon = {"": BY_MATRIX["muon"]}
     plain = on_one_device(muon)[""][0]
     vector = on_one_device(muon, reshaped(PARAMS, -1), reshaped(BATCHES, STEPS, BATCH, -1))[""][0]
-    assert_close(reshaped(jax.tree.map(np.asarray, vector), 4, 8, 12), jax.tree.map(np.asarray, plain), EXACT)
-    assert np.max(np.abs(plain["blocks"]["weight"] - matrices_on_one_device()[0]["muon"]["blocks"]["weight"])) > RATE / 10
+    assert_close(
+        reshaped(jax.tree.map(np.asarray, vector), 4, 8, 12), jax.tree.map(np.asarray, plain), EXACT
+    )
+    assert (
+        np.max(
+            np.abs(
+                plain["blocks"]["weight"] - matrices_on_one_device()[0]["muon"]["blocks"]["weight"]
+            )
+        )
+        > RATE / 10
+    )
 
 
 def assert_refused_by_matrix(message, optimizer, specs=None, *, layers=LAYERS):
@@ -157,8 +208,12 @@ def test_by_matrix_refuses_what_joins_leaves():
 
 
 def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
-    scales = optax.stateless(lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])})
-    assert_refused_by_matrix("this optimizer makes 'head' from 'scale'. Take optimizers.whole", scales, layers={})
+    scales = optax.stateless(
+        lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])}
+    )
+    assert_refused_by_matrix(
+        "this optimizer makes 'head' from 'scale'. Take optimizers.whole", scales, layers={}
+    )
 
 
 @pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
@@ -208,10 +263,15 @@ def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     assert sum(op.bytes for op in ops) == SENT[live, wrapper, split] * weight.nbytes
 
 
-@pytest.mark.parametrize(("shape", "spec", "lead"), [((4, 8, 3, 3), P(None, "tensor"), 0), ((4, 8, 4, 2), P(None, "tensor"), 1)])
+@pytest.mark.parametrize(
+    ("shape", "spec", "lead"),
+    [((4, 8, 3, 3), P(None, "tensor"), 0), ((4, 8, 4, 2), P(None, "tensor"), 1)],
+)
 def test_more_than_three_dims_need_a_number_of_layers(shape, spec, lead):
     """A convolution has no dim of layers, attention weights [L, D, H, K] have one: the shape does not tell."""
     params, specs = {"w": jnp.ones(shape)}, {"w": spec}
-    with pytest.raises(ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."):
+    with pytest.raises(
+        ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."
+    ):
         optimizers.by_matrix(WRAPPED["lars"], "tensor", specs).init(params)
     optimizers.by_matrix(WRAPPED["lars"], "tensor", specs, layers={"w": lead}).init(params)

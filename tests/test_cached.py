@@ -20,13 +20,31 @@ from parallax.models import gpt2, llama
 from parallax.models.sampling import sampled
 
 KEY, V = jax.random.key(0), 61
-LLAMA = llama.Config(layers=2, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=V, vocabulary_multiple=64)
+LLAMA = llama.Config(
+    layers=2,
+    heads=4,
+    groups=2,
+    width=8,
+    hidden=12,
+    context=16,
+    vocabulary=V,
+    vocabulary_multiple=64,
+)
 MODELS = {
-    "gpt2": (gpt2, gpt2.Config(layers=2, heads=4, width=8, context=16, vocabulary=V, vocabulary_multiple=64)),
+    "gpt2": (
+        gpt2,
+        gpt2.Config(layers=2, heads=4, width=8, context=16, vocabulary=V, vocabulary_multiple=64),
+    ),
     "llama": (llama, LLAMA),
     "qwen": (llama, dataclasses.replace(LLAMA, groups=1, bias=True, head_norms=True, tied=True)),
 }
-TEXTS = [(3, 8, 14), (8, 8, 4), (11, 8, 3), (5, 16, 12), (5, 16, 1)]  # of a prompt, a window and what follows
+TEXTS = [
+    (3, 8, 14),
+    (8, 8, 4),
+    (11, 8, 3),
+    (5, 16, 12),
+    (5, 16, 1),
+]  # of a prompt, a window and what follows
 
 
 @functools.cache
@@ -43,10 +61,26 @@ def both(name, window, tokens):
 
     def without(model, prompt, temperature, top_p, key):
         logits = functools.partial(kind.logits, model)
-        return sampled(logits, prompt, tokens=tokens, window=window, temperature=temperature, top_p=top_p, key=key)
+        return sampled(
+            logits,
+            prompt,
+            tokens=tokens,
+            window=window,
+            temperature=temperature,
+            top_p=top_p,
+            key=key,
+        )
 
     def kept(model, prompt, temperature, top_p, key):
-        return kind.sample(model, prompt, tokens=tokens, window=window, temperature=temperature, top_p=top_p, key=key)
+        return kind.sample(
+            model,
+            prompt,
+            tokens=tokens,
+            window=window,
+            temperature=temperature,
+            top_p=top_p,
+            key=key,
+        )
 
     return jax.jit(kept), jax.jit(without)
 
@@ -59,7 +93,9 @@ def test_kept_keys_and_values_change_no_token(name, text):
     kept, without = both(name, window, tokens)
 
     @settings(max_examples=8)
-    @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 1.0, 3.0]), st.sampled_from([0.5, 1.0]))
+    @given(
+        st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 1.0, 3.0]), st.sampled_from([0.5, 1.0])
+    )
     def holds(seed, temperature, top_p):
         prompt = np.random.default_rng(seed).integers(0, V, size)
         arguments = (model(name), prompt, temperature, top_p, jax.random.key(seed))
@@ -86,17 +122,28 @@ def test_a_split_model_writes_many_texts(name):
     """Sequences over data, heads over tensor: each device keeps the keys and values of its own alone."""
     kind, _ = MODELS[name]
     devices = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
-    whole, prompts = model(name), jnp.asarray(np.random.default_rng(1).integers(0, V, (4, 5)), jnp.int32)
+    whole, prompts = (
+        model(name),
+        jnp.asarray(np.random.default_rng(1).integers(0, V, (4, 5)), jnp.int32),
+    )
     split = mesh.place(whole, rules.specs(whole, kind.rules("tensor", size=2), devices), devices)
     keys = jax.random.split(KEY, 4)
-    each = lambda model, prompt, key: kind.sample(model, prompt, tokens=9, temperature=0.9, top_p=0.95, key=key)
+    each = lambda model, prompt, key: kind.sample(
+        model, prompt, tokens=9, temperature=0.9, top_p=0.95, key=key
+    )
     write = jax.jit(jax.vmap(each, in_axes=(None, 0, 0)))
     rows = NamedSharding(devices, P("data"))
     arguments = split, jax.device_put(prompts, rows), jax.device_put(keys, rows)
     text = write.lower(*arguments).compile().as_text()
-    kept = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f64\[([\d,]+)\]", text) if "13" in dims.split(",")}
+    kept = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"f64\[([\d,]+)\]", text)
+        if "13" in dims.split(",")
+    }
     heads = 4 if name == "gpt2" else 2
-    assert any(sorted(dims) == sorted((2, 2, 1, 13, heads // 2, 2)) for dims in kept), kept  # layers, sequences, 1, places, heads
+    assert any(sorted(dims) == sorted((2, 2, 1, 13, heads // 2, 2)) for dims in kept), (
+        kept
+    )  # layers, sequences, 1, places, heads
     assert not any(np.prod(dims) >= 2 * 4 * 13 * heads * 2 for dims in kept), kept
     found = write(*arguments)
     np.testing.assert_array_equal(found, write(whole, prompts, keys))
@@ -108,7 +155,11 @@ def test_a_token_costs_one_and_not_all_before_it():
     config = dataclasses.replace(LLAMA, context=256, width=32, hidden=64)
     made = llama.Llama(config, key=KEY)
     write = lambda tokens, window: jax.jit(
-        lambda model: llama.sample(model, jnp.arange(8), tokens=tokens, window=window, temperature=0, key=KEY)
+        lambda model: llama.sample(
+            model, jnp.arange(8), tokens=tokens, window=window, temperature=0, key=KEY
+        )
     )
-    flops = lambda *sizes: write(*sizes).lower(made).compile().cost_analysis()["flops"]  # of a loop's body, counted once
+    flops = lambda *sizes: (
+        write(*sizes).lower(made).compile().cost_analysis()["flops"]
+    )  # of a loop's body, counted once
     assert flops(200, 256) < flops(200, 128) / 8  # the second goes on behind its window

@@ -23,8 +23,12 @@ TEXT = jax.ShapeDtypeStruct((8 * 16,), jnp.float32)
 def compiled(body, sizes=SIZES):
     """`body` of 16 numbers on each device, over all axes; its result summed, so that nothing is left out."""
     world = mesh.make(**sizes)
-    total = lambda x: lax.psum(varying(sum(map(jnp.sum, jax.tree.leaves(body(x)))), tuple(sizes)), tuple(sizes))
-    return jax.jit(mesh.spmd(total, mesh=world, in_specs=(P(tuple(sizes)),), out_specs=P())).lower(TEXT).compile(), world
+    total = lambda x: lax.psum(
+        varying(sum(map(jnp.sum, jax.tree.leaves(body(x)))), tuple(sizes)), tuple(sizes)
+    )
+    return jax.jit(mesh.spmd(total, mesh=world, in_specs=(P(tuple(sizes)),), out_specs=P())).lower(
+        TEXT
+    ).compile(), world
 
 
 def entries(body, sizes=SIZES):
@@ -38,15 +42,35 @@ BODIES = {  # what each does, along which axes, and what is read
     "psum": (lambda x: lax.psum(x, "a"), [Entry("all-reduce", ("a",), 1, 64, 1)]),
     "psum over both": (
         lambda x: lax.psum(x, ("a", "b")),
-        [Entry("all-reduce", ("a", "b"), 2, 68, 2)],  # and the sum of the results, which waits for it
+        [
+            Entry("all-reduce", ("a", "b"), 2, 68, 2)
+        ],  # and the sum of the results, which waits for it
     ),
-    "all_gather, axes in another order": (lambda x: lax.all_gather(x, ("b", "a")), [Entry("all-gather", ("a", "b"), 1, 512, 1)]),
-    "psum_scatter": (lambda x: lax.psum_scatter(x, "b", tiled=True), [Entry("reduce-scatter", ("b",), 1, 16, 1)]),
-    "all_to_all": (lambda x: lax.all_to_all(x.reshape(4, 4), "b", 0, 0), [Entry("all-to-all", ("b",), 1, 64, 1)]),
-    "ring": (lambda x: ring.all_reduce(x, "b"), [Entry("collective-permute", ("b",), 6, 6 * 16, 6)]),
-    "ring through both": (lambda x: ring.all_reduce(x, ("b", "a")), [Entry("collective-permute", ("a", "b"), 14, 14 * 8, 14)]),
+    "all_gather, axes in another order": (
+        lambda x: lax.all_gather(x, ("b", "a")),
+        [Entry("all-gather", ("a", "b"), 1, 512, 1)],
+    ),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, "b", tiled=True),
+        [Entry("reduce-scatter", ("b",), 1, 16, 1)],
+    ),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x.reshape(4, 4), "b", 0, 0),
+        [Entry("all-to-all", ("b",), 1, 64, 1)],
+    ),
+    "ring": (
+        lambda x: ring.all_reduce(x, "b"),
+        [Entry("collective-permute", ("b",), 6, 6 * 16, 6)],
+    ),
+    "ring through both": (
+        lambda x: ring.all_reduce(x, ("b", "a")),
+        [Entry("collective-permute", ("a", "b"), 14, 14 * 8, 14)],
+    ),
     "two rings of which none waits": (
-        lambda x: (ring.reduce_scatter(x, "b", tiled=True), ring.reduce_scatter(x[::-1], "b", tiled=True)),
+        lambda x: (
+            ring.reduce_scatter(x, "b", tiled=True),
+            ring.reduce_scatter(x[::-1], "b", tiled=True),
+        ),
         [Entry("collective-permute", ("b",), 6, 6 * 16, 3)],
     ),
     "two rings one after the other": (
@@ -54,16 +78,28 @@ BODIES = {  # what each does, along which axes, and what is read
         [Entry("collective-permute", ("b",), 12, 12 * 16, 12)],
     ),
     "in a loop": (
-        lambda x: lax.scan(lambda y, _: (varying(lax.psum(y * x, "a"), "a"), None), x * 0, length=5)[0],
+        lambda x: lax.scan(
+            lambda y, _: (varying(lax.psum(y * x, "a"), "a"), None), x * 0, length=5
+        )[0],
         [Entry("all-reduce", ("a",), 5, 5 * 64, 5)],
     ),
     "in a loop of no known length": (
-        lambda x: lax.while_loop(lambda y: y < 9, lambda y: 2 + lax.pmax(y + x[0], ("a", "b")), jnp.zeros((), x.dtype)),
+        lambda x: lax.while_loop(
+            lambda y: y < 9, lambda y: 2 + lax.pmax(y + x[0], ("a", "b")), jnp.zeros((), x.dtype)
+        ),
         [Entry("all-reduce", ("a", "b"), 1, 4, 2, unbounded=True)],
     ),
     "in a branch": (
-        lambda x: lax.cond(lax.psum(x[0], "b") > 0, lambda x: lax.psum(x[:2], "b"), lambda x: 2 * lax.psum(x[::-1][:2], "b"), x),
-        [Entry("all-reduce", ("b",), 1, 4, 2), Entry("all-reduce", ("b",), 2, 16, 2, conditional=True)],
+        lambda x: lax.cond(
+            lax.psum(x[0], "b") > 0,
+            lambda x: lax.psum(x[:2], "b"),
+            lambda x: 2 * lax.psum(x[::-1][:2], "b"),
+            x,
+        ),
+        [
+            Entry("all-reduce", ("b",), 1, 4, 2),
+            Entry("all-reduce", ("b",), 2, 16, 2, conditional=True),
+        ],
     ),
     "nothing": (lambda x: x, []),
 }
@@ -107,7 +143,9 @@ def test_finds_the_axes(groups):
     kind = "collective-permute" if "pairs" in groups else "all-gather"
     line = f"  ROOT %y = f32[8]{{0}} {kind}(%x), channel_id=1, {groups}, use_global_device_ids=true"
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}"
-    assert certificate.read(text, mesh.make(a=2, b=2, c=2)) == [Entry(kind, GROUPS[groups], 1, 32, 1)]
+    assert certificate.read(text, mesh.make(a=2, b=2, c=2)) == [
+        Entry(kind, GROUPS[groups], 1, 32, 1)
+    ]
 
 
 STARTED = {  # of a program whose collectives are started in one line and done in another, as on accelerators
@@ -131,7 +169,9 @@ def test_counts_what_is_started_once(start):
         }}
         """
     )
-    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [Entry(kind, ("x",), 1, STARTED[start], 1)]
+    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [
+        Entry(kind, ("x",), 1, STARTED[start], 1)
+    ]
 
 
 def test_counts_what_is_wrapped_once():
@@ -148,27 +188,38 @@ def test_counts_what_is_wrapped_once():
         }
         """
     )
-    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [Entry("reduce-scatter", ("x",), 1, 16, 1)]
+    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [
+        Entry("reduce-scatter", ("x",), 1, 16, 1)
+    ]
 
 
 def test_a_loops_condition_runs_once_more_than_its_body():
     attributes = 'condition=%until, body=%trip, backend_config={"known_trip_count":{"n":"3"}}'
     loop = hlo.Instruction("while", "(s32[])", "while", ["carry"], attributes)
     assert dict(loop.called) == {"until": 4, "trip": 3}
-    assert dict(loop._replace(attributes="condition=%until, body=%trip").called) == {"until": 0, "trip": 0}
+    assert dict(loop._replace(attributes="condition=%until, body=%trip").called) == {
+        "until": 0,
+        "trip": 0,
+    }
 
 
 def test_waits_without_data_count_as_hops():
     permute = "f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}"
     text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %p = {permute}\n  %q = {permute}, control-predecessors={{%p}}\n}}"
-    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [Entry("collective-permute", ("x",), 2, 32, 2)]
+    assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [
+        Entry("collective-permute", ("x",), 2, 32, 2)
+    ]
 
 
 def test_reads_what_xla_partitions():
     world = mesh.make(**SIZES)
     split = NamedSharding(world, P("b"))
-    program = jax.jit(lambda x: jnp.sum(x, 0), in_shardings=split, out_shardings=NamedSharding(world, P()))
-    found = certificate.read(program.lower(jax.ShapeDtypeStruct((16, 3), jnp.float32)).compile(), world)
+    program = jax.jit(
+        lambda x: jnp.sum(x, 0), in_shardings=split, out_shardings=NamedSharding(world, P())
+    )
+    found = certificate.read(
+        program.lower(jax.ShapeDtypeStruct((16, 3), jnp.float32)).compile(), world
+    )
     assert found == [Entry("all-reduce", ("b",), 1, 12, 1)]
 
 
@@ -179,7 +230,10 @@ def test_refuses_another_mesh():
 
 
 def test_table():
-    found = [Entry("all-gather", ("a", "b"), 1, 512, 1), Entry("collective-permute", (), 1200, 64, 6, conditional=True)]
+    found = [
+        Entry("all-gather", ("a", "b"), 1, 512, 1),
+        Entry("collective-permute", (), 1200, 64, 6, conditional=True),
+    ]
     assert certificate.table(found) == textwrap.dedent(
         """\
         axes     kind                count  bytes  hops
@@ -193,7 +247,10 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
     "right in bytes": ({"b": 96, "a": 8}, []),
     "right as a cost": ({"b": RIGHT, ("a",): 8}, []),
     "right, and nothing where nothing is": ({"b": 96, "a": 8, ("b", "a"): 0}, []),
-    "right as entries": ([Entry("collective-permute", ("b",), 6, 96, 6), Entry("all-reduce", ("a",), 1, 8, 1)], []),
+    "right as entries": (
+        [Entry("collective-permute", ("b",), 6, 96, 6), Entry("all-reduce", ("a",), 1, 8, 1)],
+        [],
+    ),
     "too few bytes": (
         {"b": 48, "a": 8},
         [
@@ -201,7 +258,10 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
             "a loop, or done 2 times?"
         ],
     ),
-    "too many bytes": ({"b": 100, "a": 8}, ["along b: 100 bytes were predicted, and the program has 96 (6 collective-permute)."]),
+    "too many bytes": (
+        {"b": 100, "a": 8},
+        ["along b: 100 bytes were predicted, and the program has 96 (6 collective-permute)."],
+    ),
     "another algorithm": (
         {"b": cost.Cost(chain=4, messages=12, sent=96), "a": 8},
         [
@@ -244,21 +304,35 @@ def test_finds_a_reduction_in_the_loop_over_microbatches():
     accumulated = lambda grad: grads.accumulated(grad, microbatches=4)
     w, batch = np.ones((16, 3), np.float32), np.ones((64, 16), np.float32)
     loss, weights = cost.of(ring.all_reduce, 4, 8), cost.of(ring.all_reduce, w.nbytes, 8)
-    both = cost.Cost(*map(sum, zip(loss, weights, strict=True)))._replace(chain=weights.chain)  # side by side
+    both = cost.Cost(*map(sum, zip(loss, weights, strict=True)))._replace(
+        chain=weights.chain
+    )  # side by side
     predicted = {"data": both}
-    for wrapped, told in ((averaged(accumulated(grad)), 0), (accumulated(averaged(grad)), 3)):  # bytes, count and hops
+    for wrapped, told in (
+        (averaged(accumulated(grad)), 0),
+        (accumulated(averaged(grad)), 3),
+    ):  # bytes, count and hops
         program = jax.jit(mesh.spmd(wrapped, mesh=world, in_specs=(P(), P("data")), out_specs=P()))
         found = certificate.read(program.lower(w, batch).compile(), world)
         sentences = certificate.differences(found, predicted)
         assert len(sentences) == told
-        assert all(sentence.endswith("exactly 4 times as many; is it in a loop, or done 4 times?") for sentence in sentences)
+        assert all(
+            sentence.endswith("exactly 4 times as many; is it in a loop, or done 4 times?")
+            for sentence in sentences
+        )
 
 
 @pytest.mark.parametrize(
     ("uncertain", "words"),
     [
-        ({"conditional": True}, "stands in a conditional, and is counted as if all its branches ran. Where devices take"),
-        ({"unbounded": True}, "stands in a loop whose number of trips XLA does not know, and is counted for one trip."),
+        (
+            {"conditional": True},
+            "stands in a conditional, and is counted as if all its branches ran. Where devices take",
+        ),
+        (
+            {"unbounded": True},
+            "stands in a loop whose number of trips XLA does not know, and is counted for one trip.",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_told(uncertain, words):
@@ -270,6 +344,7 @@ def test_what_cannot_be_counted_is_told(uncertain, words):
 def test_parse_refuses_a_loop_of_unknown_length():
     program, _ = compiled(BODIES["in a loop of no known length"][0])
     with pytest.raises(
-        ValueError, match=r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Take hlo\.runs"
+        ValueError,
+        match=r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Take hlo\.runs",
     ):
         hlo.parse(program.as_text())

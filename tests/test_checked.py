@@ -24,7 +24,10 @@ def test_dims_are_those_of_one_call():
 
     refusing = checked(product, typechecker=beartype.beartype)
     assert refusing(jnp.zeros((2, 4)), jnp.zeros((4, 3))).shape == (2, 3)
-    assert refusing(jnp.zeros((5, 1)), jnp.zeros((1, 3))).shape == (5, 3)  # the sizes of the call before are forgotten
+    assert refusing(jnp.zeros((5, 1)), jnp.zeros((1, 3))).shape == (
+        5,
+        3,
+    )  # the sizes of the call before are forgotten
     with pytest.raises(BeartypeCallHintViolation):
         refusing(jnp.zeros((2, 4)), jnp.zeros((5, 3)))
     with pytest.raises(BeartypeCallHintViolation, match="return"):

@@ -39,11 +39,20 @@ SETTINGS = {"width": 16, "seed": 0}
 def small_state(number: int = 0, *, on: P | None = None):
     """One of every kind of leaf, with numbers that need all their digits."""
     axes = mesh.make(data=4, tensor=2)
-    arrays = {"weight": np.arange(32.0, dtype=np.float32).reshape(8, 4) / 3 + number, "scale": np.float64(2.0**number / 3)}
+    arrays = {
+        "weight": np.arange(32.0, dtype=np.float32).reshape(8, 4) / 3 + number,
+        "scale": np.float64(2.0**number / 3),
+    }
     placed = mesh.place(arrays, {"weight": P("data") if on is None else on, "scale": P()}, axes)
     key = jax.device_put(jax.random.fold_in(jax.random.key(1), number), mesh.shardings(P(), axes))
     rbg = jax.random.key(number, impl="rbg")
-    plain = {"position": 7 * number, "loss_scale": 0.5, "on": True, "call": jnp.tanh, "host": np.arange(3)}
+    plain = {
+        "position": 7 * number,
+        "loss_scale": 0.5,
+        "on": True,
+        "call": jnp.tanh,
+        "host": np.arange(3),
+    }
     return placed | {"key": key, "rbg": rbg} | plain
 
 
@@ -83,7 +92,11 @@ def files_of(folder, number):
 def test_a_manifest_is_on_the_disk_before_write_returns(tmp_path, monkeypatch):
     """The file, then its name in the folder: both outlive a power cut."""
     happened, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda of: happened.append("folder" if stat.S_ISDIR(os.fstat(of).st_mode) else "file"))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda of: happened.append("folder" if stat.S_ISDIR(os.fstat(of).st_mode) else "file"),
+    )
     monkeypatch.setattr(os, "replace", lambda *paths: happened.append("named") or replace(*paths))
     manifest.write(tmp_path / "manifest.json", {"step": 1})
     assert happened == ["file", "named", "folder"]
@@ -92,7 +105,9 @@ def test_a_manifest_is_on_the_disk_before_write_returns(tmp_path, monkeypatch):
 # What comes back
 
 
-@pytest.mark.parametrize("on", [P("data"), P(("data", "tensor")), P("tensor", "data"), P()], ids=str)
+@pytest.mark.parametrize(
+    "on", [P("data"), P(("data", "tensor")), P("tensor", "data"), P()], ids=str
+)
 def test_every_leaf_comes_back_where_it_was_asked_for(tmp_path, on):
     saved(tmp_path, [3])
     like = small_state(9, on=on)
@@ -119,13 +134,23 @@ def test_leaves_of_size_zero_come_back(tmp_path):
     """As a queue with nothing in it yet; Orbax alone refuses them."""
     axes = mesh.make(data=4, tensor=2)
     placed = mesh.place(np.zeros((8, 0), np.float32), P("data"), axes)
-    state = {"none": placed, "host": np.zeros((0, 3), np.int32), "keys": jax.random.split(jax.random.key(0), 0)}
-    state |= mesh.place({"weight": jnp.arange(3.0), "half": jnp.zeros(0, jnp.bfloat16)}, {"weight": P(), "half": P()}, axes)
+    state = {
+        "none": placed,
+        "host": np.zeros((0, 3), np.int32),
+        "keys": jax.random.split(jax.random.key(0), 0),
+    }
+    state |= mesh.place(
+        {"weight": jnp.arange(3.0), "half": jnp.zeros(0, jnp.bfloat16)},
+        {"weight": P(), "half": P()},
+        axes,
+    )
     with checkpoints(tmp_path) as store:
         store.save(1, state)
         store.wait()
         restored = store.restore(state).state
-        with pytest.raises(ValueError, match=r"none: needed float32\[0, 8\], the checkpoint has float32\[8, 0\]"):
+        with pytest.raises(
+            ValueError, match=r"none: needed float32\[0, 8\], the checkpoint has float32\[8, 0\]"
+        ):
             store.restore(state | {"none": placed.T})
     assert_equal(restored, state)
     assert restored["none"].sharding == placed.sharding
@@ -133,14 +158,29 @@ def test_leaves_of_size_zero_come_back(tmp_path):
 
 def test_numbers_of_every_dtype_are_looked_at():
     """The largest ones too, many of which overflow what they are summed in."""
-    kinds = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"]
+    kinds = [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
     arrays = {kind: jnp.full((8, 1000), jnp.finfo(kind).max, kind) for kind in kinds}
     arrays |= {kind: arrays[kind] * 1j for kind in kinds if kind.startswith("complex")}
     whole = {"whole": jnp.full(3, 2**31 - 1, jnp.int32), "none": jnp.zeros((0, 2), jnp.float32)}
     assert stored.not_finite(arrays | whole)() == []
     for lost in ("nan", "inf", "-inf"):
-        at = {kind: array.at[5, 7].set(jnp.asarray(float(lost)).astype(kind)) for kind, array in arrays.items()}
-        at |= {f"{kind}, imaginary": at[kind].at[5, 7].set(jnp.asarray(complex(1, float(lost)), kind)) for kind in kinds[4:6]}
+        at = {
+            kind: array.at[5, 7].set(jnp.asarray(float(lost)).astype(kind))
+            for kind, array in arrays.items()
+        }
+        at |= {
+            f"{kind}, imaginary": at[kind].at[5, 7].set(jnp.asarray(complex(1, float(lost)), kind))
+            for kind in kinds[4:6]
+        }
         assert stored.not_finite(at | whole)() == sorted(at)
 
 
@@ -171,7 +211,9 @@ def test_a_run_comes_back_to_its_folder_while_its_own_writer_is_at_work(tmp_path
 
 def test_the_state_may_be_donated_at_once(tmp_path):
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jax.device_put(np.arange(4_000_000, dtype=np.float32), mesh.shardings(P("data"), mesh.make(data=8)))
+    x = jax.device_put(
+        np.arange(4_000_000, dtype=np.float32), mesh.shardings(P("data"), mesh.make(data=8))
+    )
     with checkpoints(tmp_path) as store:
         store.save(1, {"x": x})
         for _ in range(5):
@@ -197,7 +239,11 @@ def test_what_killed_runs_left_goes_with_the_next_save(tmp_path):
     with checkpoints(tmp_path, keep=2) as store:
         assert store.restore(small_state()).step == 1
         store.save(3, small_state(3))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003", "newest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "00000001",
+        "00000003",
+        "newest.json",
+    ]
 
 
 def test_a_removal_that_is_cut_short_says_whose_it_was(tmp_path, monkeypatch):
@@ -224,7 +270,11 @@ def test_a_removal_that_is_cut_short_says_whose_it_was(tmp_path, monkeypatch):
 def test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was(tmp_path):
     with checkpoints(tmp_path, keep=2) as store:
         for number in range(1, 9):
-            store.save(number, small_state(number), evaluated={3: 2.5, 5: float("nan"), 6: 2.25}.get(number))
+            store.save(
+                number,
+                small_state(number),
+                evaluated={3: 2.5, 5: float("nan"), 6: 2.25}.get(number),
+            )
             store.wait()
             assert (3 in store.steps()) == (3 <= number < 6)
     assert store.steps() == [6, 7, 8]
@@ -250,14 +300,21 @@ def test_what_this_run_did_not_make_stays(tmp_path):
     (run / "00000003.replaced").symlink_to(elsewhere / "00000003")
     (run / ".mine.partial").write_text("the only copy")
     shutil.copytree(theirs / "00000004", run / "00000004")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "newest.json"}
+    before = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != "newest.json"
+    }
     with checkpoints(run, keep=1) as store:
         assert store.restore(small_state()).step == 2  # ours, by a link
         for number in (3, 4, 5, 6):
             store.save(number, small_state(number))
     moved = {run / "00000004": run / "00000004.replaced"}  # to where it can be had again
     for path, content in before.items():
-        here = next((new / path.relative_to(old) for old, new in moved.items() if path.is_relative_to(old)), path)
+        here = next(
+            (new / path.relative_to(old) for old, new in moved.items() if path.is_relative_to(old)),
+            path,
+        )
         assert here.read_bytes() == content, path
     assert (run / "00000002").is_symlink()
     assert store.steps() == [2, 6]
@@ -274,7 +331,9 @@ def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_
         store.save(6, small_state(7))
     assert store.steps() == [2, 4, 5, 6]
     assert_equal(checkpoints(tmp_path).restore(small_state()).state, small_state(7))
-    assert checkpoints(tmp_path).restore(small_state(), before=2).step == 6  # there is none from before
+    assert (
+        checkpoints(tmp_path).restore(small_state(), before=2).step == 6
+    )  # there is none from before
 
 
 # What is refused
@@ -287,7 +346,8 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
     with checkpoints(tmp_path) as store:
         store.save(1, small_state(1))
         with pytest.raises(
-            ValueError, match=r"state of step 3 is not finite, and was not saved: weight\. The newest .*00000001\."
+            ValueError,
+            match=r"state of step 3 is not finite, and was not saved: weight\. The newest .*00000001\.",
         ):
             store.save(3, state)
         assert store.steps() == [1]
@@ -304,14 +364,20 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
     assert "00000003: needed a finite state; nan or inf is in weight." in restored.refused[3]
 
 
-@pytest.mark.parametrize("kind", ["a folder where a file should be", "an error of the disk", "not allowed"])
+@pytest.mark.parametrize(
+    "kind", ["a folder where a file should be", "an error of the disk", "not allowed"]
+)
 def test_what_cannot_be_read_is_named_and_passed_over(tmp_path, monkeypatch, kind):
     path = files_of(saved(tmp_path), 2)[0]
     if kind == "a folder where a file should be":
         path.unlink()
         path.mkdir()
     else:
-        error = PermissionError(errno.EACCES, "Permission denied") if kind == "not allowed" else OSError(errno.EIO, "I/O error")
+        error = (
+            PermissionError(errno.EACCES, "Permission denied")
+            if kind == "not allowed"
+            else OSError(errno.EIO, "I/O error")
+        )
         opened = open
 
         def fails(name, *options, **more):
@@ -339,7 +405,10 @@ def test_a_later_format_is_refused_in_a_sentence_and_stays(tmp_path):
     resealed(tmp_path / "00000002" / "manifest.json", format=4)
     with checkpoints(tmp_path, keep=1) as store:
         restored = store.restore(small_state())
-        assert "it is of format 4, and this program reads formats up to 3. Install a newer one." in restored.refused[2]
+        assert (
+            "it is of format 4, and this program reads formats up to 3. Install a newer one."
+            in restored.refused[2]
+        )
         store.save(3, small_state(3))
     assert (tmp_path / "00000002" / "manifest.json").exists()
     resealed(tmp_path / "00000003" / "manifest.json", format="2")
@@ -350,7 +419,9 @@ def test_a_later_format_is_refused_in_a_sentence_and_stays(tmp_path):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_every_format_that_there_ever_was_is_read(tmp_path, number):
     """The fixtures were written by the program of their time (`tests/fixtures/make_checkpoint_fixture.py`)."""
-    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / f"checkpoint_format_{number}.zip") as stored:
+    with zipfile.ZipFile(
+        Path(__file__).parent / "fixtures" / f"checkpoint_format_{number}.zip"
+    ) as stored:
         stored.extractall(tmp_path)
     restored = checkpoints(tmp_path).restore(small_state())
     assert (restored.step, restored.note, restored.refused) == (2, {"seen": 2}, {})
@@ -406,7 +477,10 @@ def test_a_hundred_times(two, tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["manifest.json", "arrays/manifest.ocdbt"])
 def test_a_file_of_another_run_is_refused_by_name(tmp_path, name):
-    ours, theirs = saved(tmp_path / "ours"), saved(tmp_path / "theirs", run=SETTINGS | {"width": 32})
+    ours, theirs = (
+        saved(tmp_path / "ours"),
+        saved(tmp_path / "theirs", run=SETTINGS | {"width": 32}),
+    )
     shutil.copy(theirs / "00000002" / name, ours / "00000002" / name)
     said = []
     assert checkpoints(ours, say=said.append).restore(small_state()).step == 1
@@ -438,7 +512,10 @@ def test_a_run_that_lost_all_does_not_begin_again(tmp_path, loss):
     saved(tmp_path)
     for folder in (tmp_path / "00000001", tmp_path / "00000002"):
         shutil.rmtree(folder) if loss == "folders" else (folder / "manifest.json").unlink()
-    with pytest.raises(checkpoint.Refused, match=r"held finished checkpoints, and none of them may be restored:\n  step 2: "):
+    with pytest.raises(
+        checkpoint.Refused,
+        match=r"held finished checkpoints, and none of them may be restored:\n  step 2: ",
+    ):
         checkpoints(tmp_path).restore(small_state())
 
 
@@ -463,7 +540,10 @@ def test_steps_do_not_go_back(tmp_path):
     saved(tmp_path, [4, 8])
     with checkpoints(tmp_path) as store:
         for number in (8, 5):
-            with pytest.raises(ValueError, match=f"finished checkpoint of step 8, and saving step {number} would go back"):
+            with pytest.raises(
+                ValueError,
+                match=f"finished checkpoint of step 8, and saving step {number} would go back",
+            ):
                 store.save(number, small_state())
     assert checkpoints(tmp_path).steps() == [4, 8]
 
@@ -504,7 +584,9 @@ def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
             resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, before[1]))
         try:
             store = checkpoints(tmp_path, tries=1)
-            message = r"(?s)of step 2 in .*00000002 was not saved: .*newest finished one is .*00000001\."
+            message = (
+                r"(?s)of step 2 in .*00000002 was not saved: .*newest finished one is .*00000001\."
+            )
             with pytest.raises(OSError, match=message), store:
                 store.save(2, noise)
         finally:
@@ -515,7 +597,9 @@ def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
             subprocess.run(["mount", "-o", "remount,size=30m", tmp_path], check=True)
         with again:
             again.save(2, noise)
-        np.testing.assert_array_equal(checkpoints(tmp_path).restore(noise).state["big"], noise["big"])
+        np.testing.assert_array_equal(
+            checkpoints(tmp_path).restore(noise).state["big"], noise["big"]
+        )
     finally:
         if mounted:
             subprocess.run(["umount", tmp_path], check=True)
@@ -527,8 +611,13 @@ def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
 def test_another_state_is_refused_by_its_leaves(tmp_path):
     saved(tmp_path, [1])
     like = small_state()
-    wrong = {k: v for k, v in like.items() if k != "position"} | {"weight": like["weight"][:4], "more": like["scale"]}
-    with pytest.raises(ValueError, match="the arrays are not those of the state to restore") as caught:
+    wrong = {k: v for k, v in like.items() if k != "position"} | {
+        "weight": like["weight"][:4],
+        "more": like["scale"],
+    }
+    with pytest.raises(
+        ValueError, match="the arrays are not those of the state to restore"
+    ) as caught:
         checkpoints(tmp_path).restore(wrong)
     for words in (
         "more: needed float64[], the checkpoint has nothing",
@@ -556,7 +645,9 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
     with checkpoints(tmp_path) as store:
         with pytest.raises(ValueError, match=r"2 leaves of the path a\.b"):
             store.save(1, {"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
-        with pytest.raises(ValueError, match="scale: a plain number to store must be finite; got inf"):
+        with pytest.raises(
+            ValueError, match="scale: a plain number to store must be finite; got inf"
+        ):
             store.save(1, {"scale": float("inf")})
 
 
@@ -642,7 +733,9 @@ chains = st.lists(st.sampled_from(sorted(LAYOUTS)), min_size=2, max_size=3)
 def filled(state):
     """Different numbers in every leaf: after `init` the optimizer's are all zero."""
     leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(tree, [leaf + jnp.asarray(i, leaf.dtype) for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(
+        tree, [leaf + jnp.asarray(i, leaf.dtype) for i, leaf in enumerate(leaves)]
+    )
 
 
 @pytest.mark.long

@@ -26,7 +26,11 @@ def submitted(tmp_path, srun):
         environment = os.environ | tools | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
         environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         done = subprocess.run(
-            ["bash", CLUSTER / "gpt2.sbatch", "--steps=9"], env=environment, capture_output=True, text=True, check=False
+            ["bash", CLUSTER / "gpt2.sbatch", "--steps=9"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if not (tmp_path / "requeued").exists():
             return done.returncode, restarts + 1, done.stderr
@@ -46,7 +50,9 @@ def test_slurm_restarts_what_failed_or_was_told_to_end_up_to_a_limit(tmp_path, c
 @pytest.mark.programs
 def test_slurm_ends_when_the_run_is_finished(tmp_path):
     third = f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) -ge 3 ] || exit 1"
-    ended, starts, _ = submitted(tmp_path, f"{third}; mkdir -p {tmp_path}/out/gpt2; touch {tmp_path}/out/gpt2/sample.txt")
+    ended, starts, _ = submitted(
+        tmp_path, f"{third}; mkdir -p {tmp_path}/out/gpt2; touch {tmp_path}/out/gpt2/sample.txt"
+    )
     assert (ended, starts) == (0, 3)
 
 
@@ -65,13 +71,18 @@ def container(tmp_path, python):
     """The shell of the pod, with another python and another folder."""
     block = re.search(r"- \|\n((?: {22}.*\n)+)", jobset())
     assert block is not None
-    script = re.sub(r"^ {22}", "", block[1], flags=re.MULTILINE).replace("/runs/gpt2", str(tmp_path / "out"))
-    return subprocess.Popen(["bash", "-c", script], env=os.environ | programs(tmp_path, python=python))
+    script = re.sub(r"^ {22}", "", block[1], flags=re.MULTILINE).replace(
+        "/runs/gpt2", str(tmp_path / "out")
+    )
+    return subprocess.Popen(
+        ["bash", "-c", script], env=os.environ | programs(tmp_path, python=python)
+    )
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("python", "code"), [("exit 0", 75), ("exit 1", 1), ("exit 2", 2), ('mkdir -p "$3"; touch "$3/sample.txt"', 0)]
+    ("python", "code"),
+    [("exit 0", 75), ("exit 1", 1), ("exit 2", 2), ('mkdir -p "$3"; touch "$3/sample.txt"', 0)],
 )
 def test_a_pod_fails_where_the_run_is_not_finished(tmp_path, python, code):
     assert container(tmp_path, python).wait(60) == code
@@ -90,5 +101,8 @@ def test_a_pod_hands_sigterm_on_and_waits(tmp_path):
 
 def test_a_jobset_has_a_limit_and_does_not_restart_what_is_refused():
     assert "maxRestarts: 20\n" in jobset()
-    assert re.search(r"action: FailJob\n +onExitCodes:\n +containerName: train\n +operator: In\n +values: \[2\]", jobset())
+    assert re.search(
+        r"action: FailJob\n +onExitCodes:\n +containerName: train\n +operator: In\n +values: \[2\]",
+        jobset(),
+    )
     assert re.search(r"action: FailJobSet\n +onJobFailureReasons: \[PodFailurePolicy\]", jobset())

@@ -24,16 +24,33 @@ from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
 from test_route import MOVERS
 
 from parallax import mesh
-from parallax.collectives import direct, doubling, execute, halving, hierarchical, ring, torus, two_rings
+from parallax.collectives import (
+    direct,
+    doubling,
+    execute,
+    halving,
+    hierarchical,
+    ring,
+    torus,
+    two_rings,
+)
 from parallax.collectives.cost import spelt
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import replicated, varying
 
 COLLECTIVES = (
     doubling.all_reduce,
-    *(getattr(of, what) for what in ("all_reduce", "reduce_scatter", "all_gather") for of in MOVERS),
+    *(
+        getattr(of, what)
+        for what in ("all_reduce", "reduce_scatter", "all_gather")
+        for of in MOVERS
+    ),
 )
-MOVER_OF = {getattr(of, what): of for of in (doubling, *MOVERS) for what in ("all_reduce", "reduce_scatter", "all_gather")}
+MOVER_OF = {
+    getattr(of, what): of
+    for of in (doubling, *MOVERS)
+    for what in ("all_reduce", "reduce_scatter", "all_gather")
+}
 
 
 def kind(collective):
@@ -53,10 +70,27 @@ name = spelt
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
 
 MANNERS = {  # options, and what fits them on n devices; sizes that do not divide by n among them
-    "all_reduce": [({}, lambda n: {(): "bool", (5,): "float32", (3, 4): "bfloat16", (0,): "int8", (6 * n, 1, 2): "complex64"})],
+    "all_reduce": [
+        (
+            {},
+            lambda n: {
+                (): "bool",
+                (5,): "float32",
+                (3, 4): "bfloat16",
+                (0,): "int8",
+                (6 * n, 1, 2): "complex64",
+            },
+        )
+    ],
     "reduce_scatter": [
-        ({"scatter_dimension": 0, "tiled": False}, lambda n: {(n,): "float32", (n, 3): "int8", (n, 0): "float64"}),
-        ({"scatter_dimension": -1, "tiled": True}, lambda n: {(2, 3 * n): "float16", (1, 2, n): "complex64"}),
+        (
+            {"scatter_dimension": 0, "tiled": False},
+            lambda n: {(n,): "float32", (n, 3): "int8", (n, 0): "float64"},
+        ),
+        (
+            {"scatter_dimension": -1, "tiled": True},
+            lambda n: {(2, 3 * n): "float16", (1, 2, n): "complex64"},
+        ),
         ({"scatter_dimension": 0, "tiled": True}, lambda n: {(6 * n, 1, 2): "bfloat16"}),
     ],
     "all_gather": [
@@ -75,10 +109,18 @@ MESHES = (  # and the axes that are joined, in their order
 
 def quick(collective):
     """The mesh that is in each run."""
-    return {"x": 2, "y": 4} if on_torus(collective) else next({"x": n} for n in (3, 4) if fits(collective, {"x": n}))
+    return (
+        {"x": 2, "y": 4}
+        if on_torus(collective)
+        else next({"x": n} for n in (3, 4) if fits(collective, {"x": n}))
+    )
 
 
-TWELVE = (({"x": 12}, "x"), ({"x": 3, "y": 4}, ("y", "x")), ({"x": 3, "y": 2, "z": 2}, ("z", "x", "y")))
+TWELVE = (
+    ({"x": 12}, "x"),
+    ({"x": 3, "y": 4}, ("y", "x")),
+    ({"x": 3, "y": 2, "z": 2}, ("z", "x", "y")),
+)
 
 
 def fits(collective, sizes):
@@ -86,7 +128,11 @@ def fits(collective, sizes):
     if collective is doubling.all_reduce:
         return True
     try:
-        return bool(MOVER_OF[collective].table(*(sizes.values() if on_torus(collective) else [math.prod(sizes.values())])))
+        return bool(
+            MOVER_OF[collective].table(
+                *(sizes.values() if on_torus(collective) else [math.prod(sizes.values())])
+            )
+        )
     except ValueError:
         return False
 
@@ -96,7 +142,11 @@ def cases(among):
 
     def case(f, sizes, axis):
         where = f"{'x'.join(map(str, sizes.values()))}-{''.join(axis)}"
-        marks = [pytest.mark.sweep(4)] if sizes == quick(f) else [pytest.mark.long, pytest.mark.sweep(16)]
+        marks = (
+            [pytest.mark.sweep(4)]
+            if sizes == quick(f)
+            else [pytest.mark.long, pytest.mark.sweep(16)]
+        )
         return pytest.param(f, sizes, axis, marks=marks, id=f"{name(f)}-{where}")
 
     chosen = [case(f, *layout) for f in among for layout in MESHES if fits(f, layout[0])]
@@ -113,7 +163,9 @@ def on_blocks(body, sizes):
 
     def local(tree):
         result = body(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[depth:]), tree))
-        return jax.tree.map(lambda leaf: varying(leaf, names).reshape((1,) * depth + leaf.shape), result)
+        return jax.tree.map(
+            lambda leaf: varying(leaf, names).reshape((1,) * depth + leaf.shape), result
+        )
 
     world = mesh.make(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(*names),), out_specs=P(*names)))
@@ -128,7 +180,11 @@ def in_order(blocks, sizes, axis):
 
 def whole_numbers(shape, dtype):
     x = np.random.default_rng(0).integers(-3, 4, shape)
-    return (x + 1j * np.flip(x)).astype(dtype) if dtype.startswith("complex") else x.astype(jnp.dtype(dtype))
+    return (
+        (x + 1j * np.flip(x)).astype(dtype)
+        if dtype.startswith("complex")
+        else x.astype(jnp.dtype(dtype))
+    )
 
 
 def twin_of(collective, axis_name, **options):
@@ -136,7 +192,9 @@ def twin_of(collective, axis_name, **options):
 
     def leaf(x):
         rank = x.ndim + (options.get("tiled") is False and "axis" in options)
-        return TWIN[kind(collective)](x, axis_name, **{k: v if k == "tiled" else v % rank for k, v in options.items()})
+        return TWIN[kind(collective)](
+            x, axis_name, **{k: v if k == "tiled" else v % rank for k, v in options.items()}
+        )
 
     return lambda tree: jax.tree.map(leaf, tree)
 
@@ -161,14 +219,23 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
             jax.tree.map(same_type, *results[-1][2:])
         return results
 
-    trees = [[whole_numbers((*sizes.values(), *x), dtype) for x, dtype in fitting(n).items()] for _, fitting in manners]
+    trees = [
+        [whole_numbers((*sizes.values(), *x), dtype) for x, dtype in fitting(n).items()]
+        for _, fitting in manners
+    ]
     found = on_blocks(body, sizes)(trees)
     for tree, (options, _), result in zip(trees, manners, found, strict=True):
         ours, twin, our_gradient, twin_gradient = result
-        jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), (ours, our_gradient), (twin, twin_gradient))
+        jax.tree.map(
+            functools.partial(np.testing.assert_array_equal, strict=True),
+            (ours, our_gradient),
+            (twin, twin_gradient),
+        )
         for x, y in zip(tree, ours, strict=True):
             meant = MEANING[kind(collective)](list(in_order(x, sizes, axis)), **options)
-            np.testing.assert_array_equal(in_order(np.asarray(y), sizes, axis), np.stack(meant), strict=True)
+            np.testing.assert_array_equal(
+                in_order(np.asarray(y), sizes, axis), np.stack(meant), strict=True
+            )
 
 
 @pytest.mark.bits
@@ -177,10 +244,17 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
 def test_replicas_have_the_same_bits(collective, sizes, axis):
     """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on the order."""
     n = math.prod(sizes.values())
-    numbers = np.random.default_rng(0).standard_normal((*sizes.values(), 37)) * 10.0 ** np.arange(-18, 19)
+    numbers = np.random.default_rng(0).standard_normal((*sizes.values(), 37)) * 10.0 ** np.arange(
+        -18, 19
+    )
     with np.errstate(over="ignore"):  # float16 ends at 65504
-        xs = [numbers.astype(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", "float16", "float64")]
-    for x, y in zip(xs, on_blocks(functools.partial(collective, axis_name=axis), sizes)(xs), strict=True):
+        xs = [
+            numbers.astype(jnp.dtype(dtype))
+            for dtype in ("float32", "bfloat16", "float16", "float64")
+        ]
+    for x, y in zip(
+        xs, on_blocks(functools.partial(collective, axis_name=axis), sizes)(xs), strict=True
+    ):
         copies = in_order(np.asarray(y), sizes, axis)
         assert {copy.tobytes() for copy in copies} == {copies[0].tobytes()}
         blocks = in_order(np.asarray(x), sizes, axis).astype(np.longdouble)
@@ -195,7 +269,9 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
 @pytest.mark.bits
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", [2, 8])
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
+@pytest.mark.parametrize(
+    "collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name
+)
 def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
     """Products that meet a sum behind the collective: XLA may compute a device's own block once more, fused otherwise."""
     axis, sizes = (("y", "x"), {"y": 2, "x": n // 2}) if on_torus(collective) else ("x", {"x": n})
@@ -204,13 +280,23 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
 
     def updated(gradient, weights):
         adam = -0.003 * (gradient / (jnp.sqrt(gradient * gradient) + 1e-8) + 1e-2 * gradient)
-        totals = [replicated(collective(update, axis, **options), axis) for update in (-0.003 * gradient, adam)]
+        totals = [
+            replicated(collective(update, axis, **options), axis)
+            for update in (-0.003 * gradient, adam)
+        ]
         weights = weights if options else weights[: len(gradient)]
         return [weights + totals[0], weights + totals[1], weights + 0.5 * totals[1]]
 
-    gradient, weights = (np.random.default_rng(i).standard_normal((n * 64, 64)).astype(np.float32) for i in range(2))
-    new = jax.jit(mesh.spmd(updated, mesh=world, in_specs=(P(axis), P()), out_specs=P()))(gradient, weights)
-    assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1, 1]
+    gradient, weights = (
+        np.random.default_rng(i).standard_normal((n * 64, 64)).astype(np.float32) for i in range(2)
+    )
+    new = jax.jit(mesh.spmd(updated, mesh=world, in_specs=(P(axis), P()), out_specs=P()))(
+        gradient, weights
+    )
+    assert [
+        len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards})
+        for copies in new
+    ] == [1, 1, 1]
 
 
 @pytest.mark.bits
@@ -228,7 +314,9 @@ def test_what_a_device_sends_and_keeps_is_computed_once(mover, n):
 
 @pytest.mark.bits
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name)
+@pytest.mark.parametrize(
+    "collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name
+)
 def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     """XLA may join the blocks inside the operation that uses them, and round there by where each block comes from."""
     axis, sizes = (("y", "x"), {"y": 2, "x": 4}) if on_torus(collective) else ("x", {"x": 8})
@@ -237,28 +325,48 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
 
     def updated(gradients, weights):
         (w, v), (one, two) = weights, gradients
-        return [w * 1.1 + total(one), (v * 0.9 + 0.1 * total(two)) / (jnp.sqrt(total(two * two)) + 1e-8) * v + 0.3 * v]
+        return [
+            w * 1.1 + total(one),
+            (v * 0.9 + 0.1 * total(two)) / (jnp.sqrt(total(two * two)) + 1e-8) * v + 0.3 * v,
+        ]
 
-    draw = lambda seed, rows, width: np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+    draw = lambda seed, rows, width: (
+        np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+    )
     shapes = (64, 2), (3, 5)
     gradients = [draw(0, 8 * rows, width) for rows, width in shapes]
     weights = [draw(1, 8 * rows if options else rows, width) for rows, width in shapes]
-    new = jax.jit(mesh.spmd(updated, mesh=mesh.make(**sizes), in_specs=(P(axis), P()), out_specs=P()))(gradients, weights)
-    assert [len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards}) for copies in new] == [1, 1]
+    new = jax.jit(
+        mesh.spmd(updated, mesh=mesh.make(**sizes), in_specs=(P(axis), P()), out_specs=P())
+    )(gradients, weights)
+    assert [
+        len({np.asarray(shard.data).tobytes() for shard in copies.addressable_shards})
+        for copies in new
+    ] == [1, 1]
 
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "collective",
-    [pytest.param(f, marks=pytest.mark.long if mover(f) in ("ring", "two_rings") else (), id=name(f)) for f in COLLECTIVES],
+    [
+        pytest.param(
+            f, marks=pytest.mark.long if mover(f) in ("ring", "two_rings") else (), id=name(f)
+        )
+        for f in COLLECTIVES
+    ],
 )
 def test_transformations(collective):
     """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over few devices, or two axes of two."""
     sizes = {"x": 2, "y": 2} if on_torus(collective) else quick(collective)
     axis, options = tuple(sizes), OPTIONS.get(kind(collective), {})
-    functions = [functools.partial(collective, axis_name=axis, **options), twin_of(collective, axis, **options)]
+    functions = [
+        functools.partial(collective, axis_name=axis, **options),
+        twin_of(collective, axis, **options),
+    ]
     x = whole_numbers((*sizes.values(), math.prod(sizes.values()), 2, 2), "float64")
-    both = on_blocks(lambda x: {key: [t(f, x) for f in functions] for key, t in TRANSFORMED.items()}, sizes)
+    both = on_blocks(
+        lambda x: {key: [t(f, x) for f in functions] for key, t in TRANSFORMED.items()}, sizes
+    )
     results = both(x)
     for key, (ours, twin) in results.items():
         np.testing.assert_array_equal(ours, twin, key, strict=True)
@@ -292,7 +400,10 @@ def test_over_no_axis(collective):
     manners = [{}] if kind(collective) == "all_reduce" else [{"tiled": False}, {"tiled": True}]
     x = np.arange(6.0).reshape(2, 1, 3)
     for options in manners:
-        both = on_blocks(lambda x, o=options: (collective(x, (), **o), TWIN[kind(collective)](x, (), **o)), {"x": 2})
+        both = on_blocks(
+            lambda x, o=options: (collective(x, (), **o), TWIN[kind(collective)](x, (), **o)),
+            {"x": 2},
+        )
         np.testing.assert_array_equal(*both(x), strict=True)
 
 
@@ -300,12 +411,20 @@ def sent(collective, sizes, size):
     """(messages that a device sends, elements in them) for an array of `size`: of a table, n - 1 blocks each way."""
     n = math.prod(sizes)
     if collective is doubling.all_reduce:
-        hops = n.bit_length() - 1 + (2 if n & (n - 1) else 0)  # one in and one out for the devices beyond a power of two
+        hops = (
+            n.bit_length() - 1 + (2 if n & (n - 1) else 0)
+        )  # one in and one out for the devices beyond a power of two
         return hops, hops * size
-    block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[kind(collective)]
+    block = {"all_reduce": math.ceil(size / n), "reduce_scatter": size // n, "all_gather": size}[
+        kind(collective)
+    ]
     made = MOVER_OF[collective].table(*(sizes if on_torus(collective) else [n]))
     passes = 2 if kind(collective) == "all_reduce" else 1
-    messages = sum(len(sends) for table in (made if isinstance(made, tuple) else [made]) for sends in table.rounds)
+    messages = sum(
+        len(sends)
+        for table in (made if isinstance(made, tuple) else [made])
+        for sends in table.rounds
+    )
     return passes * messages, passes * (n - 1) * block
 
 
@@ -329,7 +448,9 @@ def test_traffic_of_the_compiled_program(collective, sizes, axis):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    "collective", [f for f in COLLECTIVES if kind(f) != "all_gather" and fits(f, {"x": 2, "y": 3})], ids=name
+    "collective",
+    [f for f in COLLECTIVES if kind(f) != "all_gather" and fits(f, {"x": 2, "y": 3})],
+    ids=name,
 )
 def test_backward(collective):
     """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an all-gather of its blocks does."""
@@ -343,20 +464,34 @@ def test_backward(collective):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
-    "collective", [f for f in COLLECTIVES if mover(f) in ("ring", "two_rings", "torus", "machines(2)")], ids=name
+    "collective",
+    [f for f in COLLECTIVES if mover(f) in ("ring", "two_rings", "torus", "machines(2)")],
+    ids=name,
 )
 def test_long_walks_are_loops(collective, monkeypatch):
     """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
     monkeypatch.setattr(execute, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
-    f = on_blocks(lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes)
+    f = on_blocks(
+        lambda x: (collective(x, axis, **options), twin_of(collective, axis, **options)(x)), sizes
+    )
     np.testing.assert_array_equal(*f(x), strict=True)
     assert compiled_traffic(collective, sizes, axis, (6, 3)) == sent(collective, (2, 3), 18)
     if kind(collective) != "reduce_scatter" and mover(collective) in ("ring", "two_rings"):
-        longer = on_blocks(lambda x: collective(x, axis, **options), {"x": 2, "y": 4}).lower(np.zeros((2, 4, 6, 3), np.float32))
+        longer = on_blocks(lambda x: collective(x, axis, **options), {"x": 2, "y": 4}).lower(
+            np.zeros((2, 4, 6, 3), np.float32)
+        )
         shorter = on_blocks(lambda x: collective(x, axis, **options), sizes).lower(x)
-        assert len({program.as_text().count("stablehlo.collective_permute") for program in (longer, shorter)}) == 1
+        assert (
+            len(
+                {
+                    program.as_text().count("stablehlo.collective_permute")
+                    for program in (longer, shorter)
+                }
+            )
+            == 1
+        )
 
 
 @pytest.mark.sweep(3)
@@ -371,27 +506,47 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
         parts = algorithm.reduce_scatter(ordered([x, 2 * x], total), ("x", "y"), tiled=True)
         return total, algorithm.all_gather(ordered(parts, parts), ("x", "y"), tiled=True)
 
-    assert hlo.unordered(on_blocks(body, {"x": 2, "y": 3}).lower(np.ones((2, 3, 6, 4), np.float32)).compile()) == []
+    assert (
+        hlo.unordered(
+            on_blocks(body, {"x": 2, "y": 3}).lower(np.ones((2, 3, 6, 4), np.float32)).compile()
+        )
+        == []
+    )
 
 
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
     """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
     monkeypatch.setattr(execute, "UNROLLED", 0)
-    for f, sizes, loops in ((torus.all_reduce, {"x": 2, "y": 2}, 4), (two_rings.all_reduce, {"x": 2, "y": 2}, 2)):
-        program = on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
-        assert program.count("stablehlo.while") == loops + 3  # and the guards: of both shares of the own block, and of the whole
+    for f, sizes, loops in (
+        (torus.all_reduce, {"x": 2, "y": 2}, 4),
+        (two_rings.all_reduce, {"x": 2, "y": 2}, 2),
+    ):
+        program = (
+            on_blocks(lambda x, f=f: f(x, ("x", "y")), sizes).lower(jnp.zeros((2, 2, 8))).as_text()
+        )
+        assert (
+            program.count("stablehlo.while") == loops + 3
+        )  # and the guards: of both shares of the own block, and of the whole
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if mover(f) == "two_rings"], ids=name)
+@pytest.mark.parametrize(
+    "collective", [f for f in COLLECTIVES if mover(f) == "two_rings"], ids=name
+)
 def test_two_rings_go_in_opposite_directions(collective):
     options = OPTIONS.get(kind(collective), {})
-    program = on_blocks(lambda x: collective(x, "x", **options), {"x": 4}).lower(jnp.zeros((4, 4, 6))).as_text()
+    program = (
+        on_blocks(lambda x: collective(x, "x", **options), {"x": 4})
+        .lower(jnp.zeros((4, 4, 6)))
+        .as_text()
+    )
     targets = re.findall(r"source_target_pairs = dense<\[\[0, (\d)\]", program)
     assert targets.count("1") == targets.count("3") == len(targets) / 2
 
 
-PERMUTE = re.compile(r"f32\[(?:1,)?(\d+)\]\S* collective-permute\(.*?source_target_pairs=\{\{(.*?)\}\}")
+PERMUTE = re.compile(
+    r"f32\[(?:1,)?(\d+)\]\S* collective-permute\(.*?source_target_pairs=\{\{(.*?)\}\}"
+)
 
 
 def test_the_slow_axis_carries_a_part():
@@ -400,7 +555,9 @@ def test_the_slow_axis_carries_a_part():
     f = on_blocks(lambda x: hierarchical.all_reduce(x, ("slow", "fast")), sizes)
     text = f.lower(jax.ShapeDtypeStruct((2, 4, 64), jnp.float32)).compile().as_text()
     slow = [f"{i},{(i + 4) % 8}" for i in range(8)]  # device i is (i // 4, i % 4)
-    elements = [int(size) for size, pairs in PERMUTE.findall(text) if sorted(pairs.split("},{")) == slow]
+    elements = [
+        int(size) for size, pairs in PERMUTE.findall(text) if sorted(pairs.split("},{")) == slow
+    ]
     assert elements == [8, 8]  # 64 elements / 4 fast devices / 2 slow ones: once out, once back
 
 
@@ -452,14 +609,23 @@ def test_twelve_devices(pytestconfig):
 
     One mesh a collective; three successive values of --seed take all.
     """
-    command, environment = [sys.executable, __file__, str(pytestconfig.option.seed)], os.environ | flags.of_users()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    command, environment = (
+        [sys.executable, __file__, str(pytestconfig.option.seed)],
+        os.environ | flags.of_users(),
+    )
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def on_twelve_devices(seed):
     jax.config.update("jax_num_cpu_devices", 12)
-    for setting, value in {"enable_x64": True, "numpy_dtype_promotion": "strict", "numpy_rank_promotion": "raise"}.items():
+    for setting, value in {
+        "enable_x64": True,
+        "numpy_dtype_promotion": "strict",
+        "numpy_rank_promotion": "raise",
+    }.items():
         jax.config.update(f"jax_{setting}", value)
     for number, collective in enumerate(COLLECTIVES, start=seed):
         fitting = [case for case in TWELVE if fits(collective, case[0])]
@@ -480,20 +646,32 @@ if __name__ == "__main__":
 MOVERS_OF_KEYS = [ring, halving, two_rings, direct]
 
 
-@pytest.mark.parametrize(("axis", "tiled"), [(0, True), (1, True), (0, False), (1, False), (-1, False)])
+@pytest.mark.parametrize(
+    ("axis", "tiled"), [(0, True), (1, True), (0, False), (1, False), (-1, False)]
+)
 @pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
 def test_random_keys_are_gathered_as_their_numbers(mover, axis, tiled):
     """As `lax.all_gather` gathers whole numbers of their shape; of keys that are not tiled JAX 0.10 cannot lower it."""
     numbers = jnp.arange(16, dtype=jnp.uint32).reshape(8, 2)
-    keys, world = jax.vmap(jax.vmap(jax.random.key))(numbers), mesh.make(x=4, devices=jax.devices()[:4])
+    keys, world = (
+        jax.vmap(jax.vmap(jax.random.key))(numbers),
+        mesh.make(x=4, devices=jax.devices()[:4]),
+    )
 
     def gathered(gather, x):
-        run = mesh.spmd(lambda x: gather(x, "x", axis=axis, tiled=tiled), mesh=world, in_specs=P("x"), out_specs=P("x"))
+        run = mesh.spmd(
+            lambda x: gather(x, "x", axis=axis, tiled=tiled),
+            mesh=world,
+            in_specs=P("x"),
+            out_specs=P("x"),
+        )
         return jax.jit(run)(x)
 
     expected = jax.vmap(jax.random.key)(gathered(lax.all_gather, numbers).reshape(-1))
     found = gathered(mover.all_gather, keys)
-    np.testing.assert_array_equal(jax.random.key_data(found).reshape(-1, 2), jax.random.key_data(expected))
+    np.testing.assert_array_equal(
+        jax.random.key_data(found).reshape(-1, 2), jax.random.key_data(expected)
+    )
     assert found.dtype == keys.dtype
 
 
@@ -501,8 +679,12 @@ def test_random_keys_are_gathered_as_their_numbers(mover, axis, tiled):
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 def test_random_keys_are_not_added(mover, name):
     world = mesh.make(x=4, devices=jax.devices()[:4])
-    run = mesh.spmd(lambda keys: getattr(mover, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P())
-    with pytest.raises(ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."):
+    run = mesh.spmd(
+        lambda keys: getattr(mover, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(
+        ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."
+    ):
         run(jax.random.split(jax.random.key(0), 4))
 
 
@@ -518,17 +700,28 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
         "all_gather": ({"tiled": True}, P("y")),
         "all_to_all": ({"split_axis": 0, "concat_axis": 0, "tiled": True}, P("y")),
     }[name]
-    world = jax.make_mesh((2, n), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: 2 * n])
+    world = jax.make_mesh(
+        (2, n), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: 2 * n]
+    )
     rows = jnp.arange(2.0 * n * n).reshape(2, n * n)
 
     def sent(x):
-        return jax.shard_map(lambda x: getattr(mover, name)(x, "y", **arguments), in_specs=P("y"), out_specs=out)(x)
+        return jax.shard_map(
+            lambda x: getattr(mover, name)(x, "y", **arguments), in_specs=P("y"), out_specs=out
+        )(x)
 
     def energy(x):
         return jnp.sum(jax.vmap(sent)(x) ** 2)
 
     alone = mesh.make(y=n, devices=jax.devices()[:n])
-    plain = jax.jit(mesh.spmd(lambda x: getattr(mover, name)(x, "y", **arguments), mesh=alone, in_specs=P("y"), out_specs=out))
+    plain = jax.jit(
+        mesh.spmd(
+            lambda x: getattr(mover, name)(x, "y", **arguments),
+            mesh=alone,
+            in_specs=P("y"),
+            out_specs=out,
+        )
+    )
     slope = jax.jit(jax.grad(lambda row: jnp.sum(plain(row) ** 2)))
     expected = jnp.stack([plain(row) for row in rows])
     slopes = jnp.stack([slope(row) for row in rows])

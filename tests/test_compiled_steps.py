@@ -18,7 +18,10 @@ def bench():
 
 def test_figures_are_of_rows_that_are_there(bench, tmp_path):
     """Each saved row can be compiled again, and takes the place of the old one."""
-    rows, names = bench.read(bench.FILE), [text.split()[0] for text in bench.ROWS.strip().splitlines()]
+    rows, names = (
+        bench.read(bench.FILE),
+        [text.split()[0] for text in bench.ROWS.strip().splitlines()],
+    )
     assert rows
     assert {row["row"] for row in rows} <= set(names)
     file = tmp_path / "steps.jsonl"
@@ -31,7 +34,11 @@ def test_figures_are_of_rows_that_are_there(bench, tmp_path):
 @pytest.mark.targets
 def test_local_work_does_not_grow(bench):
     """A minute of one core."""
-    (saved,) = [row for row in bench.read(bench.FILE) if (row["target"], row["row"]) == ("v5e:2x4", "psum_kernel")]
+    (saved,) = [
+        row
+        for row in bench.read(bench.FILE)
+        if (row["target"], row["row"]) == ("v5e:2x4", "psum_kernel")
+    ]
     (text,) = [text for text in bench.ROWS.strip().splitlines() if text.split()[0] == "psum_kernel"]
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         now = bench.figures(bench.compiled("v5e:2x4", text), text)

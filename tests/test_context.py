@@ -29,7 +29,9 @@ def dense(q, k, v, *, segments, causal=True):
     seen = segments[:, :, None] == segments[:, None, :]
     seen = seen & jnp.tril(jnp.ones((T, T), bool))[None] if causal else seen
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1), v)
+    return jnp.einsum(
+        "bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1), v
+    )
 
 
 def by_heads(axis, order):
@@ -97,7 +99,9 @@ def split_and_whole(way, n):
 def documents(T):
     """Of which document each token is: cuts anywhere, none, at each chunk's border, at each token; or numbers in any order."""
     borders = [[], list(range(0, T, CHUNK)), list(range(T))]
-    cuts = st.one_of(st.sampled_from(borders), st.lists(st.integers(0, T), max_size=6))  # twice at one place: an empty one
+    cuts = st.one_of(
+        st.sampled_from(borders), st.lists(st.integers(0, T), max_size=6)
+    )  # twice at one place: an empty one
     ids = cuts.map(lambda cuts: np.sum(np.arange(T) >= np.array(cuts)[:, None], axis=0))
     return st.one_of(ids, hnp.arrays(np.int32, T, elements=st.integers(0, 2))).map(np.int32)
 
@@ -109,12 +113,20 @@ def documents(T):
 @given(data=st.data())
 def test_equals_one_device(way, n, data):
     T, (H, G) = 2 * CHUNK * n, heads(way, n)
-    draw = lambda heads: data.draw(hnp.arrays(np.float64, (2, T, heads, WIDTH), elements=st.floats(-4, 4)))
+    draw = lambda heads: data.draw(
+        hnp.arrays(np.float64, (2, T, heads, WIDTH), elements=st.floats(-4, 4))
+    )
     q, k, v, ct = draw(H), draw(G), draw(G), draw(H)
     segments = np.stack([data.draw(documents(T)), data.draw(documents(T))])
     ours, plain = (f(q, k, v, segments, ct) for f in split_and_whole(way, n))
     # The terms of a sum are the measure: of values near 4, and for gradients products of three of them, over T tokens.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=reference.EXACT, atol=64 * reference.EXACT), ours, plain)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=reference.EXACT, atol=64 * reference.EXACT
+        ),
+        ours,
+        plain,
+    )
 
 
 @pytest.mark.sweep(20, "context")
@@ -148,7 +160,9 @@ def test_transformations(name):
 
     split = jax.jit(mesh.spmd(inside, mesh=over, in_specs=P(), out_specs=P(None, None, ("a", "b"))))
     ours = jax.tree.map(lambda x: context.joined(x, n, dim=2), split(q, k, v))
-    plain = jax.jit(jax.grad(functools.partial(loss, dense), argnums=(0, 1, 2)))(*map(jnp.asarray, (q, k, v)))
+    plain = jax.jit(jax.grad(functools.partial(loss, dense), argnums=(0, 1, 2)))(
+        *map(jnp.asarray, (q, k, v))
+    )
     reference.assert_close(ours, plain, reference.EXACT)
 
 
@@ -158,9 +172,13 @@ def products(jaxpr):
     for eqn in jaxpr.eqns:
         names.add(eqn.primitive.name)
         if eqn.primitive.name == "dot_general":
-            contracted = [eqn.invars[0].aval.shape[dim] for dim in eqn.params["dimension_numbers"][0][0]]
+            contracted = [
+                eqn.invars[0].aval.shape[dim] for dim in eqn.params["dimension_numbers"][0][0]
+            ]
             total += int(np.prod(eqn.outvars[0].aval.shape) * np.prod(contracted))
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 more, others = products(inner)
@@ -189,15 +207,24 @@ def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
     """The program of a value and its gradients, [2, T_X, 4, 8] with 2 heads of keys and `tokens` a device."""
 
     def body(q, k, v):
-        out, transposed = jax.vjp(functools.partial(context.attention, axis="context", order=order, kernel=kernel), q, k, v)
+        out, transposed = jax.vjp(
+            functools.partial(context.attention, axis="context", order=order, kernel=kernel),
+            q,
+            k,
+            v,
+        )
         return transposed(out)
 
     arrays = [jax.ShapeDtypeStruct((2, n * tokens, heads, 8), dtype) for heads in (4, 2, 2)]
-    return jax.jit(mesh.spmd(body, mesh=world(n), in_specs=SPEC, out_specs=SPEC)).trace(*arrays), arrays
+    return jax.jit(mesh.spmd(body, mesh=world(n), in_specs=SPEC, out_specs=SPEC)).trace(
+        *arrays
+    ), arrays
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("order", [context.zigzag, context.contiguous], ids=lambda order: order.__name__)
+@pytest.mark.parametrize(
+    "order", [context.zigzag, context.contiguous], ids=lambda order: order.__name__
+)
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_products_are_those_of_the_table(n, order):
     """Forward two products a block, backward five; one program for all devices, and nothing in it is conditional."""
@@ -223,19 +250,28 @@ def in_layers(n, documents):
     shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
     segments = shape(2, 2, T, dtype=jnp.int32) if documents else None
     gradients = mesh.spmd(
-        lambda q, keys, segments: jax.grad(functools.partial(loss, segments=segments), argnums=(0, 1))(q, keys),
+        lambda q, keys, segments: jax.grad(
+            functools.partial(loss, segments=segments), argnums=(0, 1)
+        )(q, keys),
         mesh=world(n),
         in_specs=(SPEC, each, each),
         out_specs=(SPEC, each),
     )
-    return jax.jit(gradients).lower(shape(2, T, 4, 8), (shape(2, 2, T, 2, 8),) * 2, segments).compile()
+    return (
+        jax.jit(gradients).lower(shape(2, T, 4, 8), (shape(2, 2, T, 2, 8),) * 2, segments).compile()
+    )
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("n", "documents"), [(2, True), (3, False), (4, True), (8, False)])
 def test_bytes_are_those_of_the_formula(n, documents):
     """Forward (n - 1) times a device's keys and values, and its segments; backward again, and as often their gradients."""
-    compiled, layers, keys, marks = in_layers(n, documents), 2, 2 * (2 * 16 * 2 * 8), documents * 2 * 16
+    compiled, layers, keys, marks = (
+        in_layers(n, documents),
+        2,
+        2 * (2 * 16 * 2 * 8),
+        documents * 2 * 16,
+    )
     assert " conditional(" not in compiled.as_text()
     (entry,) = certificate.read(compiled, world(n))
     assert (entry.kind, entry.axes, entry.unbounded) == ("collective-permute", ("context",), False)
@@ -247,7 +283,9 @@ def test_bytes_are_those_of_the_formula(n, documents):
 def largest(jaxpr):
     """The numbers of the largest array of a traced program."""
     own = max(int(np.prod(var.aval.shape)) for eqn in jaxpr.eqns for var in eqn.outvars)
-    return max([own, *(largest(jaxprs.opened(body)) for eqn in jaxpr.eqns for body in jaxprs.inner(eqn))])
+    return max(
+        [own, *(largest(jaxprs.opened(body)) for eqn in jaxpr.eqns for body in jaxprs.inner(eqn))]
+    )
 
 
 @pytest.mark.sweep(2)
@@ -263,9 +301,17 @@ def test_no_array_grows_with_the_square_of_the_tokens(way):
 
     def of(T):
         shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-        arrays = shape(2, T, H, WIDTH), (shape(3, 2, T, G, WIDTH),) * 2, jax.ShapeDtypeStruct((2, T), jnp.int32)
+        arrays = (
+            shape(2, T, H, WIDTH),
+            (shape(3, 2, T, G, WIDTH),) * 2,
+            jax.ShapeDtypeStruct((2, T), jnp.int32),
+        )
         specs = SPEC, P(None, None, "context"), SPEC
-        return largest(jax.make_jaxpr(mesh.spmd(gradients, mesh=world(n), in_specs=specs, out_specs=SPEC))(*arrays).jaxpr)
+        return largest(
+            jax.make_jaxpr(mesh.spmd(gradients, mesh=world(n), in_specs=specs, out_specs=SPEC))(
+                *arrays
+            ).jaxpr
+        )
 
     assert of(96) == 2 * of(48)
 
@@ -280,11 +326,19 @@ def test_memory_is_linear_in_tokens_and_shared_out():
     kernel, lengths = context.tiled(64), (2048, 4096, 8192, 16384)
     added = {}
     for n in (1, 2, 4, 8):
-        programs = [lowered(n, context.zigzag, jnp.float32, T // n, kernel)[0].lower().compile() for T in lengths]
+        programs = [
+            lowered(n, context.zigzag, jnp.float32, T // n, kernel)[0].lower().compile()
+            for T in lengths
+        ]
         sizes = [program.memory_analysis().temp_size_in_bytes for program in programs]
-        print(f"{n} devices, temporary MB for T = 2k, 4k, 8k, 16k:", *(f"{size / 1e6:.2f}" for size in sizes))
+        print(
+            f"{n} devices, temporary MB for T = 2k, 4k, 8k, 16k:",
+            *(f"{size / 1e6:.2f}" for size in sizes),
+        )
         added[n] = (sizes[3] - sizes[2]) / 8192
-        assert (sizes[2] - sizes[1]) / 4096 == pytest.approx(added[n], rel=0.25)  # of a square it would be half
+        assert (sizes[2] - sizes[1]) / 4096 == pytest.approx(
+            added[n], rel=0.25
+        )  # of a square it would be half
     one = added.pop(1)
     for n, bytes_a_token in added.items():
         assert one / n < bytes_a_token < 2.2 * one / n
@@ -293,22 +347,40 @@ def test_memory_is_linear_in_tokens_and_shared_out():
 @pytest.mark.long
 def test_the_error_in_bfloat16_does_not_grow_with_devices():
     T, draw = 256, np.random.default_rng(0).normal
-    arrays = [jnp.asarray(draw(size=(2, T, heads, 16))) for heads in (HEADS, 2, 2, HEADS)]  # q, k, v and the cotangent
+    arrays = [
+        jnp.asarray(draw(size=(2, T, heads, 16))) for heads in (HEADS, 2, 2, HEADS)
+    ]  # q, k, v and the cotangent
     whole, narrow = jnp.zeros((2, T), jnp.int32), [x.astype(jnp.bfloat16) for x in arrays]
     plain, errors = jax.tree.leaves(value_and_gradients(dense)(*arrays[:3], whole, arrays[3])), []
     for n in (1, 2, 4, 8):
         inside = value_and_gradients(functools.partial(context.attention, axis="context"))
         over = jax.jit(mesh.spmd(inside, mesh=world(n), in_specs=SPEC, out_specs=SPEC))
-        found = jax.tree.leaves(over(*[context.split(x, n) for x in (*narrow[:3], whole, narrow[3])]))
-        off = [context.joined(x, n).astype(jnp.float64) - y for x, y in zip(found, plain, strict=True)]
-        errors.append([float(jnp.linalg.norm(x) / jnp.linalg.norm(y)) for x, y in zip(off, plain, strict=True)])
+        found = jax.tree.leaves(
+            over(*[context.split(x, n) for x in (*narrow[:3], whole, narrow[3])])
+        )
+        off = [
+            context.joined(x, n).astype(jnp.float64) - y for x, y in zip(found, plain, strict=True)
+        ]
+        errors.append(
+            [
+                float(jnp.linalg.norm(x) / jnp.linalg.norm(y))
+                for x, y in zip(off, plain, strict=True)
+            ]
+        )
     for name, each in zip(("result", "dq", "dk", "dv"), zip(*errors, strict=True), strict=True):
-        print(f"relative error of {name} in bfloat16 for n = 1, 2, 4, 8:", *(f"{error:.2e}" for error in each))
-        assert max(each) < 1.1 * each[0] < 0.02  # a rounding to bfloat16 is 2^-9 = 0.002, and several lie in a row
+        print(
+            f"relative error of {name} in bfloat16 for n = 1, 2, 4, 8:",
+            *(f"{error:.2e}" for error in each),
+        )
+        assert (
+            max(each) < 1.1 * each[0] < 0.02
+        )  # a rounding to bfloat16 is 2^-9 = 0.002, and several lie in a row
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("order", [context.zigzag, context.contiguous, shuffled], ids=lambda order: order.__name__)
+@pytest.mark.parametrize(
+    "order", [context.zigzag, context.contiguous, shuffled], ids=lambda order: order.__name__
+)
 def test_split_gives_each_device_its_chunks_and_is_undone(n, order):
     size = 2
     T = size * context.chunks_of(order, n).size
@@ -316,7 +388,9 @@ def test_split_gives_each_device_its_chunks_and_is_undone(n, order):
     split = context.split(x, n, order=order)
     np.testing.assert_array_equal(context.joined(split, n, order=order), x)
     for chunks, mine in zip(order(n), np.split(np.asarray(split[0]), n), strict=True):
-        assert list(mine) == [place for chunk in chunks for place in range(chunk * size, (chunk + 1) * size)]
+        assert list(mine) == [
+            place for chunk in chunks for place in range(chunk * size, (chunk + 1) * size)
+        ]
 
 
 def test_each_device_knows_its_tokens():
@@ -325,13 +399,22 @@ def test_each_device_knows_its_tokens():
         return mine, context.positions(mine.shape[1], "context")
 
     x = np.arange(48).reshape(2, 24)
-    mine, places = jax.jit(mesh.spmd(body, mesh=world(4), in_specs=P(), out_specs=(SPEC, P("context"))))(x)
+    mine, places = jax.jit(
+        mesh.spmd(body, mesh=world(4), in_specs=P(), out_specs=(SPEC, P("context")))
+    )(x)
     np.testing.assert_array_equal(mine, context.split(x, 4))
     np.testing.assert_array_equal(places, context.split(np.arange(24), 4, dim=0))
 
 
 def attended(
-    n=2, q=(2, 8, 4, 2), k=(2, 8, 2, 2), *, segments=None, attend=context.attention, dtypes=(jnp.float32,) * 2, **options
+    n=2,
+    q=(2, 8, 4, 2),
+    k=(2, 8, 2, 2),
+    *,
+    segments=None,
+    attend=context.attention,
+    dtypes=(jnp.float32,) * 2,
+    **options,
 ):
     def body(q, k, segments):
         options_ = options if segments is None else {**options, "segments": segments}
@@ -365,14 +448,18 @@ ERRORS = {
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
     },
-    "for each of this device's tokens; got float32[2, 4].": {"segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)},
+    "for each of this device's tokens; got float32[2, 4].": {
+        "segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    },
     "context.ulysses: the 4 heads must divide by the 3 devices of 'context'.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
     "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 8": {
         **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2), "attend": through(context.gathered)}
     },
-    "An order needs each chunk once, and as many on each of 2 devices; got [[0], [0]].": {"order": lambda n: [[0]] * n},
+    "An order needs each chunk once, and as many on each of 2 devices; got [[0], [0]].": {
+        "order": lambda n: [[0]] * n
+    },
 }
 
 
@@ -387,8 +474,14 @@ def test_keys_that_nobody_picked_are_refused():
     over = mesh.make(tensor=2, context=2, devices=jax.devices()[:4])
     f = lambda q, k: context.attention(q, k, k, "context")
     specs = P(None, "context", "tensor"), P(None, "context")
-    q, k = jax.ShapeDtypeStruct((2, 8, 4, 2), jnp.float32), jax.ShapeDtypeStruct((2, 8, 2, 2), jnp.float32)
-    with pytest.raises(ValueError, match=re.escape("q, of 2 heads, differs along ['tensor'], and k, of 2, is the same there")):
+    q, k = (
+        jax.ShapeDtypeStruct((2, 8, 4, 2), jnp.float32),
+        jax.ShapeDtypeStruct((2, 8, 2, 2), jnp.float32),
+    )
+    with pytest.raises(
+        ValueError,
+        match=re.escape("q, of 2 heads, differs along ['tensor'], and k, of 2, is the same there"),
+    ):
         jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)
 
 
@@ -435,10 +528,17 @@ def test_a_mask_by_its_own_count_is_refused(attend):
     said = "context.gathered: attend ignores positions=, and masks by its own count of queries and keys, but the 8 queries of a"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         gathered_shape(attend)
-    assert gathered_shape(attend, n=1) == (2, 8, 4, 2)  # one device's own count is that of the sequence
+    assert gathered_shape(attend, n=1) == (
+        2,
+        8,
+        4,
+        2,
+    )  # one device's own count is that of the sequence
 
 
-@pytest.mark.parametrize("attend", [all_of_them, window_by_positions, functools.partial(context.blockwise, kernel=SMALL)])
+@pytest.mark.parametrize(
+    "attend", [all_of_them, window_by_positions, functools.partial(context.blockwise, kernel=SMALL)]
+)
 def test_attention_that_needs_no_count_is_not_refused(attend):
     assert gathered_shape(attend) == (2, 32, 4, 2)
 

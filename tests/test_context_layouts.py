@@ -24,8 +24,18 @@ from parallax.models import decoder, gpt2, llama, recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, BATCH = 5, 4
-SIZES = {"layers": 2, "heads": 4, "width": 16, "context": 16, "vocabulary": 61, "vocabulary_multiple": 8}
-KINDS = {"gpt2": (gpt2, gpt2.Config(**SIZES, dropout=0.1)), "llama": (llama, llama.Config(**SIZES, groups=2, hidden=24))}
+SIZES = {
+    "layers": 2,
+    "heads": 4,
+    "width": 16,
+    "context": 16,
+    "vocabulary": 61,
+    "vocabulary_multiple": 8,
+}
+KINDS = {
+    "gpt2": (gpt2, gpt2.Config(**SIZES, dropout=0.1)),
+    "llama": (llama, llama.Config(**SIZES, groups=2, hidden=24)),
+}
 
 
 def on(layout):
@@ -37,14 +47,19 @@ def check(layout, kind, mover=ring, **compute):
     module, config = KINDS[kind]
     config = dataclasses.replace(config, layers=max(config.layers, layout.stage * layout.chunks))
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module)
-    run = reference.gpt2_on(layout, on(layout), config, 0, STEPS, BATCH, kind=module, mover=mover, **compute)
+    run = reference.gpt2_on(
+        layout, on(layout), config, 0, STEPS, BATCH, kind=module, mover=mover, **compute
+    )
     reference.assert_same_run(run, plain)
 
 
 @pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("data=2,context=2,zero=2,microbatches=2", "gpt2"), ("context=2,stage=2,microbatches=2", "llama")],
+    [
+        ("data=2,context=2,zero=2,microbatches=2", "gpt2"),
+        ("context=2,stage=2,microbatches=2", "llama"),
+    ],
 )
 def test_a_context_axis_trains_as_one_device(text, kind):
     check(Layout.parse(text), kind)
@@ -59,20 +74,31 @@ def test_a_context_axis_trains_as_one_device(text, kind):
         ("data=2,context=2,tensor=2,zero=3,remat=products", "llama", ring),
         ("data=2,context=2,stage=2,microbatches=2,zero=3,remat=block", "gpt2", ring),
         ("data=2,context=2,stage=2,microbatches=2,zero=2", "llama", xla),
-        ("context=2,stage=2,tensor=2,microbatches=4,sequence=True,schedule=zero_bubble_lockstep", "gpt2", xla),
+        (
+            "context=2,stage=2,tensor=2,microbatches=4,sequence=True,schedule=zero_bubble_lockstep",
+            "gpt2",
+            xla,
+        ),
         ("context=2,stage=2,tensor=2,microbatches=2,remat=stage,split_sends=True", "llama", ring),
         ("context=4,tensor=2,sequence=True,zero=1,remat=attention", "gpt2", ring),
         ("context=8,zero=3", "llama", xla),
         ("data=2,context=2,stage=2,microbatches=2,chunks=2,zero=1", "gpt2", ring),
         ("context=2,stage=2,tensor=2,microbatches=2,chunks=2,sequence=True", "llama", xla),
-        ("data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble_lockstep,zero=1", "llama", ring),
+        (
+            "data=2,context=2,stage=2,microbatches=2,schedule=zero_bubble_lockstep,zero=1",
+            "llama",
+            ring,
+        ),
     ],
 )
 def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
     check(Layout.parse(text), kind, mover)
 
 
-ULYSSES, GATHERED = {"around": context.ulysses}, {"attend": context.blockwise, "around": context.gathered}
+ULYSSES, GATHERED = (
+    {"around": context.ulysses},
+    {"attend": context.blockwise, "around": context.gathered},
+)
 
 
 @pytest.mark.long
@@ -92,13 +118,28 @@ def test_with_other_attention(text, compute, mover):
 
 @pytest.mark.long
 @pytest.mark.sweep
-@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])  # each example compiles a program
+@settings(
+    max_examples=2, phases=[Phase.explicit, Phase.generate]
+)  # each example compiles a program
 @given(
-    sizes=st.sampled_from([(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 2, 2), (1, 4, 2, 1), (1, 4, 1, 2), (2, 4, 1, 1), (4, 2, 1, 1)]),
+    sizes=st.sampled_from(
+        [
+            (2, 2, 2, 1),
+            (2, 2, 1, 2),
+            (1, 2, 2, 2),
+            (1, 4, 2, 1),
+            (1, 4, 1, 2),
+            (2, 4, 1, 1),
+            (4, 2, 1, 1),
+        ]
+    ),
     microbatches=st.sampled_from([1, 2, 4]),
     chunks=st.sampled_from([1, 2]),
     words=st.fixed_dictionaries(
-        {name: st.sampled_from(validate.CHOICES[name]) for name in ("zero", "sequence", "remat", "split_sends")}
+        {
+            name: st.sampled_from(validate.CHOICES[name])
+            for name in ("zero", "sequence", "remat", "split_sends")
+        }
         | {
             "schedule": st.sampled_from(["one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep"])
         }  # those per stage refuse a ring in a stage
@@ -107,7 +148,12 @@ def test_with_other_attention(text, compute, mover):
 )
 def test_drawn_layouts_train_as_one_device(sizes, microbatches, chunks, words, kind):
     fields = dict(zip(("data", "context", "stage", "tensor"), sizes, strict=True))
-    fields = validate.DEFAULTS | fields | words | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
+    fields = (
+        validate.DEFAULTS
+        | fields
+        | words
+        | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
+    )
     fields |= validate.repaired(fields, {}, {})  # words that have nothing to act on
     check(Layout(**fields), kind, mover=xla)
 
@@ -119,9 +165,15 @@ def test_the_loss_to_evaluate_with_is_that_of_one_device():
     windows = reference.windows(config, 0, 0, BATCH)
     weights = np.random.default_rng(0).integers(0, 3, (BATCH, config.context)).astype(float)
     measure = decoder.loss_step(module.FAMILY, config, layout, on(layout))
-    placed = mesh.place(model, rules.specs(model, recipe.rules_of(module.FAMILY, layout)[0]), on(layout))
-    expected = module.loss(model, decoder.Batch(jnp.asarray(windows), None, jnp.asarray(weights / weights.mean())))
-    np.testing.assert_allclose(float(measure(placed, windows, weights)), float(expected), rtol=reference.EXACT)
+    placed = mesh.place(
+        model, rules.specs(model, recipe.rules_of(module.FAMILY, layout)[0]), on(layout)
+    )
+    expected = module.loss(
+        model, decoder.Batch(jnp.asarray(windows), None, jnp.asarray(weights / weights.mean()))
+    )
+    np.testing.assert_allclose(
+        float(measure(placed, windows, weights)), float(expected), rtol=reference.EXACT
+    )
 
 
 @pytest.mark.programs
@@ -131,7 +183,9 @@ def test_all_four_axes_on_sixteen_devices():
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SIXTEEN]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -154,12 +208,22 @@ def lowered(family, config, layout, **compute):
     """The step's program, not yet compiled."""
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(**compute)}
     prepared = decoder.train_step(family, config, optax.sgd(0.1), layout, on(layout), **options)
-    return prepared.train.lower(prepared.shapes, jax.ShapeDtypeStruct((BATCH, config.sizes["tokens"] + 1), "int32"))
+    return prepared.train.lower(
+        prepared.shapes, jax.ShapeDtypeStruct((BATCH, config.sizes["tokens"] + 1), "int32")
+    )
 
 
 REFUSED = {
-    "Bare's family has no `around`, so that a token would see those of its own device alone": (bare.FAMILY, bare.Config(), {}),
-    "context=2, and Compute has `attend` alone": (gpt2.FAMILY, KINDS["gpt2"][1], {"attend": gpt2.attention}),
+    "Bare's family has no `around`, so that a token would see those of its own device alone": (
+        bare.FAMILY,
+        bare.Config(),
+        {},
+    ),
+    "context=2, and Compute has `attend` alone": (
+        gpt2.FAMILY,
+        KINDS["gpt2"][1],
+        {"attend": gpt2.attention},
+    ),
     "the layers send nothing along ['context'], which splits their tokens": (
         dataclasses.replace(bare.FAMILY, around=context.causal),
         bare.Config(),
@@ -171,7 +235,10 @@ REFUSED = {
 def test_gathered_weights_are_no_attention():
     """ZeRO-3 sends along the axis too, weights that is."""
     family = dataclasses.replace(bare.FAMILY, around=context.causal)
-    with pytest.raises(ValueError, match=re.escape("the layers send nothing along ['context'], which splits their tokens")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("the layers send nothing along ['context'], which splits their tokens"),
+    ):
         lowered(family, bare.Config(), Layout(data=2, context=2, zero=3))
 
 

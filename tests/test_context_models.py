@@ -11,17 +11,38 @@ import pytest
 import reference
 from jax.sharding import PartitionSpec as P
 
-from parallax import context, cross_entropy, grads, mesh, pipeline, rules, schedule, sequence, tensor
+from parallax import (
+    context,
+    cross_entropy,
+    grads,
+    mesh,
+    pipeline,
+    rules,
+    schedule,
+    sequence,
+    tensor,
+)
 from parallax.collectives import ring
 from parallax.models import gpt2, llama
 
-CONFIG = gpt2.Config(layers=2, heads=4, width=16, context=16, vocabulary=61, vocabulary_multiple=8, dropout=0.1)
+CONFIG = gpt2.Config(
+    layers=2, heads=4, width=16, context=16, vocabulary=61, vocabulary_multiple=8, dropout=0.1
+)
 MODELS = {
     "gpt2": (gpt2, gpt2.GPT2, CONFIG),
     "llama": (  # one head of keys, which every device of the tensor axis has
         llama,
         llama.Llama,
-        llama.Config(layers=2, heads=4, groups=1, width=16, hidden=24, context=16, vocabulary=61, vocabulary_multiple=8),
+        llama.Config(
+            layers=2,
+            heads=4,
+            groups=1,
+            width=16,
+            hidden=24,
+            context=16,
+            vocabulary=61,
+            vocabulary_multiple=8,
+        ),
     ),
 }
 LAYOUTS = {  # the axes of the mesh; how layers join; who attends
@@ -33,14 +54,22 @@ LAYOUTS = {  # the axes of the mesh; how layers join; who attends
         sequence.joins,
         lambda attend: context.ulysses(attend, ring("context")),
     ),
-    "gathered": ({"data": 2, "context": 4}, tensor.joins, lambda attend: context.gathered(context.blockwise, ring("context"))),
+    "gathered": (
+        {"data": 2, "context": 4},
+        tensor.joins,
+        lambda attend: context.gathered(context.blockwise, ring("context")),
+    ),
 }
 
 
 def batch_of(weighted):
     draw = np.random.default_rng(0)
-    windows = jnp.asarray(draw.integers(0, CONFIG.vocabulary, (4, CONFIG.context + 1)).astype(np.int32))
-    weights = jnp.asarray(draw.integers(0, 3, (4, CONFIG.context)).astype(float)) if weighted else None
+    windows = jnp.asarray(
+        draw.integers(0, CONFIG.vocabulary, (4, CONFIG.context + 1)).astype(np.int32)
+    )
+    weights = (
+        jnp.asarray(draw.integers(0, 3, (4, CONFIG.context)).astype(float)) if weighted else None
+    )
     return gpt2.Batch(windows, jax.random.split(jax.random.key(1), 4), weights)
 
 
@@ -74,10 +103,14 @@ def test_gradients_equal_one_device(layout, of):
     if "stage" in axes:
         model, rule = chunked(model), rules_of("tensor", stage="stage")
         stages = family.stages(config, ring("stage"), t, joins=joins, attend=family.FAMILY.attend)
-        grad = pipeline.value_and_grad(*stages, schedule.one_f_one_b_lockstep(stages=2, microbatches=2), ring("stage"))
+        grad = pipeline.value_and_grad(
+            *stages, schedule.one_f_one_b_lockstep(stages=2, microbatches=2), ring("stage")
+        )
     else:
         rule = rules_of("tensor" if "tensor" in axes else ())
-        grad = grads.accumulated(jax.value_and_grad(functools.partial(family.loss, axis=t, joins=joins)), microbatches=2)
+        grad = grads.accumulated(
+            jax.value_and_grad(functools.partial(family.loss, axis=t, joins=joins)), microbatches=2
+        )
     grad = grads.summed(grad, ring("tensor")) if inner is sequence.joins else grad
     grad = grads.averaged(grad, ring(split))
 
@@ -89,14 +122,24 @@ def test_gradients_equal_one_device(layout, of):
     rows = P("data" if "data" in axes else None)
     run = jax.jit(mesh.spmd(inside, mesh=over, in_specs=(specs, rows), out_specs=(P(), specs)))
     loss, found = run(mesh.place(model, specs, over), batch_of(weighted))
-    found = eqx.tree_at(lambda m: m.blocks, found, jax.tree.map(lambda w: w[0], found.blocks)) if "stage" in axes else found
+    found = (
+        eqx.tree_at(lambda m: m.blocks, found, jax.tree.map(lambda w: w[0], found.blocks))
+        if "stage" in axes
+        else found
+    )
     np.testing.assert_allclose(float(loss), float(expected_loss), rtol=reference.EXACT)
     reference.assert_close(jax.device_get(found), jax.device_get(expected), reference.EXACT)
 
 
 ERRORS = {
-    "gpt2: attention_dropout=0.1 needs all tokens on a device; they are split over 2.": ({"attention_dropout": 0.1}, 16),
-    "context: 10 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 12": ({}, 10),
+    "gpt2: attention_dropout=0.1 needs all tokens on a device; they are split over 2.": (
+        {"attention_dropout": 0.1},
+        16,
+    ),
+    "context: 10 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 12": (
+        {},
+        10,
+    ),
 }
 
 
@@ -107,7 +150,9 @@ def test_refusals(message):
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     loss = functools.partial(gpt2.loss, joins=functools.partial(context.joins, context="context"))
     over = mesh.make(context=2, devices=jax.devices()[:2])
-    f = mesh.spmd(lambda *given: loss(*given)[None], mesh=over, in_specs=P(), out_specs=P("context"))
+    f = mesh.spmd(
+        lambda *given: loss(*given)[None], mesh=over, in_specs=P(), out_specs=P("context")
+    )
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(1), 2))
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(f, model, (jax.ShapeDtypeStruct((2, tokens + 1), jnp.int32), keys))

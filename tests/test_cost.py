@@ -58,7 +58,12 @@ def compiled(f, axes, shape, dtype="float32"):
     found = certificate.read(program, world)
     permutes = [entry for entry in found if entry.kind == "collective-permute"]
     others = [entry for entry in found if entry.kind != "collective-permute"]
-    return certificate.hops(program), sum(e.bytes for e in permutes), sum(e.count for e in permutes), others
+    return (
+        certificate.hops(program),
+        sum(e.bytes for e in permutes),
+        sum(e.count for e in permutes),
+        others,
+    )
 
 
 def assert_priced(f, call, axes, shape, nbytes, itemsize=4, dtype="float32"):
@@ -91,7 +96,9 @@ def fits(of, n):
 
 def layouts(among):
     chosen = [(of, kind, n) for of, kind in CASES for n in among if fits(of, n)]
-    return pytest.mark.parametrize(("of", "kind", "n"), chosen, ids=lambda value: str(value).replace(" ", ""))
+    return pytest.mark.parametrize(
+        ("of", "kind", "n"), chosen, ids=lambda value: str(value).replace(" ", "")
+    )
 
 
 @pytest.mark.sweep(25)
@@ -119,8 +126,13 @@ def scattered(collective):
 @pytest.mark.long
 def test_the_fold_is_the_program_on_many_devices(pytestconfig):
     """9 to 12 devices, and 20 of two axes: loops begin at 10. One case of 16 each time."""
-    command, environment = [sys.executable, __file__, str(pytestconfig.option.seed)], os.environ | flags.quick()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    command, environment = (
+        [sys.executable, __file__, str(pytestconfig.option.seed)],
+        os.environ | flags.quick(),
+    )
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -145,7 +157,13 @@ def test_the_others(n):
     assert_priced(send_next, send_next, axes, (7,), 28) if n > 1 else None
     assert_priced(ring.all_to_all, _dealt, axes, (n, 3), 12 * n)
     rows, inner, outer = n, 5, 3
-    assert_priced(matmul.all_gather_matmul, _with_weight(matmul.all_gather_matmul, (inner, outer)), axes, (2, inner), 8 * inner)
+    assert_priced(
+        matmul.all_gather_matmul,
+        _with_weight(matmul.all_gather_matmul, (inner, outer)),
+        axes,
+        (2, inner),
+        8 * inner,
+    )
     call = _with_weight(matmul.matmul_reduce_scatter, (inner, outer))
     assert_priced(matmul.matmul_reduce_scatter, call, axes, (rows, inner), 4 * rows * outer)
 
@@ -197,12 +215,20 @@ def test_buckets():
     packed = [sum(leaves[i].nbytes for i in bucket) for bucket in buckets.assigned(leaves, 128)]
     padded = [nbytes + -nbytes % (4 * 8) for nbytes in packed]
     call = lambda x, axis: sum(
-        map(jnp.sum, buckets.bucketed(ring(axis), nbytes=128).all_reduce([x[0] * leaf for leaf in leaves]))
+        map(
+            jnp.sum,
+            buckets.bucketed(ring(axis), nbytes=128).all_reduce([x[0] * leaf for leaf in leaves]),
+        )
     )
     price = cost.of_leaves(ring.all_reduce, padded, 8)
-    side_by_side = cost.of(ring.all_reduce, max(padded), 8).chain  # a bucket waits for the one before only where it packs
+    side_by_side = cost.of(
+        ring.all_reduce, max(padded), 8
+    ).chain  # a bucket waits for the one before only where it packs
     assert compiled(call, axes_of(8), (1,)) == exactly(price._replace(chain=side_by_side))
-    assert price.messages < cost.of_leaves(ring.all_reduce, [leaf.nbytes for leaf in leaves], 8).messages
+    assert (
+        price.messages
+        < cost.of_leaves(ring.all_reduce, [leaf.nbytes for leaf in leaves], 8).messages
+    )
 
 
 def test_numbers_of_the_literature():
@@ -213,8 +239,14 @@ def test_numbers_of_the_literature():
     assert cost.of(doubling.all_reduce, m, p) == Cost(10, 10 * m, 10 * m, 10, 10 * m, 10)
     assert cost.of(two_rings.all_reduce, m, p)[:2] == (2 * (p - 1), (p - 1) * m // p)
     assert cost.of(torus.all_reduce, m, (32, 32))[:2] == (4 * 31, (p - 1) * m // p)
-    assert cost.of(ring.all_reduce, m, p).reduced == cost.of(halving.all_reduce, m, p).reduced == (p - 1) * m // p
-    between = [r for r in cost.rounds(hierarchical.all_reduce, m, (128, 8)) if r.messages[0].step[0]]
+    assert (
+        cost.of(ring.all_reduce, m, p).reduced
+        == cost.of(halving.all_reduce, m, p).reduced
+        == (p - 1) * m // p
+    )
+    between = [
+        r for r in cost.rounds(hierarchical.all_reduce, m, (128, 8)) if r.messages[0].step[0]
+    ]
     assert cost.total(between).bytes == 2 * 127 * m // 8 // 128  # the slow link carries 1/8
 
 
@@ -222,7 +254,9 @@ def test_who_crosses_a_border():
     """DESIGN's example: of 16 devices in machines of 8, the blocks that leave a device's machine, on average, out of 15."""
 
     def crossing(of, n=16, g=8):
-        return sum(blocks for (i, j), blocks in of.table(n).traffic().items() if i // g != j // g) / n
+        return (
+            sum(blocks for (i, j), blocks in of.table(n).traffic().items() if i // g != j // g) / n
+        )
 
     assert [crossing(of) for of in (ring, halving, machines(8))] == [15 / 8, 10.625, 1]
 
@@ -233,17 +267,25 @@ def test_rounds_name_steps():
         Round(1, (Message(8, (2,)),), 8),
         Round(1, (Message(4, (1,)),), 4),
     )
-    assert cost.rounds(halving.reduce_scatter, 3 * 4, 3) == (  # the second block is sent as it was at first
+    assert cost.rounds(
+        halving.reduce_scatter, 3 * 4, 3
+    ) == (  # the second block is sent as it was at first
         Round(1, (Message(4, (2,)),), 4),
         Round(1, (Message(4, (1,)),), 4, waits=False),
     )
-    assert cost.rounds(torus.reduce_scatter, 12 * 4, (2, 3)) == (  # blocks of two numbers, one each way round the axes
+    assert cost.rounds(
+        torus.reduce_scatter, 12 * 4, (2, 3)
+    ) == (  # blocks of two numbers, one each way round the axes
         Round(1, (Message(12, (1, 0)), Message(8, (0, 1))), 20),
         Round(1, (Message(8, (0, 1)),), 8),
         Round(1, (Message(4, (0, 1)), Message(4, (1, 0))), 8),
-        Round(1, (Message(4, (0, 1)),), 4, waits=False),  # the first part has come as far as the second
+        Round(
+            1, (Message(4, (0, 1)),), 4, waits=False
+        ),  # the first part has come as far as the second
     )
-    assert cost.rounds(two_rings.all_gather, 12, 3) == (Round(2, (Message(8, (-1,)), Message(4, (1,)))),)
+    assert cost.rounds(two_rings.all_gather, 12, 3) == (
+        Round(2, (Message(8, (-1,)), Message(4, (1,)))),
+    )
 
 
 @pytest.mark.sweep
@@ -267,30 +309,45 @@ def test_seconds_and_the_fastest():
     assert cost.seconds(price, link) == pytest.approx(1e-6 + 4e-5 + 1e-3 + 1e-5)
     two_ways = Cost(hops=4, bytes=10**6, sent=2 * 10**6, messages=8)
     assert cost.seconds(two_ways, link._replace(one_port=True)) == pytest.approx(1e-6 + 8e-5 + 2e-3)
-    assert tuning.fastest(2**19, 8, link._replace(one_port=True)) is halving.all_reduce  # above, as many messages as a ring
+    assert (
+        tuning.fastest(2**19, 8, link._replace(one_port=True)) is halving.all_reduce
+    )  # above, as many messages as a ring
     assert tuning.fastest(64, 8, link) is doubling.all_reduce
     assert tuning.fastest(2**20, 8, link) in (halving.all_reduce, two_rings.all_reduce)
     assert tuning.fastest(2**30, 8, link) is two_rings.all_reduce
-    assert tuning.fastest(2**30, 8, link, among=[ring.all_reduce, doubling.all_reduce]) is ring.all_reduce
+    assert (
+        tuning.fastest(2**30, 8, link, among=[ring.all_reduce, doubling.all_reduce])
+        is ring.all_reduce
+    )
     assert tuning.fastest(2**30, (4, 2), link) in (torus.all_reduce, two_rings.all_reduce)
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"needs a function that has a table of messages; got .*sin.* such as ring\.all_reduce"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs a function that has a table of messages; got .*sin.* such as ring\.all_reduce",
+    ):
         cost.of(jnp.sin, 4, 2)
     with pytest.raises(ValueError, match="7 bytes are no whole number of items of 4 bytes"):
         cost.of(ring.all_reduce, 7, 2)
-    assert cost.of(functools.partial(ring.all_reduce, axis_name="x"), 8, 2) == cost.of(ring.all_reduce, 8, 2)
+    assert cost.of(functools.partial(ring.all_reduce, axis_name="x"), 8, 2) == cost.of(
+        ring.all_reduce, 8, 2
+    )
 
 
 def test_wrong_programs_are_told():
     """A prediction for one function is told from the program of another."""
     world = mesh.make(x=8)
-    program = jax.jit(mesh.spmd(lambda x: ring.all_reduce(x, "x"), mesh=world, in_specs=(P("x"),), out_specs=P()))
+    program = jax.jit(
+        mesh.spmd(lambda x: ring.all_reduce(x, "x"), mesh=world, in_specs=(P("x"),), out_specs=P())
+    )
     entries = certificate.read(program.lower(np.ones((8, 16), np.float32)).compile(), world)
     assert certificate.differences(entries, {"x": cost.of(ring.all_reduce, 64, 8)}) == []
     told = certificate.differences(entries, {"x": cost.of(halving.all_reduce, 64, 8)})
-    assert [sentence.split(" were")[0] for sentence in told] == ["along x: 6 collectives", "along x: 6 hops in a row"]
+    assert [sentence.split(" were")[0] for sentence in told] == [
+        "along x: 6 collectives",
+        "along x: 6 hops in a row",
+    ]
 
 
 if __name__ == "__main__":

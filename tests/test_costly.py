@@ -12,7 +12,9 @@ def test_they_add_up_to_the_compute_of_the_replay(kind):
     """But for what the replay runs beside others: at most a tenth."""
     here = machine(kind)
     found = costly.instructions(text(kind), here.rates)
-    assert [each.seconds for each in found] == sorted((each.seconds for each in found), reverse=True)
+    assert [each.seconds for each in found] == sorted(
+        (each.seconds for each in found), reverse=True
+    )
     total = sum(each.seconds for each in found)
     replayed = timeline.of(text(kind), here, dict(Layout(data=4, tensor=2).axes)).compute
     assert replayed <= total * (1 + 1e-9)

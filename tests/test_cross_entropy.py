@@ -70,12 +70,20 @@ def blocked(layout, mover, wrap=lambda f: f):
     @wrap
     def loss(x, table, targets):
         x = tensor.enter(jnp.tanh(x), **parallel)  # something to differentiate in front
-        return cross_entropy.mean(x, table, targets, vocabulary=VOCABULARY, block_tokens=block_tokens, **parallel)
+        return cross_entropy.mean(
+            x, table, targets, vocabulary=VOCABULARY, block_tokens=block_tokens, **parallel
+        )
 
     def body(x, table, targets):
-        value, (dx, dtable) = jax.value_and_grad(lambda *weights: 3 * loss(*weights, targets), argnums=(0, 1))(x, table)
+        value, (dx, dtable) = jax.value_and_grad(
+            lambda *weights: 3 * loss(*weights, targets), argnums=(0, 1)
+        )(x, table)
         n = lax.axis_size("data")
-        return lax.pmean(value, "data"), (dx / n, dtable / n), lax.pmean(loss(x, table, targets), "data")
+        return (
+            lax.pmean(value, "data"),
+            (dx / n, dtable / n),
+            lax.pmean(loss(x, table, targets), "data"),
+        )
 
     return over(layout, body, (P("data"), P("V"), P("data")), (P(), (P("data"), P("V")), P()))
 
@@ -88,7 +96,9 @@ def plain_loss(x, table, targets):
 @jax.jit
 def plain(x, table, targets):
     loss = lambda x, table: plain_loss(jnp.tanh(x), table, targets)
-    return *jax.value_and_grad(lambda *weights: 3 * loss(*weights), argnums=(0, 1))(x, table), loss(x, table)
+    return *jax.value_and_grad(lambda *weights: 3 * loss(*weights), argnums=(0, 1))(x, table), loss(
+        x, table
+    )
 
 
 def plain_loss_of_all(x, table, targets):
@@ -98,14 +108,20 @@ def plain_loss_of_all(x, table, targets):
 def drawn(data):
     x = data.draw(hnp.arrays(np.float64, (B, T, D), elements=UNIT), label="x")
     table = data.draw(hnp.arrays(np.float64, (V, D), elements=UNIT), label="table")
-    targets = data.draw(hnp.arrays(np.int32, (B, T), elements=st.integers(0, VOCABULARY - 1)), label="targets")
+    targets = data.draw(
+        hnp.arrays(np.int32, (B, T), elements=st.integers(0, VOCABULARY - 1)), label="targets"
+    )
     return x, table, targets
 
 
 def near(result, expected):
     """Within rounding: of the loss to its size, of gradients to that of what softmax multiplies."""
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE),
+        result,
+        expected,
+    )
     np.testing.assert_array_equal(result[1][1][VOCABULARY:], 0)  # padding learns nothing
 
 
@@ -149,20 +165,32 @@ def test_as_the_head_of_a_pipeline(mover):
     axis = MOVERS[mover]("stage")
     draw = np.random.default_rng(0).normal
     params = Stages(draw(size=(V, D)), draw(size=(1, P_, D, D)))
-    x, targets = draw(size=(8, T, D)), np.random.default_rng(1).integers(0, VOCABULARY, (8, T)).astype(np.int32)
+    x, targets = (
+        draw(size=(8, T, D)),
+        np.random.default_rng(1).integers(0, VOCABULARY, (8, T)).astype(np.int32),
+    )
 
     def head(params, x, part):
         x = tensor.enter(pipeline.from_last(x, axis), axis)
-        return cross_entropy.mean(x, params.table, part[1], axis, vocabulary=VOCABULARY, block_tokens=4)
+        return cross_entropy.mean(
+            x, params.table, part[1], axis, vocabulary=VOCABULARY, block_tokens=4
+        )
 
     enter = lambda params, part: part[0]
     stage = lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
     grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b_lockstep(P_, M), axis)
     specs = Stages(P("stage"), P(None, "stage"))
-    run = mesh.spmd(grad, mesh=mesh.make(stage=P_, devices=jax.devices()[:P_]), in_specs=(specs, P()), out_specs=(P(), specs))
+    run = mesh.spmd(
+        grad,
+        mesh=mesh.make(stage=P_, devices=jax.devices()[:P_]),
+        in_specs=(specs, P()),
+        out_specs=(P(), specs),
+    )
 
     def whole(params):
-        return plain_loss(jnp.tanh(jnp.tanh(x @ params.blocks[0, 0]) @ params.blocks[0, 1]), params.table, targets)
+        return plain_loss(
+            jnp.tanh(jnp.tanh(x @ params.blocks[0, 0]) @ params.blocks[0, 1]), params.table, targets
+        )
 
     value, gradients = jax.jit(run)(params, (x, targets))
     expected, right = jax.jit(jax.value_and_grad(whole))(params)
@@ -174,7 +202,10 @@ def test_as_the_head_of_a_pipeline(mover):
 def test_narrow_inputs_have_wide_sums(dtype):
     """Products of narrow numbers, everything else in float32; gradients in the inputs' types."""
     rng = np.random.default_rng(0)
-    x, table = jnp.asarray(rng.normal(size=(2, 64, 32)), dtype), jnp.asarray(rng.normal(size=(V, 32)) / 4, dtype)
+    x, table = (
+        jnp.asarray(rng.normal(size=(2, 64, 32)), dtype),
+        jnp.asarray(rng.normal(size=(V, 32)) / 4, dtype),
+    )
     targets = rng.integers(0, V, (2, 64)).astype(np.int32)
     loss = functools.partial(cross_entropy.mean, axis=(), block_tokens=16)
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
@@ -186,14 +217,20 @@ def test_narrow_inputs_have_wide_sums(dtype):
     assert [g.dtype for g in gradients] == [x.dtype] * 2
     eps = float(jnp.finfo(dtype).eps)  # softmax less one-hot is rounded once, a gradient once more
     assert_close([g.astype(jnp.float32) for g in gradients], list(right), 2 * eps)
-    assert set(operands(run.lower(x, table, targets).as_text())) == {"bf16" if dtype == "bfloat16" else "f16"}
+    assert set(operands(run.lower(x, table, targets).as_text())) == {
+        "bf16" if dtype == "bfloat16" else "f16"
+    }
 
 
 TOKENS, WORDS, WIDTH = 1024, 4096, 64
 
 
 def shapes(dtype=jnp.float32):
-    sizes = [((4, TOKENS // 4, WIDTH), dtype), ((WORDS, WIDTH), dtype), ((4, TOKENS // 4), jnp.int32)]
+    sizes = [
+        ((4, TOKENS // 4, WIDTH), dtype),
+        ((WORDS, WIDTH), dtype),
+        ((4, TOKENS // 4), jnp.int32),
+    ]
     return [jax.ShapeDtypeStruct(*size) for size in sizes]
 
 
@@ -227,13 +264,20 @@ def test_sends_what_cross_entropy_sends_and_the_gradient_nothing():
     ops = hlo.collectives(run, *[jax.ShapeDtypeStruct(*size) for size in sizes])
     blocks = -(-tokens // block)
     sums = 2 * -(-tokens // blocks)
-    kinds = {kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}}
-    assert kinds == {"all-reduce": blocks * 8 * sums // 2, "collective-permute": blocks * 2 * (n - 1) * 8 * sums // n}
+    kinds = {
+        kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}
+    }
+    assert kinds == {
+        "all-reduce": blocks * 8 * sums // 2,
+        "collective-permute": blocks * 2 * (n - 1) * 8 * sums // n,
+    }
 
 
 def test_refusals():
     x, table, targets = jnp.ones((4, 2, D)), jnp.ones((V, D)), jnp.zeros((4, 2), jnp.int32)
-    with pytest.raises(ValueError, match=re.escape("cross_entropy.mean needs block_tokens of 1 or more; got 0.")):
+    with pytest.raises(
+        ValueError, match=re.escape("cross_entropy.mean needs block_tokens of 1 or more; got 0.")
+    ):
         cross_entropy.mean(x, table, targets, (), block_tokens=0)
     loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor")
     said = (
@@ -272,7 +316,9 @@ def weighted(layout):
 @jax.jit
 def plain_weighted(params, x, targets, weights):
     def loss(params):
-        every = jax.nn.log_softmax((jnp.tanh(params["scale"] * x) @ params["table"].T)[..., :VOCABULARY])
+        every = jax.nn.log_softmax(
+            (jnp.tanh(params["scale"] * x) @ params["table"].T)[..., :VOCABULARY]
+        )
         nats = -jnp.take_along_axis(every, jnp.clip(targets, 0)[..., None], -1)[..., 0]
         return jnp.sum(weights * nats) / jnp.sum(weights)
 
@@ -287,12 +333,22 @@ def test_a_weighted_mean_is_that_of_the_whole_batch(layout, data):
     """No mean of means: microbatches and devices have different sums of weights. Ignored targets may be anything."""
     x, table, targets = drawn(data)
     shape = targets.shape
-    weights = data.draw(hnp.arrays(np.float64, shape, elements=st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0])), label="weights")
+    weights = data.draw(
+        hnp.arrays(np.float64, shape, elements=st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0])),
+        label="weights",
+    )
     weights[data.draw(st.integers(0, B - 1)), 0] = 1.0
     targets = np.where(weights == 0, IGNORED, targets).astype(np.int32)
     params = {"scale": np.array(0.7), "table": table}
-    found, expected = weighted(layout)(params, x, targets, weights), plain_weighted(params, x, targets, weights)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE), found, expected)
+    found, expected = (
+        weighted(layout)(params, x, targets, weights),
+        plain_weighted(params, x, targets, weights),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=EXACT * SIZE),
+        found,
+        expected,
+    )
 
 
 @pytest.mark.sweep(3)
@@ -307,10 +363,14 @@ def test_a_target_outside_the_vocabulary_has_no_loss(layout, wrong):
     nats = tensor.cross_entropy(logits, jnp.asarray(targets), (), vocabulary=VOCABULARY)
     np.testing.assert_array_equal(np.isnan(nats), targets == wrong)
     weights = jnp.asarray(targets != wrong, jnp.float64)
-    kept = tensor.cross_entropy(logits, jnp.asarray(targets), (), weights=weights, vocabulary=VOCABULARY)
+    kept = tensor.cross_entropy(
+        logits, jnp.asarray(targets), (), weights=weights, vocabulary=VOCABULARY
+    )
     np.testing.assert_array_equal(kept, np.where(targets == wrong, 0, nats))
 
 
 def test_a_batch_without_weight_has_no_mean():
     assert np.isnan(cross_entropy.normalized(jnp.zeros(3), ())).all()
-    np.testing.assert_array_equal(cross_entropy.normalized(jnp.asarray([1, 0, 2], jnp.bfloat16), ()), np.float32([1, 0, 2]))
+    np.testing.assert_array_equal(
+        cross_entropy.normalized(jnp.asarray([1, 0, 2], jnp.bfloat16), ()), np.float32([1, 0, 2])
+    )

@@ -29,11 +29,15 @@ seeds = st.integers(0, 2**64 - 1)
 # Token files
 
 
-@pytest.mark.parametrize(("vocabulary", "item"), [(256, 2), (50_257, 2), (65_536, 2), (65_537, 4), (200_000, 4)])
+@pytest.mark.parametrize(
+    ("vocabulary", "item"), [(256, 2), (50_257, 2), (65_536, 2), (65_537, 4), (200_000, 4)]
+)
 def test_a_file_gives_back_what_was_written(tmp_path, vocabulary, item):
     tokens = np.array([0, vocabulary - 1, 7, 7], np.int64)
     data.write(tmp_path / "text.bin", tokens, vocabulary=vocabulary)
-    assert (tmp_path / "text.bin").read_bytes() == b"".join(int(token).to_bytes(item, "little") for token in tokens)
+    assert (tmp_path / "text.bin").read_bytes() == b"".join(
+        int(token).to_bytes(item, "little") for token in tokens
+    )
     back = data.read(tmp_path / "text.bin", vocabulary=vocabulary)
     assert isinstance(back, token_file.File)
     np.testing.assert_array_equal(back, tokens)
@@ -58,7 +62,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     [
         (np.array([1, 5, 10]), r"text\.bin: needed tokens from 0 to 9, got 10 at index 2"),
         (np.array([1, -5, 10]), r"text\.bin: needed tokens from 0 to 9, got -5 at index 1"),
-        (np.array([], int), r"text\.bin: needed one dim of one or more whole numbers, got int64\[0\]"),
+        (
+            np.array([], int),
+            r"text\.bin: needed one dim of one or more whole numbers, got int64\[0\]",
+        ),
     ],
 )
 def test_write_refuses(tmp_path, tokens, message):
@@ -91,11 +98,17 @@ def test_read_names_the_missing_file(tmp_path):
 def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, written, read):
     path = tmp_path / "text.bin"
     data.write(path, np.arange(200), vocabulary=written)
-    with pytest.raises(ValueError, match=rf"needed tokens of a vocabulary of {read}, the file was written with {written}\."):
+    with pytest.raises(
+        ValueError,
+        match=rf"needed tokens of a vocabulary of {read}, the file was written with {written}\.",
+    ):
         data.read(path, vocabulary=read)
     content, record = path.read_bytes(), tmp_path / "text.bin.json"
     path.write_bytes(content[:-4])
-    with pytest.raises(ValueError, match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json speaks of"):
+    with pytest.raises(
+        ValueError,
+        match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json speaks of",
+    ):
         data.read(path, vocabulary=written)
     path.write_bytes(content)
     whole = record.read_text()
@@ -156,7 +169,9 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
         (data.write, "text.bin"),
         (lambda path, tokens, **given: data.shards.write(path, [tokens], **given), "s"),
     ):
-        with pytest.raises(OSError, match=rf"{name}.*: the tokens were not written: No space left .* Make room") as refused:
+        with pytest.raises(
+            OSError, match=rf"{name}.*: the tokens were not written: No space left .* Make room"
+        ) as refused:
             write(tmp_path / name, np.arange(5), vocabulary=5)
         assert refused.value.errno == errno.ENOSPC
 
@@ -172,16 +187,26 @@ def test_split_holds_out_the_end(n, held_out):
     assert len(last) == int(n * held_out)
 
 
-@pytest.mark.parametrize(("n", "held_out"), [(100, 0.0), (100, 1.0), (100, -0.1), (100, math.nan), (9, 0.1), (0, 0.5)])
+@pytest.mark.parametrize(
+    ("n", "held_out"), [(100, 0.0), (100, 1.0), (100, -0.1), (100, math.nan), (9, 0.1), (0, 0.5)]
+)
 def test_split_refuses_an_empty_side(n, held_out):
-    with pytest.raises(ValueError, match=f"leaves tokens on both sides, got {held_out} of {n} tokens"):
+    with pytest.raises(
+        ValueError, match=f"leaves tokens on both sides, got {held_out} of {n} tokens"
+    ):
         data.split(np.arange(n), held_out)
 
 
 # Batches. The text is 0, 1, 2, ...: a token is its own place.
 
 
-@given(n=st.integers(2, 400), length=st.integers(1, 40), size=st.integers(1, 9), step=st.integers(0, 10**9), seed=seeds)
+@given(
+    n=st.integers(2, 400),
+    length=st.integers(1, 40),
+    size=st.integers(1, 9),
+    step=st.integers(0, 10**9),
+    seed=seeds,
+)
 @example(n=2, length=1, size=1, step=0, seed=0)
 def test_a_sequence_is_a_window_of_the_text(n, length, size, step, seed):
     assume(n > length)
@@ -198,7 +223,9 @@ def test_an_epoch_deals_every_window_once(n, length, epoch, seed):
     tokens, windows = np.arange(n), max(1, n // length - 1)
     starts = data.batch(tokens, seed=seed, step=epoch, size=windows, length=length)[:, 0]
     np.testing.assert_array_equal(np.sort(starts), starts.min() + length * np.arange(windows))
-    assert n - windows * length - 1 < 2 * length  # less than two windows' tokens are left out of an epoch
+    assert (
+        n - windows * length - 1 < 2 * length
+    )  # less than two windows' tokens are left out of an epoch
 
 
 @given(
@@ -212,11 +239,20 @@ def test_processes_that_read_their_rows_make_the_global_batch(n, length, step, s
     tokens, size, each = np.arange(n), 12, 12 // processes
     whole = data.batch(tokens, seed=seed, step=step, size=size, length=length)
     parts = [
-        data.batch(tokens, seed=seed, step=step, size=size, length=length, rows=slice(r * each, (r + 1) * each))
+        data.batch(
+            tokens,
+            seed=seed,
+            step=step,
+            size=size,
+            length=length,
+            rows=slice(r * each, (r + 1) * each),
+        )
         for r in range(processes)
     ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
-    strided = data.batch(tokens, seed=seed, step=step, size=size, length=length, rows=slice(1, None, 5))
+    strided = data.batch(
+        tokens, seed=seed, step=step, size=size, length=length, rows=slice(1, None, 5)
+    )
     np.testing.assert_array_equal(strided, whole[1::5])
 
 
@@ -235,7 +271,9 @@ def test_a_batch_forgets_which_batches_came_before(steps, seed):
 
 def test_a_batch_size_regroups_the_same_sequences():
     def run(size, steps):
-        return np.concatenate([data.batch(np.arange(100), seed=5, step=s, size=size, length=7) for s in range(steps)])
+        return np.concatenate(
+            [data.batch(np.arange(100), seed=5, step=s, size=size, length=7) for s in range(steps)]
+        )
 
     np.testing.assert_array_equal(run(2, 30), run(6, 10))
     np.testing.assert_array_equal(run(2, 30), run(60, 1))
@@ -245,7 +283,9 @@ def test_seeds_and_epochs_differ_and_offsets_reach_both_ends():
     tokens = np.arange(1003)
     epochs = [data.batch(tokens, seed=1, step=e, size=99, length=10)[:, 0] for e in range(200)]
     assert len({tuple(starts) for starts in epochs}) == 200
-    assert {int(starts.min()) for starts in epochs} == set(range(13))  # spare = 1003 - 1 - 99 * 10 = 12
+    assert {int(starts.min()) for starts in epochs} == set(
+        range(13)
+    )  # spare = 1003 - 1 - 99 * 10 = 12
     other = data.batch(tokens, seed=2, step=0, size=99, length=10)[:, 0]
     assert tuple(other) not in {tuple(starts) for starts in epochs}
 
@@ -273,9 +313,15 @@ def test_tokens_may_lie_in_a_file(tmp_path):
         ({"step": -1}, "got .*step -1"),
         ({"size": 0}, "got .*size 0"),
         ({"length": 0}, "got .*length 0"),
-        ({"rows": slice(0, 5)}, r"rows must select some of the 4 sequences, got slice\(0, 5, None\).* within 0\.\.4"),
+        (
+            {"rows": slice(0, 5)},
+            r"rows must select some of the 4 sequences, got slice\(0, 5, None\).* within 0\.\.4",
+        ),
         ({"rows": slice(4, None)}, "rows must select some of the 4 sequences"),
-        ({"length": 20}, r"needs 21 tokens \(length 20 and the next one\), the text has 20\. .*a length up to 19"),
+        (
+            {"length": 20},
+            r"needs 21 tokens \(length 20 and the next one\), the text has 20\. .*a length up to 19",
+        ),
     ],
 )
 def test_batch_refuses(wrong, message):
@@ -287,18 +333,24 @@ def test_numbers_and_sources_may_be_numpys_or_lists():
     options = {"seed": 5, "step": 7, "size": 4, "length": 5}
     expected = data.batch(np.arange(20), **options)
     for kind in (np.int8, np.uint64, np.int64, np.array):
-        found = data.batch(list(range(20)), **{name: kind(value) for name, value in options.items()})
+        found = data.batch(
+            list(range(20)), **{name: kind(value) for name, value in options.items()}
+        )
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(("token", "kind"), [(2**31, np.uint32), (2**63, np.uint64), (-(2**31) - 1, np.int64)])
+@pytest.mark.parametrize(
+    ("token", "kind"), [(2**31, np.uint32), (2**63, np.uint64), (-(2**31) - 1, np.int64)]
+)
 def test_tokens_that_do_not_fit_are_refused(token, kind):
     tokens = np.full(20, token, kind)
     for make in (
         lambda: data.batch(tokens, seed=0, step=0, size=4, length=5),
         lambda: next(data.held_out_batches(tokens, size=2, length=5)),
     ):
-        with pytest.raises(ValueError, match=f"tokens that fit int32, as devices hold them, got {token}"):
+        with pytest.raises(
+            ValueError, match=f"tokens that fit int32, as devices hold them, got {token}"
+        ):
             make()
 
 
@@ -307,15 +359,26 @@ def test_marks_of_what_is_ignored_go_through():
     assert (data.batch(tokens, seed=0, step=0, size=4, length=5) == -100).any()
 
 
-@given(n=st.integers(2, 300), size=st.integers(1, 6), length=st.integers(1, 20), limit=st.none() | st.integers(1, 5))
+@given(
+    n=st.integers(2, 300),
+    size=st.integers(1, 6),
+    length=st.integers(1, 20),
+    limit=st.none() | st.integers(1, 5),
+)
 def test_held_out_batches_walk_the_text_in_order(n, size, length, limit):
     assume(n > size * length)
-    got = list(data.held_out_batches(np.arange(n, dtype=np.uint16), size=size, length=length, limit=limit))
+    got = list(
+        data.held_out_batches(np.arange(n, dtype=np.uint16), size=size, length=length, limit=limit)
+    )
     whole = (n - 1) // (size * length)
     assert len(got) == (whole if limit is None else min(whole, limit))
     assert {(part.shape, part.dtype) for part in got} == {((size, length + 1), np.dtype(np.int32))}
-    np.testing.assert_array_equal(np.concatenate(got)[:, :-1].ravel(), np.arange(len(got) * size * length))
-    np.testing.assert_array_equal(np.concatenate(got)[:, 1:].ravel(), 1 + np.arange(len(got) * size * length))
+    np.testing.assert_array_equal(
+        np.concatenate(got)[:, :-1].ravel(), np.arange(len(got) * size * length)
+    )
+    np.testing.assert_array_equal(
+        np.concatenate(got)[:, 1:].ravel(), 1 + np.arange(len(got) * size * length)
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,13 +422,16 @@ def test_any_tokens_decode(tokenizer, data_):
 def test_decode_refuses_what_is_no_token(tokenizer, bad):
     bad = tokenizer.vocabulary if bad == "vocabulary" else bad
     with pytest.raises(
-        ValueError, match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} at index 1"
+        ValueError,
+        match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} at index 1",
     ):
         tokenizer.decode([0, bad])
 
 
 def test_half_a_pair_of_surrogates_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"half of a pair of surrogates, '.u[0-9a-f]{4}', at character 2\."):
+    with pytest.raises(
+        ValueError, match=r"half of a pair of surrogates, '.u[0-9a-f]{4}', at character 2\."
+    ):
         tokenizer.encode("ab\ud800c")
 
 
@@ -376,14 +442,27 @@ def test_a_million_blanks_are_encoded_or_refused(tokenizer, blank):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         return
     blanks = len(text) - 2
-    with pytest.raises(ValueError, match=rf"cannot encode .*: the longest run, at character 1, has {blanks}\. Shorten"):
+    with pytest.raises(
+        ValueError,
+        match=rf"cannot encode .*: the longest run, at character 1, has {blanks}\. Shorten",
+    ):
         tokenizer.encode(text)
 
 
 def test_known_tokens():
     gpt2 = data.gpt2_tokenizer(RANKS)
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("We'll  see:\n\n1984!").tolist() == [1135, 1183, 220, 766, 25, 198, 198, 28296, 0]
+    assert gpt2.encode("We'll  see:\n\n1984!").tolist() == [
+        1135,
+        1183,
+        220,
+        766,
+        25,
+        198,
+        198,
+        28296,
+        0,
+    ]
     assert gpt2.decode([50256]) == "<|endoftext|>"
     assert 50256 not in gpt2.encode("<|endoftext|>")
     assert data.bytes_tokenizer().encode("é").tolist() == [0xC3, 0xA9]
@@ -394,12 +473,16 @@ def test_a_damaged_vocabulary_is_refused(tmp_path):
     content = bytearray(RANKS.read_bytes())
     content[400_000] ^= 1
     (tmp_path / "gpt2.tiktoken").write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged.*needed sha256 306cd27f.*got .*of 835554 bytes.*Copy it again"):
+    with pytest.raises(
+        ValueError, match=r"damaged.*needed sha256 306cd27f.*got .*of 835554 bytes.*Copy it again"
+    ):
         data.gpt2_tokenizer(tmp_path / "gpt2.tiktoken")
 
 
 def test_a_missing_vocabulary_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"absent: needed GPT-2's ranks.*examples/data/gpt2\.tiktoken"):
+    with pytest.raises(
+        FileNotFoundError, match=r"absent: needed GPT-2's ranks.*examples/data/gpt2\.tiktoken"
+    ):
         data.gpt2_tokenizer(tmp_path / "absent")
 
 
@@ -426,8 +509,14 @@ def test_encode_file(tmp_path, tokenizer):
     ("content", "message"),
     [
         (b"", r"text\.txt: needed text, the file is empty"),
-        ("Grüße".encode("latin-1"), r"text\.txt: needed UTF-8, got byte 0xfc at offset 2 \(invalid start byte\)"),
-        ("Grüß".encode()[:-1], r"text\.txt: needed UTF-8, got byte 0xc3 at offset 4 \(unexpected end of data\)"),
+        (
+            "Grüße".encode("latin-1"),
+            r"text\.txt: needed UTF-8, got byte 0xfc at offset 2 \(invalid start byte\)",
+        ),
+        (
+            "Grüß".encode()[:-1],
+            r"text\.txt: needed UTF-8, got byte 0xc3 at offset 4 \(unexpected end of data\)",
+        ),
     ],
 )
 def test_encode_file_refuses(tmp_path, content, message):
@@ -455,7 +544,11 @@ def chance_after(train, vocabulary):
 
     def chance(v, w):
         followers = len({pair for pair in together if pair[0] == v})
-        return (together[v, w] + followers * alone(w)) / (first[v] + followers) if first[v] else alone(w)
+        return (
+            (together[v, w] + followers * alone(w)) / (first[v] + followers)
+            if first[v]
+            else alone(w)
+        )
 
     return chance
 
@@ -484,7 +577,9 @@ def test_chances_add_to_one(drawn):
     vocabulary, train, held_out = drawn
     train, before = np.array(train), held_out[0]
     one = sum(math.exp(-data.unigram(train, np.array([w]), vocabulary)) for w in range(vocabulary))
-    two = sum(math.exp(-data.bigram(train, np.array([before, w]), vocabulary)) for w in range(vocabulary))
+    two = sum(
+        math.exp(-data.bigram(train, np.array([before, w]), vocabulary)) for w in range(vocabulary)
+    )
     assert one == pytest.approx(1, rel=1e-12)
     assert two == pytest.approx(1, rel=1e-12)
 
@@ -507,7 +602,8 @@ def test_baselines_refuse(baseline):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "one", "two"), [("bytes", 2_724_836, 3.1949, 2.4860), ("gpt2", 557_297, 7.0145, 5.6497)]
+    ("name", "tokens", "one", "two"),
+    [("bytes", 2_724_836, 3.1949, 2.4860), ("gpt2", 557_297, 7.0145, 5.6497)],
 )
 def test_what_counting_predicts_of_the_shipped_text(name, tokens, one, two):
     tokenizer = TOKENIZERS[name]()
@@ -524,7 +620,9 @@ def test_what_counting_predicts_of_the_shipped_text(name, tokens, one, two):
     ids=lambda x: Path(x).name,
 )
 def test_the_licence_names_the_shipped_bytes(file, licence):
-    assert hashlib.sha256(file.read_bytes()).hexdigest() in (EXAMPLES / licence).read_text(encoding="utf-8")
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in (EXAMPLES / licence).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_how_the_shipped_text_was_made(tmp_path):
@@ -543,6 +641,8 @@ def test_how_the_shipped_text_was_made(tmp_path):
     for name in ("first", "second"):
         address = f"[Delivered at 9:04 p.m.]\n\n{name}\u00a0 one \n\n\n\n[Applause] stays [See APP Note.]\n\n"
         (tmp_path / "data" / "speeches" / f"{name}.txt").write_text(address, encoding="utf-8")
-    runpy.run_path(str(EXAMPLES / "make_state_of_the_union.py"))["main"](tmp_path, tmp_path / "made.txt")
+    runpy.run_path(str(EXAMPLES / "make_state_of_the_union.py"))["main"](
+        tmp_path, tmp_path / "made.txt"
+    )
     made = (tmp_path / "made.txt").read_text(encoding="utf-8")
     assert made == "first one\n\n[Applause] stays\n\nsecond one\n\n[Applause] stays\n"

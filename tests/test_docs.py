@@ -29,7 +29,14 @@ def in_a_process(*pages, folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "tests" / "doc_pages.py", *map(str, pages)]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False, encoding="utf-8"
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -52,7 +59,12 @@ def test_what_the_readme_shows_is_so():
     found = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
     programs = [text for text in found if text.startswith(("import", "from"))]
     for program in programs[1:]:
-        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=300)
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=True,
+            timeout=300,
+        )
     for fragment in set(found) - set(programs):
         exec(fragment, runpy.run_path(str(ROOT / "examples" / "pipeline.py")))
 
@@ -60,6 +72,12 @@ def test_what_the_readme_shows_is_so():
 @pytest.mark.programs
 def test_pictures_are_those_that_the_script_draws(tmp_path):
     command = [sys.executable, str(ROOT / "docs" / "pictures.py"), str(tmp_path)]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=300, capture_output=True)
+    subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}

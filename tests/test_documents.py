@@ -20,7 +20,14 @@ from parallax.layout import Layout
 from parallax.models import decoder, documents, gpt2, llama
 
 STEPS, BATCH, END = 3, 4, 7
-SIZES = {"layers": 2, "heads": 4, "width": 16, "context": 16, "vocabulary": 11, "vocabulary_multiple": 8}
+SIZES = {
+    "layers": 2,
+    "heads": 4,
+    "width": 16,
+    "context": 16,
+    "vocabulary": 11,
+    "vocabulary_multiple": 8,
+}
 KINDS = {
     "gpt2": (gpt2, gpt2.Config(**SIZES)),
     "llama": (llama, llama.Config(**SIZES, groups=2, hidden=24)),
@@ -59,14 +66,18 @@ def test_a_packed_window_computes_what_its_documents_do_alone(windows):
                 logits = np.asarray(alone(filled))[0, : len(document) - 1]
                 found.append(-jax.nn.log_softmax(logits)[np.arange(len(logits)), document[1:]])
     if found:
-        np.testing.assert_allclose(float(loss(windows)), np.mean(np.concatenate(found)), rtol=reference.EXACT)
+        np.testing.assert_allclose(
+            float(loss(windows)), np.mean(np.concatenate(found)), rtol=reference.EXACT
+        )
 
 
 def check(text, kind, **compute):
     layout, (module, config) = Layout.parse(text), KINDS[kind]
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module, apart=apart)
     over = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    run = reference.gpt2_on(layout, over, config, 0, STEPS, BATCH, kind=module, documents=ENDED, **compute)
+    run = reference.gpt2_on(
+        layout, over, config, 0, STEPS, BATCH, kind=module, documents=ENDED, **compute
+    )
     reference.assert_same_run(run, plain)
 
 
@@ -99,7 +110,10 @@ def test_attention_weights_dropped_within_documents():
     keys = jax.random.split(jax.random.key(1), 1)
     of_second = jnp.array([[0.0, 0.0, 0.0, 1.0, 1.0]])
     loss = lambda windows: gpt2.loss(
-        model, documents.apart(decoder.Batch(jnp.asarray(windows), keys, of_second), ENDED(jnp.asarray(windows)))
+        model,
+        documents.apart(
+            decoder.Batch(jnp.asarray(windows), keys, of_second), ENDED(jnp.asarray(windows))
+        ),
     )
     assert float(loss(windows)) == float(loss(other))
 
@@ -109,7 +123,11 @@ def test_attention_weights_dropped_within_documents():
 
 def test_layers_that_do_not_read_the_documents_are_refused():
     layout, config = Layout(data=2), bare.Config()
-    options = {"batch": BATCH, "key": jax.random.key(0), "compute": decoder.Compute(documents=ENDED)}
+    options = {
+        "batch": BATCH,
+        "key": jax.random.key(0),
+        "compute": decoder.Compute(documents=ENDED),
+    }
     over = mesh.make(**layout.axes, devices=jax.devices()[:2])
     prepared = decoder.train_step(bare.FAMILY, config, optax.sgd(0.1), layout, over, **options)
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), "int32")
@@ -119,5 +137,7 @@ def test_layers_that_do_not_read_the_documents_are_refused():
 
 @pytest.mark.parametrize("numbers", [np.zeros((2, 4), np.int32), np.zeros((2, 5), np.float32)])
 def test_numbers_that_do_not_fit_the_windows_are_refused(numbers):
-    with pytest.raises(ValueError, match=r"documents needs whole numbers of the windows' shape \[2, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"documents needs whole numbers of the windows' shape \[2, 5\]"
+    ):
         documents.apart(decoder.Batch(jnp.zeros((2, 5), jnp.int32)), jnp.asarray(numbers))

@@ -47,13 +47,19 @@ def test_text_holds_every_job_once_a_lane_and_stage(name):
     for line in lines:
         jobs = re.sub(r"^stage \d+ .", "", line).split()
         assert len(jobs) == table.ticks
-        assert len({job for job in jobs if job != "."}) == table.microbatches * table.chunks == table.ticks - jobs.count(".")
+        assert (
+            len({job for job in jobs if job != "."})
+            == table.microbatches * table.chunks
+            == table.ticks - jobs.count(".")
+        )
 
 
 def test_summary():
     told = "4 stages x 2 chunks, 8 microbatches: time 28.5, bubble 4.5 (16%), at most 5.5 microbatches in flight"
     assert draw.summary(SCHEDULES["interleaved"]) == told
-    assert draw.summary(one_f_one_b_lockstep(4, 16), 0, 0).startswith("4 stages, 16 microbatches: time 0, bubble 0, at most 7")
+    assert draw.summary(one_f_one_b_lockstep(4, 16), 0, 0).startswith(
+        "4 stages, 16 microbatches: time 0, bubble 0, at most 7"
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -67,19 +73,30 @@ def test_microbatches_in_flight_over_time_by_hand(tmp_path):
     schedule = one_f_one_b_lockstep(2, 2)
     spans = [(span.stage, span.lane, span.start, span.stop) for span in schedule.lockstep()]
     for stage, line in enumerate(draw.in_flight(schedule, tmp_path / "held.svg").splitlines()[1:]):
-        starts, stops = ([at[i] for at in spans if at[:2] == (stage, lane)] for lane, i in (("forward", 2), ("backward", 3)))
+        starts, stops = (
+            [at[i] for at in spans if at[:2] == (stage, lane)]
+            for lane, i in (("forward", 2), ("backward", 3))
+        )
         mean = (sum(stops) - sum(starts)) / schedule.makespan()
         assert line.split() == [str(stage), f"{schedule.in_flight[stage]:g}", f"{mean:.3g}"]
-    assert {"0", "1", "stage", "time, in units of the costs given"} <= set(svg_text(tmp_path / "held.svg"))
+    assert {"0", "1", "stage", "time, in units of the costs given"} <= set(
+        svg_text(tmp_path / "held.svg")
+    )
 
 
 def test_a_cost_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"needs costs above 0; got 0, 2 and 1. Give each job its time"):
+    with pytest.raises(
+        ValueError, match=r"needs costs above 0; got 0, 2 and 1. Give each job its time"
+    ):
         draw.in_flight(one_f_one_b_lockstep(2, 2), forward=0)
 
 
 def svg_text(path):
-    return [text for node in xml.etree.ElementTree.parse(path).iter() if (text := (node.text or "").strip())]
+    return [
+        text
+        for node in xml.etree.ElementTree.parse(path).iter()
+        if (text := (node.text or "").strip())
+    ]
 
 
 @pytest.mark.sweep(5)
@@ -92,7 +109,11 @@ def test_timeline(tmp_path, name):
     assert {"stage", "bubble", "in flight, at most"} <= set(words)
     assert any(word.startswith("time, in units") for word in words)
     assert any("(F)" in word for word in words)
-    assert any("(I)" in word for word in words) == any("(W)" in word for word in words) == (table.weight is not None)
+    assert (
+        any("(I)" in word for word in words)
+        == any("(W)" in word for word in words)
+        == (table.weight is not None)
+    )
     assert any("chunk 1" in word for word in words) == (table.chunks > 1)
     # Every box is labelled with its microbatch; the axes' numbers come on top.
     boxes = table.stages * table.chunks * len(table.lanes)
@@ -109,8 +130,12 @@ def test_narrow_boxes_have_no_label(tmp_path):
 
 
 def test_timeline_of_another_run(tmp_path):
-    draw.timeline(SCHEDULES["zero bubble"], tmp_path / "a.svg", backward=1, run=Schedule.asynchronous)
-    assert any("drawn here: time 25.5, bubble 1.5)" in word for word in svg_text(tmp_path / "a.svg"))
+    draw.timeline(
+        SCHEDULES["zero bubble"], tmp_path / "a.svg", backward=1, run=Schedule.asynchronous
+    )
+    assert any(
+        "drawn here: time 25.5, bubble 1.5)" in word for word in svg_text(tmp_path / "a.svg")
+    )
     late = functools.partial(Schedule.asynchronous, hop=1)
     draw.timeline(one_f_one_b_lockstep(2, 1), tmp_path / "b.svg", run=late)
     assert any("drawn here: time 8, bubble 5)" in word for word in svg_text(tmp_path / "b.svg"))
@@ -122,16 +147,28 @@ def test_trace(tmp_path, name):
     draw.trace(table, tmp_path / "trace.json", forward=1, backward=2, weight=3)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert processes == [f"{table.stages}-stage pipeline, {run}" for run in ("lockstep", "asynchronous")]
-    threads = [(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    assert processes == [
+        f"{table.stages}-stage pipeline, {run}" for run in ("lockstep", "asynchronous")
+    ]
+    threads = [
+        (event["pid"], event["tid"], event["args"]["name"])
+        for event in events
+        if event["name"] == "thread_name"
+    ]
     assert threads == [(p, s, f"stage {s}") for p in range(2) for s in range(table.stages)]
     for process, run in enumerate((table.lockstep, table.asynchronous)):
         drawn = [event for event in events if event["ph"] == "X" and event["pid"] == process]
         for event, span in zip(drawn, run(1, 2, 3), strict=True):
-            assert (event["tid"], event["cat"], event["ts"]) == (span.stage, span.lane, 1000 * span.start)
+            assert (event["tid"], event["cat"], event["ts"]) == (
+                span.stage,
+                span.lane,
+                1000 * span.start,
+            )
             assert event["ts"] + event["dur"] == pytest.approx(1000 * span.stop)
             assert event["args"] == {"microbatch": span.microbatch, "chunk": span.chunk}
-    assert {event["name"][0] for event in events if event["ph"] == "X"} == set("FIW" if table.weight is not None else "FB")
+    assert {event["name"][0] for event in events if event["ph"] == "X"} == set(
+        "FIW" if table.weight is not None else "FB"
+    )
 
 
 @pytest.mark.programs

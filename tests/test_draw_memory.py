@@ -75,21 +75,37 @@ ENTRY %main (n: s32[], y: f32[1,256]) -> f32[1,256] {
 def test_by_hand():
     life = buffers.read(STRAIGHT)
     assert life.live.tolist() == [1024, 2048, 2048, 1024]
-    assert life.phase.tolist() == [buffers.UNKNOWN, buffers.FORWARD, buffers.BACKWARD, buffers.UNKNOWN]
+    assert life.phase.tolist() == [
+        buffers.UNKNOWN,
+        buffers.FORWARD,
+        buffers.BACKWARD,
+        buffers.UNKNOWN,
+    ]
     assert sorted(life.peak) == [(1024, "f32[256] jit(f)/jvp()/rev"), (1024, "f32[256] reverse")]
 
 
 def test_an_update_in_place():
-    written = STRAIGHT.replace("reverse(%a), dimensions={0}", "dynamic-update-slice(%a, %row, %at)").replace(
-        "add(%a, %b)", "reverse(%b)"
+    written = STRAIGHT.replace(
+        "reverse(%a), dimensions={0}", "dynamic-update-slice(%a, %row, %at)"
+    ).replace("add(%a, %b)", "reverse(%b)")
+    written = written.replace(
+        "  %a =", "  %row = f32[8]{0} constant({...})\n  %at = s32[] constant(3)\n  %a ="
     )
-    written = written.replace("  %a =", "  %row = f32[8]{0} constant({...})\n  %at = s32[] constant(3)\n  %a =")
-    assert buffers.read(written).live.tolist() == [1024, 1024, 2048, 1024]  # a, b in its place, c beside it
+    assert buffers.read(written).live.tolist() == [
+        1024,
+        1024,
+        2048,
+        1024,
+    ]  # a, b in its place, c beside it
 
 
 def test_a_result_makes_room_until_it_is_written():
-    whole = STRAIGHT.replace("f32[1]{0} slice(%e), slice={[0:1]}", "f32[256]{0} reverse(%e), dimensions={0}")
-    assert buffers.read(whole).live.tolist() == [1024] * 4  # b lives where the result will be; a and c may not
+    whole = STRAIGHT.replace(
+        "f32[1]{0} slice(%e), slice={[0:1]}", "f32[256]{0} reverse(%e), dimensions={0}"
+    )
+    assert (
+        buffers.read(whole).live.tolist() == [1024] * 4
+    )  # b lives where the result will be; a and c may not
 
 
 def test_a_stack_fills_and_empties():
@@ -104,7 +120,9 @@ def test_what_is_donated_makes_room():
         return jnp.tanh(x @ w) @ w, jnp.zeros(())
 
     x, w = jnp.ones((512, 64)), jnp.ones((64, 64))
-    kept, given = (memory.of(jax.jit(f, donate_argnums=n).lower(x, w).compile()) for n in ((), (0,)))
+    kept, given = (
+        memory.of(jax.jit(f, donate_argnums=n).lower(x, w).compile()) for n in ((), (0,))
+    )
     assert kept.outputs - given.outputs == x.nbytes
     assert kept.arguments == given.arguments == x.nbytes + w.nbytes
 
@@ -117,12 +135,17 @@ def compiled():
         return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
 
     def train(weights, first, second, x):
-        gradients = ring.all_reduce(jax.grad(loss)(lax.pcast(weights, "data", to="varying"), x), "data")
+        gradients = ring.all_reduce(
+            jax.grad(loss)(lax.pcast(weights, "data", to="varying"), x), "data"
+        )
         first, second = 0.9 * first + 0.1 * gradients, 0.99 * second + 0.01 * gradients**2
         return weights - 1e-3 * first / (jnp.sqrt(second) + 1e-8), first, second
 
     devices = mesh.make(data=2, devices=jax.devices()[:2])
-    weights, x = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32), jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+    weights, x = (
+        jax.ShapeDtypeStruct((8, 128, 128), jnp.float32),
+        jax.ShapeDtypeStruct((1024, 128), jnp.float32),
+    )
     of = dict(mesh=devices, in_specs=(P(), P(), P(), P("data")), out_specs=(P(), P(), P()))
     mapped = jax.jit(mesh.spmd(train, **of), donate_argnums=(0, 1, 2))
     return mapped.lower(weights, weights, weights, x).compile()
@@ -163,7 +186,9 @@ def test_peak_of_gpt2(name):
     config = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=256)
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0))
+        prepared = decoder.train_step(
+            gpt2.FAMILY, config, optax.adamw(1e-3), layout, devices, batch=16, key=jax.random.key(0)
+        )
         windows = mesh.place(np.zeros((16, 65), np.int32), P("data"), devices)
         profile = memory.of(prepared.train.lower(prepared.shapes, windows).compile())
     near(profile)
@@ -189,7 +214,14 @@ def test_memory_in_words_and_as_a_picture(tmp_path):
     assert [line.split()[0] for line in lines[2:5]] == ["forward", "backward", "update"]
     assert lines[-1].startswith("before 16 steps: 3 MB to 3 MB in live arrays")
     words = svg_text(tmp_path / "a.svg")
-    assert {"forward", "backward", "update", "set aside, but empty", "arguments and results", "step"} <= set(words)
+    assert {
+        "forward",
+        "backward",
+        "update",
+        "set aside, but empty",
+        "arguments and results",
+        "step",
+    } <= set(words)
     assert words.count("MB on a device") == 2
     assert "16 steps" in words
     draw.memory(profile, tmp_path / "a.png")
@@ -217,7 +249,10 @@ class Reporting:
 
     def memory_stats(self):
         self.asked += 1
-        return {"bytes_in_use": 1_000_000 if self.asked <= 2 else 2_000_000, "peak_bytes_in_use": 3_000_000}
+        return {
+            "bytes_in_use": 1_000_000 if self.asked <= 2 else 2_000_000,
+            "peak_bytes_in_use": 3_000_000,
+        }
 
     def __str__(self):
         return "device 0"
@@ -230,14 +265,21 @@ def test_samples(tmp_path):
             while len(sampled.samples) < 3:
                 pass
             sampled.mark()
-    assert [used for _, used in sampled.samples] == [1_000_000, *[2_000_000] * (len(sampled.samples) - 1)]
+    assert [used for _, used in sampled.samples] == [
+        1_000_000,
+        *[2_000_000] * (len(sampled.samples) - 1),
+    ]
     assert sampled.peak == 3_000_000
     lines = draw.sampled(sampled, tmp_path / "a.svg").splitlines()
     assert lines[1].split()[-4:] == ["1", "MB", "2", "MB"]
     assert lines[-1] == "device 0: at most 3 MB since the process began"
-    assert {"seconds", "MB in use on device 0", "a step ends", "peak 3 MB"} <= set(svg_text(tmp_path / "a.svg"))
+    assert {"seconds", "MB in use on device 0", "a step ends", "peak 3 MB"} <= set(
+        svg_text(tmp_path / "a.svg")
+    )
 
 
 def test_a_device_that_does_not_report():
-    with pytest.raises(ValueError, match=r"needs a device that reports its memory, and .* does not. Take memory.of"):
+    with pytest.raises(
+        ValueError, match=r"needs a device that reports its memory, and .* does not. Take memory.of"
+    ):
         memory.Sampled(jax.devices()[0])

@@ -20,7 +20,9 @@ def test_a_step_of_8_billion_parameters_over_64_devices_is_what_its_plan_says():
     """A minute and a half of processor time; no array is made."""
     command = [sys.executable, str(ROOT / "tests" / "eight_billion.py")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=550, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     print(json.dumps(found, indent=2))

@@ -24,12 +24,16 @@ def recurrent(start, x):
 
 def loop(kind, x):
     body = lambda carry: (jnp.sin(carry[0]), carry[1] + 1)
-    run = lambda x: eqx.internal.while_loop(lambda carry: carry[1] < 4, body, (x, 0), max_steps=8, kind=kind)[0]
+    run = lambda x: eqx.internal.while_loop(
+        lambda carry: carry[1] < 4, body, (x, 0), max_steps=8, kind=kind
+    )[0]
     return jax.grad(lambda x: jnp.sum(run(x)))(x)
 
 
 def batch_norm(x):
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(WIDTH, axis_name="batch", mode="batch", dtype=jnp.float64)
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+        WIDTH, axis_name="batch", mode="batch", dtype=jnp.float64
+    )
     return jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)[0]
 
 
@@ -41,7 +45,9 @@ REFUSED = {
 }
 RIGHT = {
     "a loop from zeros of an input": lambda x: recurrent(jnp.zeros_like(x[0]), x),
-    "a loop from zeros that may differ": lambda x: recurrent(lax.pcast(jnp.zeros(WIDTH), "data", to="varying"), x),
+    "a loop from zeros that may differ": lambda x: recurrent(
+        lax.pcast(jnp.zeros(WIDTH), "data", to="varying"), x
+    ),
     "a bounded loop": functools.partial(loop, "bounded"),
     "dropout": lambda x: eqx.nn.Dropout(0.5)(x, key=jax.random.key(0)),
     "filter_checkpoint": eqx.filter_checkpoint(jnp.sin),
@@ -49,7 +55,10 @@ RIGHT = {
 
 
 def shape_of(mapped):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Equinox needs them
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # Equinox needs them
         return eqx.filter_eval_shape(mapped, jnp.ones((16, WIDTH)))
 
 
@@ -63,4 +72,6 @@ def test_pieces_that_do_not_run(piece):
 
 @pytest.mark.parametrize("piece", RIGHT)
 def test_pieces_that_run(piece):
-    shape_of(mesh.spmd(RIGHT[piece], mesh=mesh.make(data=8), in_specs=(P("data"),), out_specs=P("data")))
+    shape_of(
+        mesh.spmd(RIGHT[piece], mesh=mesh.make(data=8), in_specs=(P("data"),), out_specs=P("data"))
+    )

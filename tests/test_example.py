@@ -16,7 +16,15 @@ import pytest
 from parallax import schedule
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=4", "--evaluate-tokens=2048"]
+SMALL = [
+    "--layers=2",
+    "--width=32",
+    "--heads=2",
+    "--length=16",
+    "--steps=6",
+    "--evaluate-every=4",
+    "--evaluate-tokens=2048",
+]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
 
 
@@ -31,7 +39,13 @@ def environment(**variables: str) -> dict[str, str]:
 
 def start(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(*arguments), cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=600, check=False
+        command(*arguments),
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
@@ -65,7 +79,10 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
     folder, _ = finished
     before = files(folder)
     said = train(folder)
-    assert "out/gpt2 holds this run, and it is finished, after 6 steps. To train again, give --out another folder." in said
+    assert (
+        "out/gpt2 holds this run, and it is finished, after 6 steps. To train again, give --out another folder."
+        in said
+    )
     assert "model  " not in said
     assert files(folder) == before
 
@@ -76,7 +93,10 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
     ("arguments", "message"),
     [
         (["--seed=1"], "out/gpt2 holds another run, with seed=0 (here 1). Choose another --out"),
-        (["--steps=7", "--batch=32"], "holds another run, with batch=16 (here 32), steps=6 (here 7). Choose another --out"),
+        (
+            ["--steps=7", "--batch=32"],
+            "holds another run, with batch=16 (here 32), steps=6 (here 7). Choose another --out",
+        ),
         (["--out=out"], "out: needed an empty folder or that of a run, found other files"),
     ],
 )
@@ -95,7 +115,11 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, argum
 def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_path):
     """SIGTERM after the first step that is written down; then the same command, on another layout."""
     with subprocess.Popen(
-        command(*SMALL, "--checkpoint-every=2", "--devices=1"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        command(*SMALL, "--checkpoint-every=2", "--devices=1"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as running:
         while not (path := tmp_path / "out/gpt2/metrics.jsonl").exists() or not path.read_text():
             assert running.poll() is None
@@ -109,8 +133,12 @@ def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_pat
         assert told in said
     said = train(tmp_path, "--devices=2", "--data=1", "--tensor=2")
     assert f"out/gpt2: goes on after step {reached}\n" in said or reached == 6
-    for first, second in zip(losses(tmp_path / "out/gpt2"), losses(finished[0] / "out/gpt2"), strict=True):
-        assert [value or 0 for value in first] == pytest.approx([value or 0 for value in second], rel=2e-5)
+    for first, second in zip(
+        losses(tmp_path / "out/gpt2"), losses(finished[0] / "out/gpt2"), strict=True
+    ):
+        assert [value or 0 for value in first] == pytest.approx(
+            [value or 0 for value in second], rel=2e-5
+        )
     assert (tmp_path / "out/gpt2/sample.txt").exists()
 
 
@@ -123,7 +151,9 @@ def test_a_second_run_gives_the_same_losses(tmp_path):
     assert "before 6 steps: " in said
     assert (tmp_path / "out/gpt2/memory.png").exists()
     assert losses(tmp_path / "out/gpt2") == losses(tmp_path / "first")
-    assert (tmp_path / "out/gpt2/sample.txt").read_text() == (tmp_path / "first/sample.txt").read_text()
+    assert (tmp_path / "out/gpt2/sample.txt").read_text() == (
+        tmp_path / "first/sample.txt"
+    ).read_text()
     assert list(tmp_path.glob("out/gpt2/profile/**/*.xplane.pb"))
     assert list(tmp_path.glob("out/gpt2/tensorboard/events*"))
 
@@ -134,10 +164,19 @@ def test_metrics_hold_a_record_for_each_step(finished):
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "held_out" in record] == [4, 6]
     for record in records:
-        assert set(record) - {"held_out"} == {"step", "loss", "gradient_norm", "seconds", "tokens_per_second", "share"}
+        assert set(record) - {"held_out"} == {
+            "step",
+            "loss",
+            "gradient_norm",
+            "seconds",
+            "tokens_per_second",
+            "share",
+        }
         assert all(math.isfinite(value) and value > 0 for value in record.values())
         assert record["tokens_per_second"] == pytest.approx(16 * 16 / record["seconds"])
-    assert records[0]["loss"] == pytest.approx(math.log(256), abs=0.1)  # a fresh model knows nothing
+    assert records[0]["loss"] == pytest.approx(
+        math.log(256), abs=0.1
+    )  # a fresh model knows nothing
     assert records[-1]["loss"] < records[0]["loss"]
 
 
@@ -177,7 +216,9 @@ def test_the_plan_stands_before_the_first_step(finished):
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("name", "height", "width"), [("loss.png", 500, 900), ("schedule.png", 300, 900)])
+@pytest.mark.parametrize(
+    ("name", "height", "width"), [("loss.png", 500, 900), ("schedule.png", 300, 900)]
+)
 def test_the_pictures_are_pictures(finished, name, height, width):
     import matplotlib.image
 
@@ -191,7 +232,17 @@ def test_the_pictures_are_pictures(finished, name, height, width):
 def test_the_report_has_all_sections_and_pictures(finished):
     text = (finished[0] / "out/gpt2" / "report.html").read_text()
     headings = re.findall(r"<h2>(.*)</h2>", text)
-    assert headings == ["The run", "Losses", "Sample", "Mesh", "Timetable", "Traffic", "Certificate", "Memory", "Times"]
+    assert headings == [
+        "The run",
+        "Losses",
+        "Sample",
+        "Mesh",
+        "Timetable",
+        "Traffic",
+        "Certificate",
+        "Memory",
+        "Times",
+    ]
     assert text.count("<img ") == 6
 
 
@@ -210,9 +261,15 @@ def test_computes_the_same_run(otherwise, finished, tmp_path):
     schedule.to_csv(schedule.gpipe(2, 4), tmp_path / "mine.csv")
     printed = train(tmp_path, *OTHERWISE[otherwise].split(), "--out=other")
     if "auto" in OTHERWISE[otherwise]:
-        assert "data" in printed.split("model  ")[0]  # what was measured and chosen, before the plan
-    for other, eight in zip(losses(tmp_path / "other"), losses(finished[0] / "out/gpt2"), strict=True):
-        assert [value or 0 for value in other] == pytest.approx([value or 0 for value in eight], rel=2e-5)
+        assert (
+            "data" in printed.split("model  ")[0]
+        )  # what was measured and chosen, before the plan
+    for other, eight in zip(
+        losses(tmp_path / "other"), losses(finished[0] / "out/gpt2"), strict=True
+    ):
+        assert [value or 0 for value in other] == pytest.approx(
+            [value or 0 for value in eight], rel=2e-5
+        )
 
 
 @pytest.mark.programs
@@ -220,7 +277,9 @@ def test_computes_the_same_run(otherwise, finished, tmp_path):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_two_hundred_steps_in_short_numbers_end_as_in_float32(precision, full_precision, tmp_path):
-    assert held_out_after_200(tmp_path, f"--precision={precision}") == pytest.approx(full_precision, rel=0.02)
+    assert held_out_after_200(tmp_path, f"--precision={precision}") == pytest.approx(
+        full_precision, rel=0.02
+    )
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +317,15 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, size):
 def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
     assert done.returncode == 1
-    assert "error: step 4: the held-out loss is nan, so the model is lost. Lower --learning-rate (now 1e+30) and" in done.stderr
+    assert (
+        "error: step 4: the held-out loss is nan, so the model is lost. Lower --learning-rate (now 1e+30) and"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
-    assert [record["step"] for record in metrics(tmp_path / "out/gpt2") if "skipped" in record] == [2, 3]
+    assert [record["step"] for record in metrics(tmp_path / "out/gpt2") if "skipped" in record] == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.programs
@@ -272,7 +337,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
     assert "Now --learning-rate is 1e+30 and --skip-budget 1." in done.stderr
     assert "Traceback" not in done.stderr
     assert [record["step"] for record in metrics(tmp_path / "out/gpt2")] == [1, 2]
-    assert (tmp_path / "out/gpt2/checkpoints/00000003/manifest.json").exists()  # from which a larger budget goes on
+    assert (
+        tmp_path / "out/gpt2/checkpoints/00000003/manifest.json"
+    ).exists()  # from which a larger budget goes on
 
 
 MISTAKES = {
@@ -324,7 +391,9 @@ def small_model(folder: Path, vocabulary: int = 256) -> Path:
     from parallax.models.files import Origin
 
     origin = Origin((("eos_token_id", "10"),), '{"eos_token_id": 10}')
-    config = gpt2.Config(layers=4, heads=2, width=32, context=24, vocabulary=vocabulary, dropout=0.5, origin=origin)
+    config = gpt2.Config(
+        layers=4, heads=2, width=32, context=24, vocabulary=vocabulary, dropout=0.5, origin=origin
+    )
     gpt2.save(gpt2.GPT2(config, key=jax.random.key(3)), folder)
     return folder
 
@@ -353,14 +422,20 @@ def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_pa
     assert done.stdout.rstrip().endswith("holds the model.")
     assert "tokenizer" not in done.stdout.splitlines()[-1]  # bytes have no files of one
     first, begun = metrics(tmp_path / "out/gpt2")[0], gpt2.load(source)
-    train, _ = data.split(data.encode_file(ROOT / "examples/data/state_of_the_union.txt", data.bytes_tokenizer()))
+    train, _ = data.split(
+        data.encode_file(ROOT / "examples/data/state_of_the_union.txt", data.bytes_tokenizer())
+    )
     windows = jnp.asarray(data.batch(train, seed=0, step=0, size=16, length=16), jnp.int32)
-    assert first["loss"] == pytest.approx(float(gpt2.loss(begun, (windows, None))), rel=1e-5)  # float32, summed in another order
+    assert first["loss"] == pytest.approx(
+        float(gpt2.loss(begun, (windows, None))), rel=1e-5
+    )  # float32, summed in another order
     ended = gpt2.load(tmp_path / "out/gpt2/model")
     assert ended.config.origin == begun.config.origin
     for leaf in ("wte", "wpe"):
         one, other = (np.asarray(getattr(model, leaf)) for model in (begun, ended))
-        np.testing.assert_allclose(other, one, atol=1e-5)  # ten times what two steps of AdamW at that rate may change
+        np.testing.assert_allclose(
+            other, one, atol=1e-5
+        )  # ten times what two steps of AdamW at that rate may change
         assert (one != other).any()
 
 
@@ -368,7 +443,13 @@ def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_pa
 def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     import transformers
 
-    done = start(tmp_path, f"--from={small_model(tmp_path / 'source')}", *FROM, *SPLITS[0], HF_HUB_OFFLINE="1")
+    done = start(
+        tmp_path,
+        f"--from={small_model(tmp_path / 'source')}",
+        *FROM,
+        *SPLITS[0],
+        HF_HUB_OFFLINE="1",
+    )
     assert done.returncode == 0, done.stderr
     model, report = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "out/gpt2/model", output_loading_info=True, local_files_only=True
@@ -384,7 +465,10 @@ def test_what_the_example_leaves_loads_in_transformers(tmp_path):
         (["--layers=2"], "has its own sizes; got --layers too. Leave --layers out."),
         (["--model=small"], "has its own sizes; got --model too. Leave --model out."),
         (["--length=25"], "has a context of 24 tokens; got --length 25. Take --length 24"),
-        (["--tokenizer=gpt2"], "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another --tokenizer."),
+        (
+            ["--tokenizer=gpt2"],
+            "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another --tokenizer.",
+        ),
     ],
 )
 @pytest.mark.sweep(4)

@@ -57,13 +57,27 @@ class Layer(NamedTuple):
 
 LAYERS = {
     "data 8, k 1 of 8": Layer({"data": 8}, ("data",), "exchanged, ring", 8, Plain(1)),
-    "data 4 x tensor 2, k 2 of 4": Layer({"data": 4, "tensor": 2}, ("data",), "gathered, ring", 4, Plain(2), tensor="tensor"),
-    "data 2 x expert 4, k 4 of 16": Layer({"data": 2, "expert": 4}, ("expert",), "exchanged", 16, Plain(4, jax.nn.sigmoid, True)),
+    "data 4 x tensor 2, k 2 of 4": Layer(
+        {"data": 4, "tensor": 2}, ("data",), "gathered, ring", 4, Plain(2), tensor="tensor"
+    ),
+    "data 2 x expert 4, k 4 of 16": Layer(
+        {"data": 2, "expert": 4}, ("expert",), "exchanged", 16, Plain(4, jax.nn.sigmoid, True)
+    ),
     "data 4 x context 2, k 3 of 8": Layer(
-        {"data": 4, "context": 2}, ("data", "context"), "gathered", 8, Plain(3, jax.nn.sigmoid), sequence="context"
+        {"data": 4, "context": 2},
+        ("data", "context"),
+        "gathered",
+        8,
+        Plain(3, jax.nn.sigmoid),
+        sequence="context",
     ),
     "expert 4 x tensor 2, k 2 of 12": Layer(
-        {"expert": 4, "tensor": 2}, ("expert",), "ragged", 12, Plain(2, normalised=True), tensor="tensor"
+        {"expert": 4, "tensor": 2},
+        ("expert",),
+        "ragged",
+        12,
+        Plain(2, normalised=True),
+        tensor="tensor",
     ),
     "one device, k 2 of 8": Layer({"data": 8}, (), "gathered", 8, Plain(2)),
 }
@@ -73,12 +87,18 @@ LAYERS = {
 def compiled_layer(name):
     """Loss, statistics and gradients: split, and on one device."""
     case, (dispatch, mover) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
-    plain, split, tensor = case.plain, tuple(n for n in case.sizes if n != "tensor"), case.tensor or ()
+    plain, split, tensor = (
+        case.plain,
+        tuple(n for n in case.sizes if n != "tensor"),
+        case.tensor or (),
+    )
     hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
 
     def joins():
         shared = mover(tensor) if tensor else ()
-        return context.joins(shared, context=case.sequence) if case.sequence else tensor_joins(shared)
+        return (
+            context.joins(shared, context=case.sequence) if case.sequence else tensor_joins(shared)
+        )
 
     def loss(params, x):
         w, x = params["w"], x + jnp.sin(x @ params["before"])  # so that the cotangent of x is seen
@@ -93,14 +113,19 @@ def compiled_layer(name):
     specs = {"w": mixtures.layer_specs(case.axis or None, case.tensor), "before": P()}
     of = lambda f: jax.value_and_grad(f, has_aux=True)
     batch = P(tuple(n for n in split if n != case.sequence), case.sequence)
-    grad = on(mesh.make(**case.sizes), grads.averaged(of(loss), split), (specs, batch), (P(), specs))
+    grad = on(
+        mesh.make(**case.sizes), grads.averaged(of(loss), split), (specs, batch), (P(), specs)
+    )
     return grad, jax.jit(of(whole))
 
 
 @st.composite
 def routers(draw, count):
     """A router and its bias: any, with ties everywhere, with all tokens to one expert, with an expert that gets none."""
-    seed, kind = draw(st.integers(0, 10**6)), draw(st.sampled_from(["any", "ties", "some ties", "one", "none"]))
+    seed, kind = (
+        draw(st.integers(0, 10**6)),
+        draw(st.sampled_from(["any", "ties", "some ties", "one", "none"])),
+    )
     expert = draw(st.integers(0, count - 1))
     w = layer_of(count, seed)
     router, bias = np.array(w.router), np.zeros(count)
@@ -108,7 +133,11 @@ def routers(draw, count):
         router[:, : count if kind == "ties" else count // 2] = 0
     if kind in ("one", "none"):
         bias[expert] = 1e3 if kind == "one" else -1e3
-    return eqx.tree_at(lambda w: (w.router, w.bias), w, (jnp.asarray(router), jnp.asarray(bias))), kind, expert
+    return (
+        eqx.tree_at(lambda w: (w.router, w.bias), w, (jnp.asarray(router), jnp.asarray(bias))),
+        kind,
+        expert,
+    )
 
 
 @pytest.mark.sweep(6)
@@ -122,14 +151,19 @@ def test_one_layer_is_all_experts_on_all_tokens(name):
         (w, kind, expert), (split, whole) = drawn, compiled_layer(name)
         x = np.random.default_rng(seed).normal(size=(SEQUENCES, TOKENS, D))
         params = {"w": w, "before": mixtures.normal(seed, D, D)}
-        ((loss, told), gradients), ((plain, expected), plain_gradients) = split(params, x), whole(params, x)
+        ((loss, told), gradients), ((plain, expected), plain_gradients) = (
+            split(params, x),
+            whole(params, x),
+        )
         np.testing.assert_allclose(loss, plain, rtol=EXACT)
         assert_close(told, expected, EXACT)
         assert_close(gradients, plain_gradients, EXACT)
         assert told.dropped == 0
         assert not np.any(gradients["w"].bias)
         if kind in ("one", "none"):
-            np.testing.assert_allclose(told.load[expert], 1 / case.plain.k if kind == "one" else 0, rtol=1e-15)
+            np.testing.assert_allclose(
+                told.load[expert], 1 / case.plain.k if kind == "one" else 0, rtol=1e-15
+            )
 
     check()
 
@@ -148,11 +182,15 @@ def tight(name):
     dispatch, k = TIGHT[name][0], 2
 
     def layer(w, x):
-        y, told = experts.moe(x, w, "data", route=experts.top(k), dispatch=dispatch, compute=experts.blocks(size=4))
+        y, told = experts.moe(
+            x, w, "data", route=experts.top(k), dispatch=dispatch, compute=experts.blocks(size=4)
+        )
         return y, jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "data"), told)
 
     specs = mixtures.layer_specs("data")
-    return on(mesh.make(data=4, devices=jax.devices()[:4]), layer, (specs, P("data")), (P("data"), P()))
+    return on(
+        mesh.make(data=4, devices=jax.devices()[:4]), layer, (specs, P("data")), (P("data"), P())
+    )
 
 
 @pytest.mark.sweep(3)
@@ -194,16 +232,28 @@ EXPERT = ("expert",)
 CASES = {
     "data, accumulated by 2": Case({"data": 4}, microbatches=2, plain=Plain(1)),
     "data, accumulated by 4": Case({"data": 4}, dispatch="exchanged, ring", microbatches=4),
-    "data x expert": Case({"data": 2, "expert": 4}, EXPERT, "exchanged, ring", Plain(3, jax.nn.sigmoid, True), 16),
-    "data x expert, experts over both": Case({"data": 2, "expert": 4}, ("data", "expert"), "gathered, ring", count=8),
+    "data x expert": Case(
+        {"data": 2, "expert": 4}, EXPERT, "exchanged, ring", Plain(3, jax.nn.sigmoid, True), 16
+    ),
+    "data x expert, experts over both": Case(
+        {"data": 2, "expert": 4}, ("data", "expert"), "gathered, ring", count=8
+    ),
     "data x tensor": Case({"data": 4, "tensor": 2}, dispatch="exchanged"),
-    "data x expert x tensor": Case({"data": 2, "expert": 2, "tensor": 2}, EXPERT, "ragged", Plain(4), 8),
+    "data x expert x tensor": Case(
+        {"data": 2, "expert": 2, "tensor": 2}, EXPERT, "ragged", Plain(4), 8
+    ),
     "data x stage": Case({"data": 4, "stage": 2}, dispatch="exchanged, ring", microbatches=2),
     "data x stage, interleaved": Case({"data": 4, "stage": 2}, microbatches=4, chunks=2),
-    "data x expert x stage": Case({"data": 2, "expert": 2, "stage": 2}, EXPERT, "gathered, ring", Plain(3), 8, 2),
-    "expert x tensor x stage": Case({"expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged", Plain(2), 4, 2),
+    "data x expert x stage": Case(
+        {"data": 2, "expert": 2, "stage": 2}, EXPERT, "gathered, ring", Plain(3), 8, 2
+    ),
+    "expert x tensor x stage": Case(
+        {"expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged", Plain(2), 4, 2
+    ),
     "data, ZeRO": Case({"data": 4}, dispatch="exchanged, ring", zero=True),
-    "data x expert, ZeRO": Case({"data": 2, "expert": 4}, EXPERT, count=8, microbatches=2, zero=True),
+    "data x expert, ZeRO": Case(
+        {"data": 2, "expert": 4}, EXPERT, count=8, microbatches=2, zero=True
+    ),
 }
 STEPS, BATCH, DEPTH = 5, 32, 4
 
@@ -233,11 +283,19 @@ def alone(count, plain):
         choices = BATCH * TOKENS * plain.k
         fewer = choices - jnp.round(aux.stages.load * choices) * count  # whole numbers
         bias = lambda m: m["blocks"]["mixture"].bias
-        return eqx.tree_at(bias, model, bias(model) + 0.01 * jnp.sign(fewer)), optimizer, loss, aux, gradients
+        return (
+            eqx.tree_at(bias, model, bias(model) + 0.01 * jnp.sign(fewer)),
+            optimizer,
+            loss,
+            aux,
+            gradients,
+        )
 
     with jax.numpy_dtype_promotion("standard"):
         for number in range(STEPS):
-            model, optimizer, loss, aux, gradients = train(model, optimizer, mixtures.windows(number, BATCH))
+            model, optimizer, loss, aux, gradients = train(
+                model, optimizer, mixtures.windows(number, BATCH)
+            )
             for values, value in zip(found, (loss, aux, gradients), strict=False):
                 values.append(value)
     return found._replace(model=model)
@@ -247,7 +305,12 @@ def prepared(case):
     """The state and the step."""
     dispatch, mover = DISPATCHES[case.dispatch]
     tensor = tensor_joins(mover("tensor") if "tensor" in case.sizes else ())
-    hows = {"route": case.plain.route, "dispatch": dispatch, "compute": experts.blocks(size=8), "joins": tensor}
+    hows = {
+        "route": case.plain.route,
+        "dispatch": dispatch,
+        "compute": experts.blocks(size=8),
+        "joins": tensor,
+    }
     mixed = lambda x, w: experts.moe(x, w, mover(case.axis), **hows)
     own, where = functools.partial(mixtures.stage, mixed=mixed), lambda model: model["blocks"]
     split = tuple(name for name in ("data", "expert") if name in case.sizes)
@@ -258,16 +321,31 @@ def prepared(case):
     if stages := case.sizes.get("stage"):
         table = schedule.one_f_one_b_lockstep(stages, case.microbatches, case.chunks)
         options = {"blocks": where, "trainable": trainable}
-        grad = pipeline.value_and_grad(mixtures.enter, own, mixtures.head, table, mover("stage"), **options)
+        grad = pipeline.value_and_grad(
+            mixtures.enter, own, mixtures.head, table, mover("stage"), **options
+        )
         after = functools.partial(after, axis="stage", placement=table.placed)
     else:
-        grad = grads.accumulated(mixtures.grad_of(mixtures.loss_of(mixed)), microbatches=case.microbatches)
-    plain_rule = mixtures.rule_of(case.axis, *(name if name in case.sizes else None for name in ("stage", "tensor")))
+        grad = grads.accumulated(
+            mixtures.grad_of(mixtures.loss_of(mixed)), microbatches=case.microbatches
+        )
+    plain_rule = mixtures.rule_of(
+        case.axis, *(name if name in case.sizes else None for name in ("stage", "tensor"))
+    )
     rule, optimizer = plain_rule, OPTIMIZER
     if case.zero:
-        rule = rules.fsdp("data", size=case.sizes["data"], min_size=1, keep={"blocks.**": (0, 1)}, inside=plain_rule)
+        rule = rules.fsdp(
+            "data",
+            size=case.sizes["data"],
+            min_size=1,
+            keep={"blocks.**": (0, 1)},
+            inside=plain_rule,
+        )
         shares = rules.specs(eqx.filter_eval_shape(make_model), rule, world, batch_axes=split)
-        grad, optimizer = zero.reduce_scattered(grad, mover(split), shares), zero.sharded(OPTIMIZER, "data", shares)
+        grad, optimizer = (
+            zero.reduce_scattered(grad, mover(split), shares),
+            zero.sharded(OPTIMIZER, "data", shares),
+        )
     else:
         grad = grads.averaged(grad, mover(split))
     options = {"optimizer_rule": rule, "trainable": trainable, "batch_axes": split}
@@ -284,7 +362,11 @@ def regrouped(model, chunks):
 
 @pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if "stage" in case.sizes else name for name, case in CASES.items()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if "stage" in case.sizes else name
+        for name, case in CASES.items()
+    ],
 )
 def test_five_steps_of_a_decoder_are_those_of_one_device(name):
     check(CASES[name])
@@ -297,7 +379,9 @@ def check(case):
         for number in range(STEPS):
             state, info = train(state, mixtures.windows(number, BATCH))
             np.testing.assert_allclose(info.loss, plain.losses[number], rtol=EXACT)
-            layers = lambda aux: jax.tree.map(lambda leaf: np.asarray(leaf).reshape(DEPTH, *leaf.shape[2:]), aux)
+            layers = lambda aux: jax.tree.map(
+                lambda leaf: np.asarray(leaf).reshape(DEPTH, *leaf.shape[2:]), aux
+            )
             assert_close(layers(info.aux.stages), layers(plain.aux[number].stages), EXACT)
             assert_close(regrouped(state.optimizer.gradients, 1), plain.gradients[number], EXACT)
         assert not np.any(info.aux.stages.dropped)
@@ -315,21 +399,38 @@ def test_a_gradient_that_was_summed_twice_is_refused():
     def twice(model, batch):
         value, gradients = grad(model, batch)
         of = lambda g: g["blocks"]["mixture"].experts
-        return value, eqx.tree_at(of, gradients, jax.tree.map(lambda g: jax.lax.psum(g, "data"), of(gradients)))
+        return value, eqx.tree_at(
+            of, gradients, jax.tree.map(lambda g: jax.lax.psum(g, "data"), of(gradients))
+        )
 
     world = mesh.make(**case.sizes, devices=jax.devices()[:4])
     with jax.numpy_dtype_promotion("standard"):
         make_model = lambda: mixtures.decoder(case.count, DEPTH)
         trainable = mixtures.trained(eqx.filter_eval_shape(make_model))
-        state, specs = step.init(make_model, OPTIMIZER, mixtures.rule_of("data"), world, trainable=trainable)
-        with pytest.raises(ValueError, match=r"experts.gate differs along \['data'\], .* the gradients of different shards were"):
-            on(world, step.make(twice, OPTIMIZER), (specs, P("data")), (specs, P()))(state, mixtures.windows(0, BATCH))
+        state, specs = step.init(
+            make_model, OPTIMIZER, mixtures.rule_of("data"), world, trainable=trainable
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"experts.gate differs along \['data'\], .* the gradients of different shards were",
+        ):
+            on(world, step.make(twice, OPTIMIZER), (specs, P("data")), (specs, P()))(
+                state, mixtures.windows(0, BATCH)
+            )
 
 
 SIXTEEN = {
-    "four axes": Case({"data": 2, "expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged, ring", Plain(2), 4, 2),
+    "four axes": Case(
+        {"data": 2, "expert": 2, "tensor": 2, "stage": 2}, EXPERT, "exchanged, ring", Plain(2), 4, 2
+    ),
     "four axes, experts over two": Case(
-        {"data": 2, "expert": 2, "tensor": 2, "stage": 2}, ("data", "expert"), "gathered, ring", Plain(3), 8, 2, zero=True
+        {"data": 2, "expert": 2, "tensor": 2, "stage": 2},
+        ("data", "expert"),
+        "gathered, ring",
+        Plain(3),
+        8,
+        2,
+        zero=True,
     ),
 }
 
@@ -338,9 +439,23 @@ SIXTEEN = {
 @pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     """In a process of its own, set up by its environment, since models of the tests are made on import."""
-    settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}
-    environment = os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
+    settings = {
+        "NUM_CPU_DEVICES": "16",
+        "ENABLE_X64": "1",
+        "NUMPY_DTYPE_PROMOTION": "strict",
+        "NUMPY_RANK_PROMOTION": "raise",
+    }
+    environment = (
+        os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
+    )
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -377,9 +492,15 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
     arguments = layer_of(count), jnp.ones((n * sequences, TOKENS, D))
     by_device = jax.tree.map(lambda _: P("data"), specs, is_leaf=mesh.is_spec)
     for f, out in ((forward, P("data")), (vary(both), (P("data"), (by_device, P("data"))))):
-        program = jax.jit(mesh.spmd(f, mesh=world, in_specs=(specs, P("data")), out_specs=out)).lower(*arguments).compile()
+        program = (
+            jax.jit(mesh.spmd(f, mesh=world, in_specs=(specs, P("data")), out_specs=out))
+            .lower(*arguments)
+            .compile()
+        )
         entries = certificate.read(program, world)
-        assert {entry.kind for entry in entries} == {"all-to-all" if mover == xla else "collective-permute"}
+        assert {entry.kind for entry in entries} == {
+            "all-to-all" if mover == xla else "collective-permute"
+        }
         # An all-to-all's result has the own block too, which does not travel.
         found.append(sum(entry.bytes for entry in entries) * (n - 1 if mover == xla else n) // n)
     sent = dispatch.sent(sequences * TOKENS, D, k=k, experts=count, n=n, itemsize=8)
@@ -390,10 +511,14 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
 def test_an_all_to_all_pays_where_a_token_has_fewer_choices_than_there_are_devices(k, capacity):
     tokens, width, itemsize = 2048, 64, 2
     for n in (2, 4, 8, 16):
-        price = functools.partial(sent_by, tokens, width, k=k, experts=4 * n, n=n, itemsize=itemsize)
+        price = functools.partial(
+            sent_by, tokens, width, k=k, experts=4 * n, n=n, itemsize=itemsize
+        )
         gather, exchange = price(experts.gathered), price(experts.exchanged(capacity))
         assert gather == (n - 1) * tokens * width * itemsize
-        np.testing.assert_allclose(exchange, capacity * k * (n - 1) / n * tokens * width * itemsize, rtol=1e-2)
+        np.testing.assert_allclose(
+            exchange, capacity * k * (n - 1) / n * tokens * width * itemsize, rtol=1e-2
+        )
         assert (exchange < gather) == (min(capacity * k, n) < n)
 
 
@@ -405,7 +530,10 @@ def refused(message, *, w=None, x=None, specs=None, split=True, **options):
     options = {"route": experts.top(2), "axis": "data"} | options
     axis = options.pop("axis")
     run = on(
-        *(mesh.make(data=4, devices=jax.devices()[:4]), lambda w, x: experts.moe(x, w, axis, **options)[0]),
+        *(
+            mesh.make(data=4, devices=jax.devices()[:4]),
+            lambda w, x: experts.moe(x, w, axis, **options)[0],
+        ),
         *((specs or mixtures.layer_specs("data"), x_specs), x_specs),
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
@@ -419,12 +547,18 @@ def test_refusals():
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
-    refused("experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the first dim of gate", w=fewer)
+    refused(
+        "experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the first dim of gate",
+        w=fewer,
+    )
     refused(
         "experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=9. Take another k",
         route=experts.top(9),
     )
-    refused("experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=0", route=experts.top(0))
+    refused(
+        "experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=0",
+        route=experts.top(0),
+    )
     refused(
         "experts.moe: the tokens must differ along 'data', over which the experts are split, and x, float64[8, 6, 8], is the "
         "same along ['data']: the 4 devices would send the same tokens. Split the batch over that axis too",
@@ -448,10 +582,13 @@ def test_refusals():
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
         for capacity in (0.0, -1.0, math.nan):
             with pytest.raises(
-                ValueError, match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got"
+                ValueError,
+                match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got",
             ):
                 make(capacity)
-    with pytest.raises(ValueError, match=r"^experts\.blocks: a block needs 1 row or more; got size=0"):
+    with pytest.raises(
+        ValueError, match=r"^experts\.blocks: a block needs 1 row or more; got size=0"
+    ):
         experts.blocks(size=0)
 
 
@@ -459,7 +596,10 @@ def test_refusals():
 def test_experts_of_any_kind():
     """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
     count, k = 4, 2
-    make = lambda key: {"mlp": eqx.nn.MLP(D, D, 5, 1, jnp.tanh, dtype=mixtures.FLOAT64, key=key), "turn": jnp.arange(D)[::-1]}
+    make = lambda key: {
+        "mlp": eqx.nn.MLP(D, D, 5, 1, jnp.tanh, dtype=mixtures.FLOAT64, key=key),
+        "turn": jnp.arange(D)[::-1],
+    }
     stacked = eqx.filter_jit(eqx.filter_vmap(make))(jax.random.split(jax.random.key(0), count))
     w = experts.Mixture(mixtures.normal(1, D, count), stacked)
     x = mixtures.normal(2, 8, TOKENS, D)
@@ -474,16 +614,28 @@ def test_experts_of_any_kind():
         w = eqx.combine(trained, rest)
         scores = jax.nn.softmax(x @ w.router)
         mask = scores >= jnp.sort(scores, -1)[..., -k, None]
-        made = jnp.stack([one(expert_of(w.experts, i), x.reshape(-1, D)).reshape(x.shape) for i in range(count)], -1)
+        made = jnp.stack(
+            [one(expert_of(w.experts, i), x.reshape(-1, D)).reshape(x.shape) for i in range(count)],
+            -1,
+        )
         return jnp.mean(jnp.sin(jnp.einsum("btde,bte->btd", made, jnp.where(mask, scores, 0.0))))
 
-    expert_of = lambda tree, i: jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)
+    expert_of = lambda tree, i: jax.tree.map(
+        lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree
+    )
     trained, rest = eqx.partition(w, eqx.is_inexact_array)
-    specs = lambda tree: jax.tree.map(lambda leaf: P("data") if leaf.shape[0] == count else P(), eqx.filter(tree, eqx.is_array))
-    grad = lambda trained, rest, x: grads.averaged(lambda t, b: jax.value_and_grad(loss)(t, *b), "data")(trained, (rest, x))
+    specs = lambda tree: jax.tree.map(
+        lambda leaf: P("data") if leaf.shape[0] == count else P(), eqx.filter(tree, eqx.is_array)
+    )
+    grad = lambda trained, rest, x: grads.averaged(
+        lambda t, b: jax.value_and_grad(loss)(t, *b), "data"
+    )(trained, (rest, x))
     world = mesh.make(data=4, devices=jax.devices()[:4])
     split = on(world, grad, (specs(trained), specs(rest), P("data")), (P(), specs(trained)))
-    found, expected = split(trained, rest, x), eqx.filter_jit(jax.value_and_grad(whole))(trained, rest, x)
+    found, expected = (
+        split(trained, rest, x),
+        eqx.filter_jit(jax.value_and_grad(whole))(trained, rest, x),
+    )
     assert_close(found, expected, EXACT)
 
 
@@ -495,16 +647,25 @@ def sent_by(tokens, width, dispatch, **sizes):
 @pytest.mark.targets
 def test_a_ragged_exchange_compiles_for_a_tpu():
     """With its backward pass, under the replication check: four exchanges of rows, and one of expert numbers."""
-    w, specs = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)), mixtures.layer_specs("data")
+    w, specs = (
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)),
+        mixtures.layer_specs("data"),
+    )
     with jax.enable_x64(False):
         there = targets.target("v5e:2x4")
         world = mesh.make(devices=there.devices, data=8)
 
         def loss(w, x):
-            return jnp.mean(experts.moe(x, w, "data", route=experts.top(2), dispatch=experts.ragged(1.25))[0])
+            return jnp.mean(
+                experts.moe(x, w, "data", route=experts.top(2), dispatch=experts.ragged(1.25))[0]
+            )
 
         shapes = lambda tree, specs: jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh.shardings(spec, world)), tree, specs
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=mesh.shardings(spec, world)
+            ),
+            tree,
+            specs,
         )
         grad = mesh.spmd(
             *(grads.averaged(jax.value_and_grad(loss), "data"),),

@@ -19,7 +19,9 @@ from parallax.models.sampling import sampled
 from parallax.run.checkpoint import Checkpoints
 
 BATCH, KEY, CONFIG = 16, jax.random.key(0), bare.Config()
-OPTIMIZER = optax.adamw(1e-3, eps=1e-6)  # the eps of `reference.OPTIMIZER`, and why it is so large, is said there
+OPTIMIZER = optax.adamw(
+    1e-3, eps=1e-6
+)  # the eps of `reference.OPTIMIZER`, and why it is so large, is said there
 LAYOUTS = [
     Layout(data=2, tensor=4, microbatches=2, zero=2, sequence=True, remat="products"),
     Layout(data=4, tensor=2, zero=3, remat="attention"),
@@ -27,7 +29,16 @@ LAYOUTS = [
     Layout(data=4, stage=2, microbatches=2, chunks=2, zero=2, remat="stage"),
     Layout(data=2, stage=4, microbatches=2, zero=1, schedule="gpipe"),
     Layout(stage=4, tensor=2, microbatches=4, split_sends=True),
-    Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, sequence=True, remat="attention", schedule="zero_bubble_lockstep"),
+    Layout(
+        data=2,
+        stage=2,
+        tensor=2,
+        microbatches=4,
+        zero=2,
+        sequence=True,
+        remat="attention",
+        schedule="zero_bubble_lockstep",
+    ),
     Layout(data=2, tensor=2, stage=2, microbatches=2, sequence=True, remat="gathers"),
 ]
 
@@ -42,7 +53,9 @@ def on(layout):
 
 def prepared(layout, config=CONFIG, **compute):
     compute = decoder.Compute(**{"dtype": FLOAT64} | compute)
-    return decoder.train_step(bare.FAMILY, config, OPTIMIZER, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
+    return decoder.train_step(
+        bare.FAMILY, config, OPTIMIZER, layout, on(layout), batch=BATCH, key=KEY, compute=compute
+    )
 
 
 def trained(layout, state, train, steps):
@@ -57,7 +70,9 @@ def trained(layout, state, train, steps):
 @jax.jit
 def nats(arrays, tokens):
     """The mean cross-entropy, with nothing of the recipe."""
-    model = eqx.tree_at(lambda model: model.layers.squash, arrays, jnp.tanh, is_leaf=lambda leaf: leaf is None)
+    model = eqx.tree_at(
+        lambda model: model.layers.squash, arrays, jnp.tanh, is_leaf=lambda leaf: leaf is None
+    )
     return jnp.mean(tensor.cross_entropy(bare.logits(model, tokens[:, :-1]), tokens[:, 1:], ()))
 
 
@@ -109,7 +124,10 @@ def test_three_steps_are_those_of_one_device(layout):
 @pytest.mark.sweep(30, "steps")
 def test_it_goes_on_elsewhere_and_writes(tmp_path):
     """From ZeRO-3 over four replicas to a pipeline in two chunks, through a checkpoint; and the text is that of one device."""
-    first, second = Layout(data=4, zero=3), Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2)
+    first, second = (
+        Layout(data=4, zero=3),
+        Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2),
+    )
     models, losses = alone(3)
     made = prepared(first)
     state, found = trained(first, made.init(), made.train, range(2))
@@ -117,7 +135,9 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     with Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, first)) as store:
         store.save(2, state)
     other = prepared(second)
-    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(other.shapes)
+    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(
+        other.shapes
+    )
     state, last = trained(second, restored.state, other.train, [2])
     np.testing.assert_allclose(found + last, losses, rtol=EXACT)
     model = decoder.joined(bare.FAMILY, second, jax.device_get(state.model))
@@ -125,35 +145,52 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     logits = lambda model: functools.partial(bare.FAMILY.logits, model)
     write = lambda model: sampled(logits(model), jnp.arange(3), tokens=12, window=8, key=KEY)
     np.testing.assert_array_equal(
-        write(jax.tree.map(lambda w: jnp.asarray(w) if mesh.is_array(w) else w, model)), write(models[3])
+        write(jax.tree.map(lambda w: jnp.asarray(w) if mesh.is_array(w) else w, model)),
+        write(models[3]),
     )
 
 
 @pytest.mark.sweep(30, "steps")
 def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
     """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3 goes on without stages."""
-    first = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble")
+    first = Layout(
+        data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble"
+    )
     second = Layout(data=4, zero=3)
     table = schedule.greedy(schedule.v_placement(2), 2, [4, 4])
     models, losses = alone(3)
     made = prepared(first, schedule=table)
     state, found = trained(first, made.init(), made.train, range(2))
-    close(decoder.joined(bare.FAMILY, first, jax.device_get(state.model), schedule=table), models[2])
-    evaluate = decoder.loss_step(bare.FAMILY, CONFIG, first, on(first), compute=decoder.Compute(schedule=table))
+    close(
+        decoder.joined(bare.FAMILY, first, jax.device_get(state.model), schedule=table), models[2]
+    )
+    evaluate = decoder.loss_step(
+        bare.FAMILY, CONFIG, first, on(first), compute=decoder.Compute(schedule=table)
+    )
     expected = nats(eqx.filter(models[2], mesh.is_array), windows(3))
     np.testing.assert_allclose(evaluate(state.model, windows(3)), expected, rtol=EXACT)
     options = {"settings": {}, "say": lambda line: None}
-    with Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, first, schedule=table)) as store:
+    with Checkpoints(
+        tmp_path, **options, **decoder.stored(bare.FAMILY, first, schedule=table)
+    ) as store:
         store.save(2, state)
     other = prepared(second)
-    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(other.shapes)
+    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(
+        other.shapes
+    )
     state, last = trained(second, restored.state, other.train, [2])
     np.testing.assert_allclose(found + last, losses, rtol=EXACT)
     close(jax.device_get(state.model), models[3])
 
 
-TRAINED = lambda leaf: mesh.is_array(leaf) and leaf.ndim != 2  # not embedding and head, nor the norms of blocks
-APART = [Layout(data=2, tensor=2, microbatches=2, zero=3), Layout(data=4, microbatches=2, zero=1), Layout(data=2, tensor=2)]
+TRAINED = lambda leaf: (
+    mesh.is_array(leaf) and leaf.ndim != 2
+)  # not embedding and head, nor the norms of blocks
+APART = [
+    Layout(data=2, tensor=2, microbatches=2, zero=3),
+    Layout(data=4, microbatches=2, zero=1),
+    Layout(data=2, tensor=2),
+]
 
 
 @pytest.mark.sweep(30, "steps")
@@ -172,7 +209,10 @@ def test_frozen_leaves_and_auxiliary_values(layout):
 
 @pytest.mark.long
 def test_frozen_leaves_of_a_pipeline():
-    layout, trainable = Layout(data=2, stage=2, microbatches=2, zero=2), lambda leaf: mesh.is_array(leaf) and leaf.ndim != 1
+    layout, trainable = (
+        Layout(data=2, stage=2, microbatches=2, zero=2),
+        lambda leaf: mesh.is_array(leaf) and leaf.ndim != 1,
+    )
     models, losses = alone(2, trainable=trainable)
     made = prepared(layout, trainable=trainable)
     state, found = trained(layout, made.init(), made.train, range(2))
@@ -183,7 +223,9 @@ def test_frozen_leaves_of_a_pipeline():
 @pytest.mark.sweep(30, "steps")
 def test_auxiliary_values_of_a_pipeline():
     models, _ = alone(0)
-    made = prepared(Layout(data=2, stage=2, tensor=2, microbatches=2), dataclasses.replace(CONFIG, told=True))
+    made = prepared(
+        Layout(data=2, stage=2, tensor=2, microbatches=2), dataclasses.replace(CONFIG, told=True)
+    )
     _, info = made.train(made.init(), windows(0))
     y = bare.logits(eqx.tree_at(lambda m: m.head, models[0], jnp.eye(16)), windows(0)[:, :-1])
     np.testing.assert_allclose(info.aux["square"], jnp.mean(y * y), rtol=EXACT)
@@ -191,42 +233,67 @@ def test_auxiliary_values_of_a_pipeline():
 
 @pytest.mark.long
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])  # 5 roundings of 2^-8, of 2^-11
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)]
+)  # 5 roundings of 2^-8, of 2^-11
 def test_short_precisions(precision, tolerance):
     """The loss in few bits is near that in many, and the weights stay in theirs."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1, precision=precision)
     made = prepared(layout, dtype=jnp.float32)
     state = made.init()
-    plain = nats(eqx.filter(decoder.joined(bare.FAMILY, layout, jax.device_get(state.model)), mesh.is_array), windows(0))
+    plain = nats(
+        eqx.filter(decoder.joined(bare.FAMILY, layout, jax.device_get(state.model)), mesh.is_array),
+        windows(0),
+    )
     state, info = made.train(state, windows(0))
     np.testing.assert_allclose(info.loss, plain, rtol=tolerance)
     assert not np.array_equal(info.loss, plain)
     assert not info.skipped
-    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(state.model, mesh.is_array))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(state.model, mesh.is_array))} == {
+        jnp.dtype("float32")
+    }
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[3]], ids=str)
 def test_a_state_begins_with_a_model_that_is_there(layout):
     """Also the optimizer's state, where that holds the weights themselves."""
-    keeps = optax.chain(optax.GradientTransformation(lambda params: params, lambda updates, state, _=None: (updates, state)))
+    keeps = optax.chain(
+        optax.GradientTransformation(
+            lambda params: params, lambda updates, state, _=None: (updates, state)
+        )
+    )
     model = bare.Bare(CONFIG, key=jax.random.key(7), dtype=FLOAT64)
     compute = decoder.Compute(dtype=FLOAT64)
-    made = decoder.train_step(bare.FAMILY, CONFIG, keeps, layout, on(layout), batch=BATCH, key=KEY, compute=compute)
+    made = decoder.train_step(
+        bare.FAMILY, CONFIG, keeps, layout, on(layout), batch=BATCH, key=KEY, compute=compute
+    )
     state = made.init(jax.device_get(model))
     joined = decoder.joined(bare.FAMILY, layout, jax.device_get(state))
     close(joined.model, model)
     kept = [np.asarray(leaf).size for leaf in jax.tree.leaves(state.optimizer)]
     assert kept == [leaf.size for leaf in jax.tree.leaves(eqx.filter(model, rules.is_inexact))]
     assert sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(state.optimizer)) == pytest.approx(
-        sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(eqx.filter(model, rules.is_inexact))), rel=1e-9
+        sum(float(np.sum(leaf)) for leaf in jax.tree.leaves(eqx.filter(model, rules.is_inexact))),
+        rel=1e-9,
     )
-    jax.tree.map(lambda leaf, like: np.testing.assert_equal(leaf.sharding, like.sharding), *map(arrays, (state, made.shapes)))
-    with pytest.raises(ValueError, match=r"init: table must be of shape .* and float64; it is .* and float32"):
-        made.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if mesh.is_array(leaf) else leaf, model))
+    jax.tree.map(
+        lambda leaf, like: np.testing.assert_equal(leaf.sharding, like.sharding),
+        *map(arrays, (state, made.shapes)),
+    )
+    with pytest.raises(
+        ValueError, match=r"init: table must be of shape .* and float64; it is .* and float32"
+    ):
+        made.init(
+            jax.tree.map(
+                lambda leaf: leaf.astype(jnp.float32) if mesh.is_array(leaf) else leaf, model
+            )
+        )
     with pytest.raises(ValueError, match=r"the model has 1 arrays; needed 10"):
         made.init(eqx.filter(model, lambda leaf: leaf is model.norm))
 
 
 def arrays(tree):
-    return jax.tree.leaves(eqx.filter(tree, lambda leaf: mesh.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)))
+    return jax.tree.leaves(
+        eqx.filter(tree, lambda leaf: mesh.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    )

@@ -36,7 +36,9 @@ def undisturbed(tmp_path_factory, cache):
     def end(layout):
         if layout not in ends:
             folder = tmp_path_factory.mktemp("undisturbed") / layout
-            with Running(folder, "--layout", layout, processes=1, cache=cache, launcher="one process") as job:
+            with Running(
+                folder, "--layout", layout, processes=1, cache=cache, launcher="one process"
+            ) as job:
                 assert job.wait() == 0, job.printed()
             ends[layout] = read(folder), losses(folder)
         return ends[layout]
@@ -53,7 +55,16 @@ def long(pytestconfig):
 @pytest.fixture(scope="module")
 def undisturbed_long(tmp_path_factory, cache, long):
     folder = tmp_path_factory.mktemp("long")
-    with Running(folder, "--layout", "small", "--steps", long[1], processes=1, cache=cache, launcher="one process") as job:
+    with Running(
+        folder,
+        "--layout",
+        "small",
+        "--steps",
+        long[1],
+        processes=1,
+        cache=cache,
+        launcher="one process",
+    ) as job:
         assert job.wait() == 0, job.printed()
     return read(folder), losses(folder)
 
@@ -99,7 +110,9 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
 @pytest.mark.long
 def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
-    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options) as job:
+    with Running(
+        tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options
+    ) as job:
         job.until(lambda: job.steps() >= 2)
         kill(job.rank(0), signal.SIGTERM)
         assert job.wait(SECONDS) == 0, job.printed()
@@ -112,7 +125,9 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
     options = ["--layout", "small", "--raise-at", 3, "--rank", 1]
-    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher) as job:
+    with Running(
+        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher
+    ) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault")
         assert since_fault(job) < SECONDS
@@ -120,7 +135,9 @@ def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, 
     assert printed.count("ArithmeticError: injected in rank 1") == 1
     if launcher == "mpirun":
         assert printed.count("Traceback") == 1
-        assert re.search(r"ArithmeticError: injected in rank 1\n-----", printed)  # and then mpirun's own words
+        assert re.search(
+            r"ArithmeticError: injected in rank 1\n-----", printed
+        )  # and then mpirun's own words
 
 
 # The sweeps: up to four processes, of two devices or of one
@@ -137,20 +154,31 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 @pytest.mark.programs
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturbed_long, long, pytestconfig):
+def test_kills_at_random_moments_end_in_the_same_bits(
+    tmp_path, cache, undisturbed_long, long, pytestconfig
+):
     """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All end, nobody stays behind, and
     a step is lost for good only back to the last finished checkpoint.
 
     The job comes back with 1, 2 or 4 processes, which share the same devices, started by mpirun or by none. The moments are drawn
     by --seed: 3 kills, or 60 with --all.
     """
-    generator, every, took, lost, saving, reached = random.Random(pytestconfig.option.seed), 3, [], [], 0, 0
+    generator, every, took, lost, saving, reached = (
+        random.Random(pytestconfig.option.seed),
+        3,
+        [],
+        [],
+        0,
+        0,
+    )
     (kills, steps), begun, start_up = long, [], 5.0
     command = ["--layout", "small", "--steps", steps, "--every", every, "--start-up", LIMIT]
     for number in range(kills):
         processes = generator.choice([1, 2, 2, 4])
         launcher = "one process" if processes == 1 else generator.choice(ALL)
-        with Running(tmp_path, *command, "--pause", 0.1, processes=processes, cache=cache, launcher=launcher) as job:
+        with Running(
+            tmp_path, *command, "--pause", 0.1, processes=processes, cache=cache, launcher=launcher
+        ) as job:
             if number % 3 == 0:  # before its first step, as far as is known
                 job.until(job.ranks)
                 time.sleep(generator.uniform(0, start_up))
@@ -168,17 +196,38 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path, cache, undisturb
             killed = time.monotonic()
             assert job.wait() != 0
             took.append(
-                (time.monotonic() - killed, launcher, f"rank {rank} of {processes}", "start" if number % 3 == 0 else "run")
+                (
+                    time.monotonic() - killed,
+                    launcher,
+                    f"rank {rank} of {processes}",
+                    "start" if number % 3 == 0 else "run",
+                )
             )
             reached = job.steps()
-            unfinished = [path for path in (tmp_path / "checkpoints").glob("0*") if not (path / "manifest.json").exists()]
+            unfinished = [
+                path
+                for path in (tmp_path / "checkpoints").glob("0*")
+                if not (path / "manifest.json").exists()
+            ]
             saving += bool(unfinished)
-            newest = max((int(path.parent.name) for path in (tmp_path / "checkpoints").glob("0*/manifest.json")), default=0)
-            assert reached - newest <= (2 * every if unfinished else every)  # 2 * every is `lose_at_most`
+            newest = max(
+                (
+                    int(path.parent.name)
+                    for path in (tmp_path / "checkpoints").glob("0*/manifest.json")
+                ),
+                default=0,
+            )
+            assert reached - newest <= (
+                2 * every if unfinished else every
+            )  # 2 * every is `lose_at_most`
     with Running(tmp_path, *command, processes=4, cache=cache) as job:
         assert job.wait() == 0, job.printed()
-    slowest = ", ".join(f"{seconds:.1f} s ({how}, {who}, {when})" for seconds, how, who, when in sorted(took)[-3:])
-    print(f"{kills} kills, {len(begun)} as it started, {saving} during a save; last to end: {slowest}; lost {sorted(lost)} steps")
+    slowest = ", ".join(
+        f"{seconds:.1f} s ({how}, {who}, {when})" for seconds, how, who, when in sorted(took)[-3:]
+    )
+    print(
+        f"{kills} kills, {len(begun)} as it started, {saving} during a save; last to end: {slowest}; lost {sorted(lost)} steps"
+    )
     assert max(took)[0] < LIMIT + MORE
     assert_same_bits(tmp_path, undisturbed_long)
 
@@ -188,22 +237,30 @@ def goes_on_from(job):
     saved = any((job.folder / "checkpoints").glob("0*/manifest.json"))
     said = lambda: not saved or "restored step " in job.printed()
     job.until(lambda: job.steps() and job.metrics.stat().st_mtime > job.began and said())
-    restored = [line.split()[2] for line in job.printed().splitlines() if line.startswith("restored step ")]
+    restored = [
+        line.split()[2] for line in job.printed().splitlines() if line.startswith("restored step ")
+    ]
     return int(restored[0]) if restored else 0
 
 
 @pytest.mark.programs
 @pytest.mark.long
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("launcher", "processes", "rank"), [(ALL[0], 4, 3), (ALL[0], 2, 0), (ALL[-1], 2, 1)])
-def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed, launcher, processes, rank):
+@pytest.mark.parametrize(
+    ("launcher", "processes", "rank"), [(ALL[0], 4, 3), (ALL[0], 2, 0), (ALL[-1], 2, 1)]
+)
+def test_sigterm_to_one_rank_saves_all_at_one_step(
+    tmp_path, cache, undisturbed, launcher, processes, rank
+):
     options = {"processes": processes, "cache": cache, "launcher": launcher}
     with Running(tmp_path, "--layout", "small", "--every", 1000, "--pause", 0.3, **options) as job:
         job.until(lambda: job.steps() >= 3)
         kill(job.rank(rank), signal.SIGTERM)
         start = time.monotonic()
         assert job.wait(SECONDS) == 0, job.printed()
-        print(f"{launcher}, rank {rank}: saved and gone after {time.monotonic() - start:.2f} s, at step {job.steps()}")
+        print(
+            f"{launcher}, rank {rank}: saved and gone after {time.monotonic() - start:.2f} s, at step {job.steps()}"
+        )
         assert f"preempted: saved step {job.steps()}" in job.printed()
         reached = job.steps()
         assert reached < 12
@@ -219,9 +276,13 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(tmp_path, cache, undisturbed,
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
     options = ["--layout", "small", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
-    with Running(tmp_path, *options, processes=4, cache=cache, flags=flags.quick(), launcher=launcher) as job:
+    with Running(
+        tmp_path, *options, processes=4, cache=cache, flags=flags.quick(), launcher=launcher
+    ) as job:
         assert job.wait() != 0
-        print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which {WATCHDOG} are the watchdog's")
+        print(
+            f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which {WATCHDOG} are the watchdog's"
+        )
         assert since_fault(job) < WATCHDOG + SECONDS
         named = [line for line in job.printed().splitlines() if line.startswith("watchdog: ")]
     assert named[0].startswith("watchdog: rank 2 on ")
@@ -244,17 +305,38 @@ STOPPED = {
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("leave", STOPPED)
 @pytest.mark.parametrize("launcher", ALL)
-def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, cache, launcher, leave, rank):
-    options = ["--layout", "small", "--leave-at", 3, "--leave-by", leave, "--rank", rank, "--seconds", WATCHDOG]
-    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher) as job:
-        if leave == "stop" and launcher != "mpirun":  # no launcher ends it: it ends itself as soon as it goes on
+def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
+    tmp_path, cache, launcher, leave, rank
+):
+    options = [
+        "--layout",
+        "small",
+        "--leave-at",
+        3,
+        "--leave-by",
+        leave,
+        "--rank",
+        rank,
+        "--seconds",
+        WATCHDOG,
+    ]
+    with Running(
+        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher
+    ) as job:
+        if (
+            leave == "stop" and launcher != "mpirun"
+        ):  # no launcher ends it: it ends itself as soon as it goes on
             job.until(lambda: len(job.ranks()) == 1)
             kill(job.rank(rank), signal.SIGCONT)
         assert job.wait() != 0
-        print(f"{launcher}, {leave}, rank {rank}: all ranks gone {since_fault(job):.2f} s after it; the watchdog has {WATCHDOG}")
+        print(
+            f"{launcher}, {leave}, rank {rank}: all ranks gone {since_fault(job):.2f} s after it; the watchdog has {WATCHDOG}"
+        )
         assert since_fault(job) < WATCHDOG + MORE
         printed = job.printed()
-    assert re.search(rf"rank {rank} on \S+ \(process \d+\) {re.escape(STOPPED[leave])}", printed), printed
+    assert re.search(rf"rank {rank} on \S+ \(process \d+\) {re.escape(STOPPED[leave])}", printed), (
+        printed
+    )
 
 
 @pytest.mark.programs
@@ -264,18 +346,35 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, cache
 @pytest.mark.parametrize(("delay", "late"), [(0.5, 0), (0.5, 8), (8.0, 0)])
 def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay, late):
     """Without mpirun, which would end them: before the processes have met, with slow imports too, and when they compile."""
-    options = ["--layout", "small", "--start-up", LIMIT, "--late", late, "--pause", 0.2, "--steps", 1000]
-    with Running(tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher="variables") as job:
+    options = [
+        "--layout",
+        "small",
+        "--start-up",
+        LIMIT,
+        "--late",
+        late,
+        "--pause",
+        0.2,
+        "--steps",
+        1000,
+    ]
+    with Running(
+        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher="variables"
+    ) as job:
         time.sleep(delay)
         kill(job.rank(rank), signal.SIGKILL)
         killed = time.monotonic()
         assert job.wait(LIMIT + SECONDS) != 0
         took = time.monotonic() - killed
-        print(f"rank {rank} killed {delay} s after the start, imports {late} s longer: the others gone {took:.2f} s later")
+        print(
+            f"rank {rank} killed {delay} s after the start, imports {late} s longer: the others gone {took:.2f} s later"
+        )
         assert took < LIMIT + MORE
         printed = job.printed()
     named = (
-        rf"rank {rank} (at 127\.0\.0\.1:\d+ )?did not come" if "did not come" in printed else rf"rank {rank} on \S+ .* is gone"
+        rf"rank {rank} (at 127\.0\.0\.1:\d+ )?did not come"
+        if "did not come" in printed
+        else rf"rank {rank} on \S+ .* is gone"
     )
     assert re.search(named, printed), printed
 
@@ -284,12 +383,22 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
 @pytest.mark.long
 def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch):
     """With JAX's coordinator alone, at that port, each took the other's ranks, and both were aborted."""
-    options = {"processes": 2, "cache": cache, "flags": flags.quick(), "launcher": "variables", "name": str(time.time_ns())}
+    options = {
+        "processes": 2,
+        "cache": cache,
+        "flags": flags.quick(),
+        "launcher": "variables",
+        "name": str(time.time_ns()),
+    }
     jobs = []
     with contextlib.ExitStack() as running:
         for token in ("one", "another"):
             monkeypatch.setenv("PARALLAX_JOB_TOKEN", token)
-            jobs.append(running.enter_context(Running(tmp_path / token, "--layout", "small", "--pause", 0.3, **options)))
+            jobs.append(
+                running.enter_context(
+                    Running(tmp_path / token, "--layout", "small", "--pause", 0.3, **options)
+                )
+            )
         for job in jobs:
             assert job.wait() == 0, job.printed()
             assert "finished with goodput" in job.printed()
@@ -304,7 +413,9 @@ def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch
 def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, number, processes):
     launcher = "one process" if processes == 1 else "variables"
     options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
-    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3, **options) as job:
+    with Running(
+        tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3, **options
+    ) as job:
         job.until(lambda: job.steps() >= 2)
         kill(job.rank(processes - 1), number)
         assert job.wait(SECONDS) == 0, job.printed()
@@ -322,14 +433,18 @@ def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, numb
 def test_a_second_ctrl_c_ends_at_once(tmp_path, cache, processes):
     launcher = "one process" if processes == 1 else "variables"
     options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
-    with Running(tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 20, **options) as job:
+    with Running(
+        tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 20, **options
+    ) as job:
         job.until(lambda: job.steps() >= 1)
         for _ in range(2):
             time.sleep(1)
             kill(job.rank(0), signal.SIGINT)
         told = time.monotonic()
         assert job.wait(SECONDS) != 0
-        print(f"{processes} processes: gone {time.monotonic() - told:.2f} s after the second Ctrl-C")
+        print(
+            f"{processes} processes: gone {time.monotonic() - told:.2f} s after the second Ctrl-C"
+        )
         assert time.monotonic() - told < MORE
         printed = job.printed()
     assert "SIGINT: ended at once. The same command goes on from the last checkpoint." in printed
@@ -358,12 +473,22 @@ def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache)
 @pytest.mark.long
 def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
-    started = ["--layout", "one", "--steps", 1000, "--every", 1000]  # no checkpoint, whose settings would be refused first
+    started = [
+        "--layout",
+        "one",
+        "--steps",
+        1000,
+        "--every",
+        1000,
+    ]  # no checkpoint, whose settings would be refused first
     with Running(tmp_path, *started, "--pause", 0.2, **options) as job:
         job.until(lambda: job.steps() >= 1)
         with Running(tmp_path, *started, "--seed", 1, **options) as other:
             assert other.wait() == 2, other.printed()
-            assert re.search(rf"error: .* belongs to another run: process {job.rank(0)} on ", other.printed().splitlines()[-1])
+            assert re.search(
+                rf"error: .* belongs to another run: process {job.rank(0)} on ",
+                other.printed().splitlines()[-1],
+            )
             assert "Traceback" not in other.printed()
         assert job.ranks()
 
@@ -372,12 +497,16 @@ def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
 @pytest.mark.long
 def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
     options = ["--layout", "small", "--nan-at", 3, 5, "--every", 4]
-    with Running(tmp_path / "within", *options, processes=2, cache=cache, flags=flags.quick()) as job:
+    with Running(
+        tmp_path / "within", *options, processes=2, cache=cache, flags=flags.quick()
+    ) as job:
         assert job.wait() == 0, job.printed()
         assert job.printed().endswith("skipped [4, 6]")
     found = losses(tmp_path / "within")
     assert [line["step"] for line in found if not np.isfinite(line["loss"])] == [4, 6]
-    with Running(tmp_path / "past", *options, "--budget", 1, processes=2, cache=cache, flags=flags.quick()) as job:
+    with Running(
+        tmp_path / "past", *options, "--budget", 1, processes=2, cache=cache, flags=flags.quick()
+    ) as job:
         assert job.wait() != 0
         assert "stopped: step 6: the loss is nan" in job.printed()
     assert (tmp_path / "past" / "checkpoints" / "00000006" / "manifest.json").exists()
@@ -387,14 +516,29 @@ def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache)
 @pytest.mark.long
 def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturbed):
     """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device, then back."""
-    for layout, processes, steps in [("pipeline", 4, 3), ("plain", 2, 6), ("one", 1, 9), ("pipeline", 4, 12)]:
+    for layout, processes, steps in [
+        ("pipeline", 4, 3),
+        ("plain", 2, 6),
+        ("one", 1, 9),
+        ("pipeline", 4, 12),
+    ]:
         launcher = "one process" if processes == 1 else LAUNCHER
-        options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
-        with Running(tmp_path, "--layout", layout, "--steps", steps, "--every", 3, **options) as job:
+        options = {
+            "processes": processes,
+            "cache": cache,
+            "launcher": launcher,
+            "flags": flags.quick(),
+        }
+        with Running(
+            tmp_path, "--layout", layout, "--steps", steps, "--every", 3, **options
+        ) as job:
             assert job.wait() == 0, job.printed()
     expected = undisturbed("pipeline")[1]
     np.testing.assert_allclose(
-        [line["loss"] for line in losses(tmp_path)], [line["loss"] for line in expected], rtol=1e-11, atol=0
+        [line["loss"] for line in losses(tmp_path)],
+        [line["loss"] for line in expected],
+        rtol=1e-11,
+        atol=0,
     )
 
 
@@ -403,6 +547,8 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
 def test_other_settings_are_refused_in_a_folder_that_holds_a_run(tmp_path, cache):
     options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
     for seed, code in ((0, 0), (1, 1)):
-        with Running(tmp_path, "--layout", "one", "--steps", 2, "--every", 2, "--seed", seed, **options) as job:
+        with Running(
+            tmp_path, "--layout", "one", "--steps", 2, "--every", 2, "--seed", seed, **options
+        ) as job:
             assert job.wait() == code, job.printed()
     assert "another run, which had seed=0 (here 1)" in job.printed()

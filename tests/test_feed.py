@@ -14,11 +14,19 @@ from parallax.data import prefetch
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
 
 
-@pytest.mark.parametrize(("spec", "readings"), [(P("data"), 4), (P(("data", "tensor")), 8), (P(), 1), (P("tensor"), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "readings"),
+    [(P("data"), 4), (P(("data", "tensor")), 8), (P(), 1), (P("tensor"), 2)],
+    ids=str,
+)
 def test_each_row_is_read_once_and_where_it_belongs(monkeypatch, spec, readings):
     read = []
     real = prefetch.batch
-    monkeypatch.setattr(prefetch, "batch", lambda *given, **options: read.append(options["rows"]) or real(*given, **options))
+    monkeypatch.setattr(
+        prefetch,
+        "batch",
+        lambda *given, **options: read.append(options["rows"]) or real(*given, **options),
+    )
     sharding = mesh.shardings(spec, mesh.make(data=4, tensor=2))
     found = prefetch.placed(TOKENS, sharding, seed=3, step=5, size=8, length=12)
     np.testing.assert_array_equal(found, real(TOKENS, seed=3, step=5, size=8, length=12))
@@ -71,4 +79,6 @@ def test_batches_of_the_devices():
     with prefetch.Prefetched(make, 0, 4) as batches:
         for step, found in enumerate(batches):
             assert isinstance(found, jax.Array)
-            np.testing.assert_array_equal(found, data.batch(TOKENS, seed=0, step=step, size=8, length=5))
+            np.testing.assert_array_equal(
+                found, data.batch(TOKENS, seed=0, step=step, size=8, length=5)
+            )

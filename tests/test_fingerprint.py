@@ -24,7 +24,19 @@ from parallax.models import decoder, gpt2
 from parallax.run import fingerprint
 
 DTYPES = (
-    *("bool", "int4", "uint8", "int16", "int32", "uint32", "int64", "float8_e4m3fn", "bfloat16", "float16", "float32"),
+    *(
+        "bool",
+        "int4",
+        "uint8",
+        "int16",
+        "int32",
+        "uint32",
+        "int64",
+        "float8_e4m3fn",
+        "bfloat16",
+        "float16",
+        "float32",
+    ),
     *("float64", "complex64", "complex128"),
 )
 SPECS = (P(), P("data"), P(None, "tensor"), P("data", "tensor"), P(("tensor", "data")))
@@ -42,7 +54,11 @@ def values(dtype, shape=(8, 4)):
     if dtype == "int4":
         return generator.integers(-8, 8, size=shape).astype(jnp.int4)
     dtype = jnp.dtype(dtype)
-    return generator.integers(256, size=(*shape, dtype.itemsize), dtype=np.uint8).view(dtype).reshape(shape)
+    return (
+        generator.integers(256, size=(*shape, dtype.itemsize), dtype=np.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def leaves_of_all_types(devices):
@@ -56,7 +72,11 @@ def leaves_of_all_types(devices):
         "none": np.ones((0, 4)),
     }
     specs |= {"key": P(), "keys": P("data"), "scalar": P(), "none": P("data")}
-    return mesh.place(tree, specs, devices) | {"host": np.ones(3), "number": 3, "function": jax.nn.relu}, specs
+    return mesh.place(tree, specs, devices) | {
+        "host": np.ones(3),
+        "number": 3,
+        "function": jax.nn.relu,
+    }, specs
 
 
 # The words of an array
@@ -65,7 +85,10 @@ def leaves_of_all_types(devices):
 def by_hand(octets: bytes, width: int) -> list[int]:
     """What the two words are, of numbers of `width` bytes each: in whole numbers, one number after another."""
     sums = [0, 0]
-    words = [int.from_bytes(octets[at : at + min(width, 4)], "little") for at in range(0, len(octets), min(width, 4))]
+    words = [
+        int.from_bytes(octets[at : at + min(width, 4)], "little")
+        for at in range(0, len(octets), min(width, 4))
+    ]
     for place, word in enumerate(words):
         x = word ^ place * 0x9E3779B9 % 2**32
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -90,8 +113,16 @@ NUMBERS = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
 places = st.tuples(st.integers(0, 63), st.integers(0, 7))
 
 
-@given(place=places, bit=st.integers(0, 31), other=places, second=st.integers(0, 31), zeros=st.booleans())
-def test_a_bit_changes_the_first_word_and_what_may_cancel_does_not(place, bit, other, second, zeros):
+@given(
+    place=places,
+    bit=st.integers(0, 31),
+    other=places,
+    second=st.integers(0, 31),
+    zeros=st.booleans(),
+)
+def test_a_bit_changes_the_first_word_and_what_may_cancel_does_not(
+    place, bit, other, second, zeros
+):
     """Two bits turned, of equal weight too; two numbers or rows exchanged; a number moved to another place."""
     x = np.zeros_like(NUMBERS) if zeros else NUMBERS
     before = WORDS(x).tolist()
@@ -116,7 +147,11 @@ def test_a_bit_changes_the_first_word_and_what_may_cancel_does_not(place, bit, o
 def test_the_signs_of_any_two_numbers_do_not_cancel():
     """A sum whose weights are odd would not see it: 2^31 and 2^31 are 0."""
     x = jnp.asarray(NUMBERS[:, 0])
-    turned = jax.vmap(lambda i: jax.vmap(lambda j: fingerprint.of(x.at[i].multiply(-1).at[j].multiply(-1)))(jnp.arange(64)))
+    turned = jax.vmap(
+        lambda i: jax.vmap(lambda j: fingerprint.of(x.at[i].multiply(-1).at[j].multiply(-1)))(
+            jnp.arange(64)
+        )
+    )
     words = np.asarray(turned(jnp.arange(64)))
     same = (words == np.asarray(fingerprint.of(x))).all(-1)
     np.testing.assert_array_equal(same, np.eye(64, dtype=bool))
@@ -141,11 +176,15 @@ def test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_nam
         found = fingerprint.differing(wrong)
         copies = {P(): 8, P("data"): 2, P(None, "tensor"): 4}[spec]
         assert {each.leaf for each in found} == {name}, (name, bit)
-        assert {(each.alike, each.copies, each.outvoted) for each in found} == {(1, copies, copies > 2)}
+        assert {(each.alike, each.copies, each.outvoted) for each in found} == {
+            (1, copies, copies > 2)
+        }
         pair = {device // 2 * 2, device // 2 * 2 + 1}  # along tensor, of the same rows
         assert {each.device for each in found} == (pair if copies == 2 else {device})
         if not (name.startswith("int4") or "key" in name):  # of an int4 the host sees a byte
-            assert {each.where for each in lint.arrays(wrong) if each.kind == "copies-differ"} == {name}
+            assert {each.where for each in lint.arrays(wrong) if each.kind == "copies-differ"} == {
+                name
+            }
 
 
 @pytest.mark.parametrize("faulty", [(1, 3, 5, 7), (4, 5, 6, 7)])
@@ -154,7 +193,9 @@ def test_a_fault_that_all_copies_along_an_axis_share_is_found(faulty):
     tree = mesh.place({"a": np.ones(5)}, P(), over())
     for device in faulty:
         tree["a"] = flips.flipped(tree["a"], device, 2, 60)
-    assert {(each.device, each.alike) for each in fingerprint.differing(tree)} == {(device, 4) for device in range(8)}
+    assert {(each.device, each.alike) for each in fingerprint.differing(tree)} == {
+        (device, 4) for device in range(8)
+    }
 
 
 def test_many_faults_are_named_and_the_rarest_is_first():
@@ -174,7 +215,9 @@ def test_many_faults_are_named_and_the_rarest_is_first():
     for device in range(4):
         tree["a"] = flips.flipped(tree["a"], device, 2, 60)
     halves = [each for each in fingerprint.differing(tree) if each.leaf == "a"]
-    assert [(each.device, each.alike, each.outvoted) for each in halves] == [(device, 4, False) for device in range(8)]
+    assert [(each.device, each.alike, each.outvoted) for each in halves] == [
+        (device, 4, False) for device in range(8)
+    ]
 
 
 def test_the_error_is_a_line_with_step_leaf_and_device():
@@ -200,12 +243,27 @@ def test_the_error_is_a_line_with_step_leaf_and_device():
 
 def test_it_is_one_gather_of_eight_bytes_a_leaf_and_takes_no_memory():
     devices = over()
-    tree = mesh.place({"w": np.ones((1024, 512), np.float32), "h": np.ones((64, 8), np.float16), "n": np.ones(())}, P(), devices)
+    tree = mesh.place(
+        {
+            "w": np.ones((1024, 512), np.float32),
+            "h": np.ones((64, 8), np.float16),
+            "n": np.ones(()),
+        },
+        P(),
+        devices,
+    )
     program = fingerprint.lower(tree).compile()
     (sent,) = certificate.read(program, devices)
-    assert (sent.kind, sent.axes, sent.count, sent.bytes) == ("all-gather", ("data", "tensor"), 1, 8 * 3 * 8)
+    assert (sent.kind, sent.axes, sent.count, sent.bytes) == (
+        "all-gather",
+        ("data", "tensor"),
+        1,
+        8 * 3 * 8,
+    )
     assert program.memory_analysis().temp_size_in_bytes < 4096
-    assert fingerprint.lower(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree))
+    assert fingerprint.lower(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    )
 
 
 def test_a_mover_of_ones_own_and_some_of_the_axes():
@@ -219,8 +277,14 @@ def test_a_mover_of_ones_own_and_some_of_the_axes():
         return jax.jit(mesh.spmd(local, mesh=devices, in_specs=(specs,), out_specs=out))
 
     for axis in (("data", "tensor"), ring(("tensor", "data")), (ring("data"), "tensor")):
-        assert (same(axis, P())(tree).tolist(), same(axis, P())(wrong).tolist()) == ([True], [False]), axis
-    assert same("data", P("tensor"))(wrong).tolist() == [True, False]  # device 3 is data 1, tensor 1
+        assert (same(axis, P())(tree).tolist(), same(axis, P())(wrong).tolist()) == (
+            [True],
+            [False],
+        ), axis
+    assert same("data", P("tensor"))(wrong).tolist() == [
+        True,
+        False,
+    ]  # device 3 is data 1, tensor 1
     moved = same(ring(("data", "tensor")), P()).lower(tree).compile()
     assert {entry.kind for entry in certificate.read(moved, devices)} == {"collective-permute"}
 
@@ -228,18 +292,25 @@ def test_a_mover_of_ones_own_and_some_of_the_axes():
 def test_refusals():
     devices = over()
     placed = mesh.place({"w": np.ones(4)}, P(), devices)
-    with pytest.raises(ValueError, match=r"needs a tree with JAX arrays, such as a step\.State; got one without"):
+    with pytest.raises(
+        ValueError, match=r"needs a tree with JAX arrays, such as a step\.State; got one without"
+    ):
         fingerprint.differing({"w": np.ones(3), "f": jax.nn.relu})
-    with pytest.raises(ValueError, match=r"needs arrays on a mesh; b has the sharding .* Place it: mesh\.place"):
+    with pytest.raises(
+        ValueError, match=r"needs arrays on a mesh; b has the sharding .* Place it: mesh\.place"
+    ):
         fingerprint.differing(placed | {"b": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"compares arrays of one mesh; w is on .*, and a on"):
         fingerprint.differing(placed | {"a": mesh.place(np.ones(4), P(), over(data=8))})
     with pytest.raises(ValueError, match=r"w is being traced\. .* call fingerprint\.compared"):
         jax.jit(fingerprint.differing)(placed)
     with pytest.raises(ValueError, match="a PartitionSpec for each; got 1 arrays and 2 specs"):
-        mesh.spmd(lambda tree: fingerprint.compared(tree, (P(), P()), "data")[0], mesh=devices, in_specs=(P(),), out_specs=P())(
-            placed
-        )
+        mesh.spmd(
+            lambda tree: fingerprint.compared(tree, (P(), P()), "data")[0],
+            mesh=devices,
+            in_specs=(P(),),
+            out_specs=P(),
+        )(placed)
 
 
 # States of real steps
@@ -261,7 +332,9 @@ def prepared(layout, optimizer=None):
     """The step, jitted, of a small GPT-2 and its mesh."""
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     optimizer = optimizer or optax.adamw(1e-3)
-    return decoder.train_step(gpt2.FAMILY, CONFIG, optimizer, layout, devices, batch=8, key=jax.random.key(0)), devices
+    return decoder.train_step(
+        gpt2.FAMILY, CONFIG, optimizer, layout, devices, batch=8, key=jax.random.key(0)
+    ), devices
 
 
 @pytest.mark.sweep(3)
@@ -277,7 +350,9 @@ def test_every_leaf_that_a_layout_copies_is_compared(name):
     for path, leaf in whole.items():
         device = generator.choice(devices.devices.flat).id
         wrong = flips.flipped(leaf, device, generator.randrange(10**6), generator.randrange(64))
-        found = fingerprint.differing(jax.tree.map_with_path(lambda at, x: wrong if at == path else x, state))  # noqa: B023
+        found = fingerprint.differing(
+            jax.tree.map_with_path(lambda at, x: wrong if at == path else x, state)
+        )  # noqa: B023
         if mesh.dotted(path) in alone:
             assert found == []
             assert len({str(shard.index) for shard in leaf.addressable_shards}) == devices.size
@@ -299,7 +374,9 @@ class Layers(eqx.Module):
 def made():
     keys = jax.random.split(jax.random.key(0), 2)
     draw = functools.partial(jax.random.normal, dtype=jnp.float32)
-    return Layers(draw(keys[0], (16, 32)) / 4, draw(keys[1], (32, 4)) / 6, jnp.zeros(4, jnp.float32))
+    return Layers(
+        draw(keys[0], (16, 32)) / 4, draw(keys[1], (32, 4)) / 6, jnp.zeros(4, jnp.float32)
+    )
 
 
 NO_FAULT = np.zeros(3, np.int32)
@@ -319,7 +396,12 @@ def trained(state, specs, devices, optimizer, *, faulty=lambda gradients, fault:
 
     local = step.make(grad, optimizer)
     in_specs = (specs, {"x": P("data"), "fault": P()})
-    whole = mesh.spmd(lambda state, batch: local(state, batch)[0], mesh=devices, in_specs=in_specs, out_specs=specs)
+    whole = mesh.spmd(
+        lambda state, batch: local(state, batch)[0],
+        mesh=devices,
+        in_specs=in_specs,
+        out_specs=specs,
+    )
     jitted = eqx.filter_jit(whole)
     x = lambda i: jax.random.normal(jax.random.key(i), (16, 16), jnp.float32)
 
@@ -364,14 +446,21 @@ def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
         turns = lambda at, x: flips.flipped(x, device, number, bit) if at == path else x  # noqa: B023
         number, bit, left = generator.randrange(10**6), generator.randrange(32), draw % EVERY
         wrong = jax.tree.map_with_path(turns, state)
-        assert [(each.leaf, each.device) for each in fingerprint.differing(wrong)] == [(mesh.dotted(path), device)]
+        assert [(each.leaf, each.device) for each in fingerprint.differing(wrong)] == [
+            (mesh.dotted(path), device)
+        ]
         for i in range(left):
             wrong = one(wrong, 4 + i)
-        told, seen = fingerprint.differing(wrong), [each for each in lint.arrays(wrong) if each.kind == "copies-differ"]
+        told, seen = (
+            fingerprint.differing(wrong),
+            [each for each in lint.arrays(wrong) if each.kind == "copies-differ"],
+        )
         assert {each.leaf for each in told} == {each.where for each in seen}
         assert {each.device for each in told} <= {device}
         found, healed = found + bool(told), healed + (not seen)
-    print(f"{kind}: {found} of 100 found after up to {EVERY - 1} more steps; {healed} had been rounded away")
+    print(
+        f"{kind}: {found} of 100 found after up to {EVERY - 1} more steps; {healed} had been rounded away"
+    )
     assert found + healed == 100
 
 
@@ -383,9 +472,13 @@ def test_a_bit_that_turns_inside_the_step_is_found():
     def faulty(gradients, fault):
         device, number, mask = fault
         bits = lax.bitcast_convert_type(varying(gradients.first, "data"), jnp.int32)
-        here = (lax.axis_index("data") == device) & (jnp.arange(bits.size, dtype=jnp.int32).reshape(bits.shape) == number)
+        here = (lax.axis_index("data") == device) & (
+            jnp.arange(bits.size, dtype=jnp.int32).reshape(bits.shape) == number
+        )
         turned = lax.bitcast_convert_type(jnp.where(here, bits ^ mask, bits), jnp.float32)
-        return eqx.tree_at(lambda g: g.first, gradients, replicated(turned, "data"))  # as the program believes
+        return eqx.tree_at(
+            lambda g: g.first, gradients, replicated(turned, "data")
+        )  # as the program believes
 
     one = trained(state, specs, devices, optimizer, faulty=faulty)
     state, generator, silent = one(state, 0), random.Random(0), 0
@@ -393,11 +486,17 @@ def test_a_bit_that_turns_inside_the_step_is_found():
         device, bit = generator.randrange(8), generator.randrange(31)
         wrong = one(state, 1, np.asarray([device, generator.randrange(512), 1 << bit], np.int32))
         wrong = one(wrong, 2) if draw % 2 else wrong
-        told, seen = fingerprint.differing(wrong), [each for each in lint.arrays(wrong) if each.kind == "copies-differ"]
+        told, seen = (
+            fingerprint.differing(wrong),
+            [each for each in lint.arrays(wrong) if each.kind == "copies-differ"],
+        )
         assert {each.leaf for each in told} == {each.where for each in seen}
         assert {each.device for each in told} <= {device}
         # Alone, or, where the gradient is not finite any more, all leaves of its device.
-        assert all(each.leaf.endswith("first") for each in told) or len({each.leaf for each in told}) > 6
+        assert (
+            all(each.leaf.endswith("first") for each in told)
+            or len({each.leaf for each in told}) > 6
+        )
         silent += not told
     print(f"{100 - silent} of 100 turned bits of gradients reached the state")
     assert silent < 40  # the last bits of a gradient are rounded away in the moments
@@ -409,7 +508,9 @@ def test_a_bit_that_turns_inside_the_step_is_found():
 def test_two_thousand_steps_raise_no_alarm(name):
     layout = LAYOUTS[name]
     one, devices = prepared(layout)
-    windows = np.random.default_rng(0).integers(CONFIG.vocabulary, size=(64, 8, 13)).astype(np.int32)
+    windows = (
+        np.random.default_rng(0).integers(CONFIG.vocabulary, size=(64, 8, 13)).astype(np.int32)
+    )
     placed = [mesh.place(each, P("data"), devices) for each in windows]
     state = one.init()
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of a count

@@ -32,7 +32,9 @@ def example():
 
 @pytest.fixture
 def usual(example, tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("Four score and seven years ago our fathers brought forth. " * 400)
+    (tmp_path / "text.txt").write_text(
+        "Four score and seven years ago our fathers brought forth. " * 400
+    )
     monkeypatch.chdir(tmp_path)
     schedule.to_csv(schedule.one_f_one_b_lockstep(2, 4), "two_stages.csv")
     return example.settings.Settings(text=tmp_path / "text.txt", steps=6, evaluate_tokens=512)
@@ -40,7 +42,11 @@ def usual(example, tmp_path, monkeypatch):
 
 def test_every_number_has_a_range(example):
     settings = example.settings
-    numbers = {field.name for field in dataclasses.fields(settings.Settings) if re.search(r"\b(int|float)\b", str(field.type))}
+    numbers = {
+        field.name
+        for field in dataclasses.fields(settings.Settings)
+        if re.search(r"\b(int|float)\b", str(field.type))
+    }
     assert numbers == set(settings.RANGES)
     assert settings.check(settings.Settings()) is None
 
@@ -61,7 +67,9 @@ class Usual:
     """How flags are read: as tyro does, in a thousandth of its time."""
 
     def __init__(self, settings):
-        self.kinds = {field.name: str(field.type) for field in dataclasses.fields(settings.Settings)}
+        self.kinds = {
+            field.name: str(field.type) for field in dataclasses.fields(settings.Settings)
+        }
 
     def read(self, settings, words):
         found, words = {}, iter(words)
@@ -71,7 +79,13 @@ class Usual:
                 found[positive] = name == positive
                 continue
             kind, value = self.kinds[name], next(words)
-            found[name] = float(value) if "float" in kind else int(value) if "int" in kind or value.isdecimal() else value
+            found[name] = (
+                float(value)
+                if "float" in kind
+                else int(value)
+                if "int" in kind or value.isdecimal()
+                else value
+            )
         return dataclasses.replace(settings, **found)
 
 
@@ -87,9 +101,17 @@ def refused(example, settings, world):
 
 def line_of(settings, usual) -> list[str]:
     """A command line that has these settings."""
-    flags = lambda name, value: [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-    differing = {name: value for name, value in vars(settings).items() if value != getattr(usual, name)}
-    return [word for name, value in differing.items() for word in flags(name.replace("_", "-"), value)]
+    flags = lambda name, value: (
+        [f"--{'' if value else 'no-'}{name}"]
+        if isinstance(value, bool)
+        else [f"--{name}", str(value)]
+    )
+    differing = {
+        name: value for name, value in vars(settings).items() if value != getattr(usual, name)
+    }
+    return [
+        word for name, value in differing.items() for word in flags(name.replace("_", "-"), value)
+    ]
 
 
 LAYOUTS = {
@@ -117,14 +139,21 @@ LAYOUTS = {
 
 
 def drawn_from(generator, values, share):
-    return {name: generator.choice(choices) for name, choices in values.items() if generator.random() < share}
+    return {
+        name: generator.choice(choices)
+        for name, choices in values.items()
+        if generator.random() < share
+    }
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("part", range(4))
 def test_what_is_proposed_for_a_wrong_layout_works(example, usual, part):
     """1,000 in all parts: each proposal, typed after the flags that were refused, passes the same check, in every respect."""
-    generator, world = random.Random(part), example.fitting.World(None, 256, room=lambda: (10**6, 10**5))
+    generator, world = (
+        random.Random(part),
+        example.fitting.World(None, 256, room=lambda: (10**6, 10**5)),
+    )
     reader, wrong, typed, silent = Usual(example.settings), 0, 0, 0
     while wrong < 250:
         settings = dataclasses.replace(usual, **drawn_from(generator, LAYOUTS, 0.35))
@@ -132,12 +161,16 @@ def test_what_is_proposed_for_a_wrong_layout_works(example, usual, part):
         if message is None:
             continue
         wrong += 1
-        assert not re.search(r"\bmesh\.|jax\.|Layout\(|\b(?!XLA)\w+=\w", message), message  # no Python
+        assert not re.search(r"\bmesh\.|jax\.|Layout\(|\b(?!XLA)\w+=\w", message), (
+            message
+        )  # no Python
         proposed = list(typed_in(settings, message, reader))
         silent += not proposed
         for each in proposed:
             typed += 1
-            assert (again := refused(example, each, world)) is None, f"{line_of(settings, usual)}\n{message}\n{again}"
+            assert (again := refused(example, each, world)) is None, (
+                f"{line_of(settings, usual)}\n{message}\n{again}"
+            )
     print(f"{wrong} wrong layouts, {typed} proposals, {silent} without")
     assert silent < 15  # of a schedule in a file, that fits nothing near
 
@@ -148,11 +181,18 @@ def test_what_is_proposed_for_a_wrong_flag_works(example, usual, pytestconfig, t
     reader, world = Usual(settings), example.fitting.World(None, 256, room=lambda: (10**6, 10**5))
     wrong = typed = silent = 0
     while wrong < DRAWS:
-        name, value = generator.choice([*sorted(settings.RANGES), "profile"]), generator.choice([*NUMBERS, "7", "9:3"])
+        name, value = (
+            generator.choice([*sorted(settings.RANGES), "profile"]),
+            generator.choice([*NUMBERS, "7", "9:3"]),
+        )
         least, most = settings.RANGES.get(name, (math.inf, 0))
-        if (name == "profile") != isinstance(value, str) or (name != "profile" and least <= value <= most):
+        if (name == "profile") != isinstance(value, str) or (
+            name != "profile" and least <= value <= most
+        ):
             continue
-        given = dataclasses.replace(usual, **drawn_from(generator, LAYOUTS, generator.choice([0, 0.2])) | {name: value})
+        given = dataclasses.replace(
+            usual, **drawn_from(generator, LAYOUTS, generator.choice([0, 0.2])) | {name: value}
+        )
         message = refused(example, given, world)
         wrong += 1
         assert re.match(rf"--{name.replace('_', '-')} must be ", message)
@@ -160,7 +200,9 @@ def test_what_is_proposed_for_a_wrong_flag_works(example, usual, pytestconfig, t
         silent += not proposed
         for each in proposed:
             typed += 1
-            assert (again := refused(example, each, world)) is None, f"{line_of(given, usual)}\n{message}\n{again}"
+            assert (again := refused(example, each, world)) is None, (
+                f"{line_of(given, usual)}\n{message}\n{again}"
+            )
     print(f"{wrong} wrong flags, {typed} proposals, {silent} without")
     assert silent < 10  # of a schedule in a file, that fits nothing near
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "two_stages.csv"}
@@ -172,7 +214,9 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
 
     generator, reader, seen = random.Random(pytestconfig.option.seed), Usual(example.settings), 0
     while seen < 8:
-        settings = dataclasses.replace(usual, **drawn_from(generator, LAYOUTS | {"devices": [8], "model": ["tiny"]}, 0.3))
+        settings = dataclasses.replace(
+            usual, **drawn_from(generator, LAYOUTS | {"devices": [8], "model": ["tiny"]}, 0.3)
+        )
         try:
             example.plan.prepare(settings, Job("hand"))
             continue
@@ -181,7 +225,9 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         for each in typed_in(settings, message, reader):
             if each.devices == 8:
                 seen += 1
-                read = tyro.cli(example.settings.Settings, args=[*line_of(each, example.settings.Settings())])
+                read = tyro.cli(
+                    example.settings.Settings, args=[*line_of(each, example.settings.Settings())]
+                )
                 example.plan.prepare(read, Job("hand"))
 
 
@@ -209,12 +255,27 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
             "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble, interleaved or a "
             "file that ends in .csv; got pipedram. Take --schedule gpipe.",
         ),
-        ("--zero 1 --data 1 --devices 1", "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0."),
+        (
+            "--zero 1 --data 1 --devices 1",
+            "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0.",
+        ),
         ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 32."),
-        ("--heads 0 --steps 0", "--heads must be 1 or more; got 0. Take --steps 700 and leave out --heads."),
-        ("--learning-rate nan", "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003."),
-        ("--profile 7", "--profile must be FIRST:LAST, two steps such as 10:12; got 7. Take --profile 10:12."),
-        ("--from . --layers 3", "--from . has its own sizes; got --layers too. Leave --layers out."),
+        (
+            "--heads 0 --steps 0",
+            "--heads must be 1 or more; got 0. Take --steps 700 and leave out --heads.",
+        ),
+        (
+            "--learning-rate nan",
+            "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003.",
+        ),
+        (
+            "--profile 7",
+            "--profile must be FIRST:LAST, two steps such as 10:12; got 7. Take --profile 10:12.",
+        ),
+        (
+            "--from . --layers 3",
+            "--from . has its own sizes; got --layers too. Leave --layers out.",
+        ),
         (
             "--fingerprint-every 5 --devices 1",
             "--fingerprint-every 5 compares devices with each other, and there is one. "
@@ -229,7 +290,10 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
 )
 def test_it_is_said_in_flags(example, usual, flags, message):
     settings = tyro.cli(example.settings.Settings, args=["--text", "text.txt", *flags.split()])
-    assert refused(example, settings, example.fitting.World(None, 256, room=lambda: (21240, 2360))) == message
+    assert (
+        refused(example, settings, example.fitting.World(None, 256, room=lambda: (21240, 2360)))
+        == message
+    )
 
 
 def test_what_is_sent_is_said_by_axis(example):
@@ -253,14 +317,19 @@ def test_what_is_sent_is_said_by_axis(example):
 def test_it_is_said_who_moves_data(example, make, tensor, asked, said):
     """Stages with a job of their own use no ring."""
     settings, layout = SimpleNamespace(all_reduce=asked), SimpleNamespace(tensor=tensor)
-    assert example.plan.said(SimpleNamespace(settings=settings, layout=layout, schedule=make(2, 4))) == said
+    assert (
+        example.plan.said(SimpleNamespace(settings=settings, layout=layout, schedule=make(2, 4)))
+        == said
+    )
 
 
 def of_a_run(folder, step, checkpoints):
     """A folder of results as a run leaves it: its numbers up to `step`, and these checkpoints."""
     folder.mkdir()
     (folder / "settings.json").write_text("")  # a power cut after the file was made
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, step + 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i}) + "\n" for i in range(1, step + 1))
+    )
     for number in checkpoints:
         (folder / "checkpoints" / f"{number:08d}").mkdir(parents=True)
         (folder / "checkpoints" / f"{number:08d}" / "manifest.json").write_text("{}")
@@ -280,9 +349,12 @@ def test_what_lies_in_the_folder_of_results_is_told_apart(example, usual, tmp_pa
     plan = go(of_a_run(tmp_path / "with", 200, [200]))
     # Checkpoints that were there.
     lost = of_a_run(tmp_path / "without", 200, [])
-    example.plan.claim_folder(dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, out=lost)))
+    example.plan.claim_folder(
+        dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, out=lost))
+    )
     with pytest.raises(
-        ValueError, match=r"metrics\.jsonl speaks of step 200, and .*checkpoints holds no checkpoint: they are lost"
+        ValueError,
+        match=r"metrics\.jsonl speaks of step 200, and .*checkpoints holds no checkpoint: they are lost",
     ):
         go(lost)
     # A run that was killed before its first checkpoint.
@@ -297,5 +369,7 @@ def test_a_damaged_settings_file_is_refused(example, usual, tmp_path):
     (tmp_path / "run").mkdir()
     for text in ("", "null", "[]", "{}", '{"numbers": 3}', "{", "[" * 200_000):
         (tmp_path / "run" / "settings.json").write_text(text)
-        with pytest.raises(ValueError, match=r"settings\.json: needed the settings of a run, found something else"):
+        with pytest.raises(
+            ValueError, match=r"settings\.json: needed the settings of a run, found something else"
+        ):
             plan.prepare(dataclasses.replace(usual, out=tmp_path / "run"), Job("hand"))

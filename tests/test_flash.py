@@ -24,14 +24,19 @@ BOUNDS = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Pallas's kernels on a CPU."""
-    here = vars(kernels.pl) | {"pallas_call": functools.partial(kernels.pl.pallas_call, interpret=True)}
+    here = vars(kernels.pl) | {
+        "pallas_call": functools.partial(kernels.pl.pallas_call, interpret=True)
+    }
     monkeypatch.setattr(kernels, "pl", SimpleNamespace(**here))
 
 
 def numbers(tokens, heads, groups, dtype):
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = (heads, groups, groups, heads)
-    return [jax.random.normal(key, (2, tokens, n, 16), dtype) for key, n in zip(keys, sizes, strict=True)]
+    return [
+        jax.random.normal(key, (2, tokens, n, 16), dtype)
+        for key, n in zip(keys, sizes, strict=True)
+    ]
 
 
 def value_and_gradients(attend, specs, arguments):
@@ -46,12 +51,16 @@ def value_and_gradients(attend, specs, arguments):
         return out, *gradients
 
     world = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
-    return jax.jit(mesh.spmd(both, mesh=world, in_specs=specs, out_specs=(specs[0], *specs[:3])))(*arguments)
+    return jax.jit(mesh.spmd(both, mesh=world, in_specs=specs, out_specs=(specs[0], *specs[:3])))(
+        *arguments
+    )
 
 
 def check(tokens, heads, groups, dtype, specs):
     arguments = numbers(tokens, heads, groups, dtype)
-    mine, plain = (value_and_gradients(attend, specs, arguments) for attend in (flash.attention, grouped))
+    mine, plain = (
+        value_and_gradients(attend, specs, arguments) for attend in (flash.attention, grouped)
+    )
     for a, b in zip(mine, plain, strict=True):
         assert a.dtype == b.dtype
         apart, largest = np.abs(np.float64(a) - np.float64(b)).max(), np.abs(np.float64(b)).max()

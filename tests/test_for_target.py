@@ -20,7 +20,14 @@ def after_two_steps(words):
     world = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
     compute = Compute(attend=attention, dtype=jnp.float64)
     prepared = decoder.train_step(
-        gpt2.FAMILY, CONFIG, optax.sgd(0.1), layout, world, batch=4, key=jax.random.key(0), compute=compute
+        gpt2.FAMILY,
+        CONFIG,
+        optax.sgd(0.1),
+        layout,
+        world,
+        batch=4,
+        key=jax.random.key(0),
+        compute=compute,
     )
     windows = jax.random.randint(jax.random.key(1), (4, 9), 0, 32)
     state, first = prepared.train(prepared.init(), windows)
@@ -34,7 +41,11 @@ def after_two_steps(words):
         pytest.param("data=2,zero=3", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(words, marks=pytest.mark.long)
-            for words in ("data=2,remat=block", "data=2,zero=3,remat=products", "stage=2,microbatches=2,remat=block")
+            for words in (
+                "data=2,remat=block",
+                "data=2,zero=3,remat=products",
+                "stage=2,microbatches=2,remat=block",
+            )
         ),
     ],
 )
@@ -50,7 +61,9 @@ def test_no_barrier_in_a_loop():
     """What XLA copies kept arrays for is gone, and only round functions that are known."""
     square = lambda x: jnp.sin(x) ** 2
     for one in (remat.gathers, remat.products, remat.block):
-        kinds = [str(jax.make_jaxpr(jax.grad(wrap(square)))(1.0)) for wrap in (one, remat.in_a_loop(one))]
+        kinds = [
+            str(jax.make_jaxpr(jax.grad(wrap(square)))(1.0)) for wrap in (one, remat.in_a_loop(one))
+        ]
         assert ["prevent_cse=True" in text for text in kinds] == [True, False]
     own = lambda block: block
     assert remat.in_a_loop(own) is own

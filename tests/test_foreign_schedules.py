@@ -139,7 +139,10 @@ REFUSED = {
         "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",
         "line 3: tick 1, stage 0: forward of microbatch 0 has already run in tick 0. Keep one.",
     ),
-    "a tick left out": ("tick,stage 0\n0,0F0\n2,0I0\n", "line 3: needs tick 1 and 2 cells, got '2,0I0'."),
+    "a tick left out": (
+        "tick,stage 0\n0,0F0\n2,0I0\n",
+        "line 3: needs tick 1 and 2 cells, got '2,0I0'.",
+    ),
 }
 
 

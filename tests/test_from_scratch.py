@@ -26,7 +26,9 @@ def scratch():
 
 @pytest.fixture(scope="module")
 def losses(scratch):
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 schedules with float64 weights
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # optax mixes float32 schedules with float64 weights
         return scratch.on_eight(STEPS)
 
 
@@ -60,19 +62,29 @@ def with_the_kit(scratch):
         return params | {"layers": jax.tree.map(lambda leaf: leaf[None], params["layers"])}
 
     def rows(batch):  # replica by replica, each with its part of every microbatch
-        return jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in jnp.split(batch, 2, axis=1)])
+        return jnp.concatenate(
+            [part.reshape(-1, part.shape[-1]) for part in jnp.split(batch, 2, axis=1)]
+        )
 
     devices = mesh.make(data=2, stage=2, tensor=2)
-    split = {"**.up": P(None, "stage", None, "tensor"), "**.down": P(None, "stage", "tensor"), "**": P()}
+    split = {
+        "**.up": P(None, "stage", None, "tensor"),
+        "**.down": P(None, "stage", "tensor"),
+        "**": P(),
+    }
     rule = rules.first(*(rules.match(pattern, spec) for pattern, spec in split.items()))
     shared = rules.fsdp("data", size=2, keep={"layers.**": (0, 1)}, inside=rule)
     shares = rules.specs(jax.eval_shape(make_model), shared, devices)
     table = schedule.one_f_one_b_lockstep(scratch.STAGES, scratch.MICROBATCHES)
-    grad = pipeline.value_and_grad(enter, stage, head, table, ring("stage"), blocks=lambda model: model["layers"])
+    grad = pipeline.value_and_grad(
+        enter, stage, head, table, ring("stage"), blocks=lambda model: model["layers"]
+    )
     grad = zero.reduce_scattered(grad, ring("data"), shares)
     state, specs = step.init(make_model, scratch.OPTIMIZER, rule, devices, optimizer_rule=shared)
     train = step.make(grad, zero.sharded(scratch.OPTIMIZER, ring("data"), shares))
-    train = jax.jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+    train = jax.jit(
+        mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    )
     losses = []
     for i in range(STEPS):
         state, info = jax.block_until_ready(train(state, jax.tree.map(rows, scratch.make_batch(i))))

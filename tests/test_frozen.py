@@ -10,7 +10,19 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, assert_close
-from user_models import FEW, KEPT, LOW, ONE, PLAIN, SPLIT, adapted, adapted_loss, of, step_of, wide_batch
+from user_models import (
+    FEW,
+    KEPT,
+    LOW,
+    ONE,
+    PLAIN,
+    SPLIT,
+    adapted,
+    adapted_loss,
+    of,
+    step_of,
+    wide_batch,
+)
 
 from parallax import grads, mesh, precision, rules, zero
 
@@ -19,15 +31,39 @@ TRAINED = 8 * (2 * 64 * LOW + 64)  # bytes
 # bytes that each collective gives a device. A loss is 8 bytes. Of what ZeRO gathers, the frozen leaves are a gather without a
 # scatter.
 ARROWS = {
-    "averaged": (lambda s: grads.averaged(PLAIN, "data"), KEPT, (False, False), {"all-reduce": TRAINED + 8}),
-    "accumulated": (
-        *(lambda s: grads.averaged(grads.accumulated(PLAIN, microbatches=2), "data"), KEPT, (False, False)),
+    "averaged": (
+        lambda s: grads.averaged(PLAIN, "data"),
+        KEPT,
+        (False, False),
         {"all-reduce": TRAINED + 8},
     ),
-    "summed": (lambda s: grads.summed(PLAIN, "data", loss=True), KEPT, (False, False), {"all-reduce": TRAINED + 8}),
-    "clipped": (lambda s: grads.clipped(grads.averaged(PLAIN, "data"), 1e-3), KEPT, (False, False), {"all-reduce": TRAINED + 8}),
+    "accumulated": (
+        *(
+            lambda s: grads.averaged(grads.accumulated(PLAIN, microbatches=2), "data"),
+            KEPT,
+            (False, False),
+        ),
+        {"all-reduce": TRAINED + 8},
+    ),
+    "summed": (
+        lambda s: grads.summed(PLAIN, "data", loss=True),
+        KEPT,
+        (False, False),
+        {"all-reduce": TRAINED + 8},
+    ),
+    "clipped": (
+        lambda s: grads.clipped(grads.averaged(PLAIN, "data"), 1e-3),
+        KEPT,
+        (False, False),
+        {"all-reduce": TRAINED + 8},
+    ),
     "scaled": (
-        *(lambda s: precision.unscaled(grads.averaged(of(FEW)(precision.scaled(adapted_loss, ONE)), "data"), ONE), KEPT),
+        *(
+            lambda s: precision.unscaled(
+                grads.averaged(of(FEW)(precision.scaled(adapted_loss, ONE)), "data"), ONE
+            ),
+            KEPT,
+        ),
         *((False, False), {"all-reduce": TRAINED + 8}),
     ),
     "mixed": (
@@ -41,19 +77,39 @@ ARROWS = {
         {"reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
     "scattered where it pays": (
-        *(lambda s: zero.reduce_scattered(PLAIN, "data", s), rules.fsdp("data", size=8), (False, True)),
+        *(
+            lambda s: zero.reduce_scattered(PLAIN, "data", s),
+            rules.fsdp("data", size=8),
+            (False, True),
+        ),
         {"all-reduce": TRAINED + 8},  # leaves of fewer than 1,024 elements stay whole
     ),
     "gathered": (
-        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"), KEPT, (True, True)),
+        *(
+            lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"),
+            KEPT,
+            (True, True),
+        ),
         {"all-gather": TRAINED, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
     "gathered, frozen leaves too": (
-        *(lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"), SPLIT, (True, True)),
-        {"all-gather": TRAINED + 8 * 64 * 64 + 4 * 64, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
+        *(
+            lambda s: grads.averaged(of(FEW)(zero.gathered(adapted_loss, "data", s)), "data"),
+            SPLIT,
+            (True, True),
+        ),
+        {
+            "all-gather": TRAINED + 8 * 64 * 64 + 4 * 64,
+            "reduce-scatter": TRAINED // 8,
+            "all-reduce": 8,
+        },
     ),
     "unsharded": (
-        *(lambda s: grads.averaged(zero.gathered_once(PLAIN, "data", s), "data"), KEPT, (True, True)),
+        *(
+            lambda s: grads.averaged(zero.gathered_once(PLAIN, "data", s), "data"),
+            KEPT,
+            (True, True),
+        ),
         {"all-gather": TRAINED, "reduce-scatter": TRAINED // 8, "all-reduce": 8},
     ),
 }
@@ -68,9 +124,18 @@ def test_frozen_leaves_have_no_gradient_and_move_no_bytes(name):
     whole = jax.tree.map(lambda _: P(), shares)
     trained = lambda specs: eqx.filter(specs, FEW, is_leaf=mesh.is_spec)
     specs = (shares if split_params else whole, P("data"))
-    program = mesh.spmd(arrow(shares), mesh=world, in_specs=specs, out_specs=(P(), trained(shares if split_gradients else whole)))
+    program = mesh.spmd(
+        arrow(shares),
+        mesh=world,
+        in_specs=specs,
+        out_specs=(P(), trained(shares if split_gradients else whole)),
+    )
     arrays, static = eqx.partition(model, eqx.is_array)
-    program = jax.jit(lambda arrays, batch: program_of(arrays, static, batch, program)).lower(arrays, batch).compile()
+    program = (
+        jax.jit(lambda arrays, batch: program_of(arrays, static, batch, program))
+        .lower(arrays, batch)
+        .compile()
+    )
     loss, gradients = program(arrays, batch)
     plain_loss, plain = PLAIN(model, batch)
     factor = {"summed": 8, "clipped": 1e-3 / optax.tree.norm(plain)}.get(name, 1)
@@ -90,7 +155,9 @@ def program_of(arrays, static, batch, program):
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "ZeRO-1"])
 def test_frozen_leaves_have_no_state_and_the_step_moves_no_bytes_for_them(sharded):
     state, program, arrays = step_of(sharded=sharded)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer)) == 2 * TRAINED + 4  # and AdamW's count
+    assert (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer)) == 2 * TRAINED + 4
+    )  # and AdamW's count
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     assert held == 2 * TRAINED // (8 if sharded else 1) + 4
     new, info = program(arrays, wide_batch())
@@ -115,7 +182,10 @@ def test_frozen_leaves_have_no_state_and_the_step_moves_no_bytes_for_them(sharde
             {**FEW, "bias": False},
             "step.make: bias has a gradient, and no state in the optimizer. The leaves that the gradient function",
         ),
-        ({**FEW, "base": True}, "step.make: base has optimizer state, and no gradient. The leaves that the gradient function"),
+        (
+            {**FEW, "base": True},
+            "step.make: base has optimizer state, and no gradient. The leaves that the gradient function",
+        ),
     ],
 )
 def test_leaves_with_a_gradient_and_no_state_are_refused(trainable, message):
@@ -126,7 +196,9 @@ def test_leaves_with_a_gradient_and_no_state_are_refused(trainable, message):
 def test_some_leaves_may_have_an_optimizer_without_state():
     """State for some of the leaves alone is no mistake where the optimizer asks for no more."""
     labels = {"base": None, "low": "adam", "table": None, "squash": None, "bias": "sgd"}
-    _, program, arrays = step_of(optax.partition({"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2)}, labels))
+    _, program, arrays = step_of(
+        optax.partition({"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2)}, labels)
+    )
     new, _ = program(arrays, wide_batch())
     gradients = PLAIN(adapted(), wide_batch())[1]
     assert_close(new.model["bias"], adapted()["bias"] - 1e-2 * gradients["bias"], EXACT)

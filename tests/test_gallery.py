@@ -28,10 +28,22 @@ def printed(tmp_path_factory):
 
     def run(name: str, *arguments: str) -> str:
         if (name, *arguments) not in done:
-            paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-            environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | flags.of_users()
+            paths = os.pathsep.join(
+                filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")])
+            )
+            environment = (
+                os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | flags.of_users()
+            )
             command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-            ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
+            ended = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=500,
+                check=False,
+            )
             assert ended.returncode == 0, ended.stderr
             if name in PICTURES:
                 check_picture(folder / "out" / name / f"{PICTURES[name]}.png")
@@ -63,7 +75,9 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
     for name in ("slope", "intercept"):
         truth, learnt, best = numbers(text, rf"{name} +# +# +#")
         assert learnt == pytest.approx(best, abs=1e-4)  # the digits that are printed
-        assert learnt == pytest.approx(truth, abs=0.02)  # three standard deviations: noise 0.5 / sqrt(8192) = 0.006
+        assert learnt == pytest.approx(
+            truth, abs=0.02
+        )  # three standard deviations: noise 0.5 / sqrt(8192) = 0.006
         assert f"{name} on the 8 devices: 1 different number\n" in text
     assert numbers(text, "agree to the last bit on # of # points") == [8192, 8192]
 
@@ -78,7 +92,9 @@ def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
         part = text.split(f"along '{axis}'")[1]
         assert numbers(part, "loss #") == [pytest.approx(alone, rel=ROUNDING)]
         assert numbers(part, "differ from one device's by #")[0] < ROUNDING
-        formula, program = re.search(r"sends +([\d,]+) bytes by formula; ([\d,]+) in", part).groups()
+        formula, program = re.search(
+            r"sends +([\d,]+) bytes by formula; ([\d,]+) in", part
+        ).groups()
         assert formula == program
 
 
@@ -131,9 +147,14 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
     mean, alone = numbers(text, "is the step's: #; one device alone has #")
     assert sum(map(float, own)) / 4 == pytest.approx(mean, abs=1e-4)  # the digits that are printed
     assert mean == alone
-    assert numbers(text, "in 16 steps: # of the loss")[0] < 2e-6  # float32: some roundings of 1.2e-7; 1.2e-7 was seen
+    assert (
+        numbers(text, "in 16 steps: # of the loss")[0] < 2e-6
+    )  # float32: some roundings of 1.2e-7; 1.2e-7 was seen
     weights = numbers(text, r"MB of weights +# +#")[0]
-    assert numbers(text, r"MB sent a step +# +#") == [0, pytest.approx(2 * 3 / 4 * weights, rel=0.01)]
+    assert numbers(text, r"MB sent a step +# +#") == [
+        0,
+        pytest.approx(2 * 3 / 4 * weights, rel=0.01),
+    ]
 
 
 @pytest.mark.programs
@@ -142,7 +163,10 @@ def test_data_parallel_gpt2_has_the_loss_of_one_device_and_sends_its_gradients(p
 def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     text = printed("custom_training")
     assert "restored step 60" in text
-    assert "Both end with the same bits in all weights and moments; of the copies on other devices 0 differ." in text
+    assert (
+        "Both end with the same bits in all weights and moments; of the copies on other devices 0 differ."
+        in text
+    )
     assert numbers(text, "step 120 .* told right #%")[0] > 90
 
 
@@ -153,10 +177,15 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
     text = printed("lora")
     whole, factors = (re.sub(r"(?<=\d),(?=\d)", "", part) for part in text.split("Factors of rank"))
     for part, count in ((whole, 85_002), (factors, 4_392)):
-        trained, kept, sent = numbers(part, "trained # numbers; a device kept # bytes of moments, and sent # bytes a step")
+        trained, kept, sent = numbers(
+            part, "trained # numbers; a device kept # bytes of moments, and sent # bytes a step"
+        )
         assert (trained, kept) == (count, 8 * count)
         assert sent == pytest.approx(2 * 7 / 8 * 4 * count, rel=0.01)  # and of the loss
-    before, after = numbers(whole, "in a mirror #%")[0], numbers(factors, "in a mirror told right: #%")[0]
+    before, after = (
+        numbers(whole, "in a mirror #%")[0],
+        numbers(factors, "in a mirror told right: #%")[0],
+    )
     assert before < 50
     assert after > 90
     assert "Of the frozen net 0 numbers differ" in text
@@ -167,7 +196,9 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
 @pytest.mark.long
 def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printed):
     text = printed("experts")
-    used = [float(part.replace(",", "")) for part in re.findall(r"of which a token uses ([\d,]+)", text)]
+    used = [
+        float(part.replace(",", "")) for part in re.findall(r"of which a token uses ([\d,]+)", text)
+    ]
     assert used[0] == pytest.approx(used[1], rel=0.01)
     mixture, twin = numbers(text, r"\n 200 +# +#")
     assert mixture < twin
@@ -180,7 +211,10 @@ def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printe
 @pytest.mark.long
 def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(printed):
     text = printed("long_context", "--quick")
-    alone, ring = numbers(text, r"\n +256 +above # +#.*")[1], numbers(text, r"\n +256 +above \S+ +\S+ +#")[0]
+    alone, ring = (
+        numbers(text, r"\n +256 +above # +#.*")[1],
+        numbers(text, r"\n +256 +above \S+ +\S+ +#")[0],
+    )
     assert alone > 2.5 * ring
     assert "zigzag: every device computes 9 blocks, of which the four need 8, 8, 8, 8" in text
     assert numbers(text, "step  3  loss #")[0] < numbers(text, "step  1  loss #")[0]
@@ -193,7 +227,11 @@ def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
     assert numbers(text, "differ by # of the loss at most")[0] < ROUNDING
     first, last = numbers(text, "loss of step 1: #, of step 20: #")
     assert last < first / 2
-    sent = {tuple(line.split()[:2]) for line in text.splitlines()[2:] if line.startswith(("data", "tensor"))}
+    sent = {
+        tuple(line.split()[:2])
+        for line in text.splitlines()[2:]
+        if line.startswith(("data", "tensor"))
+    }
     assert sent == {
         ("data", "all-reduce"),
         ("data", "collective-permute"),
@@ -209,15 +247,30 @@ def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
     finally:
         sys.path.remove(str(EXAMPLES))
     for part, count in (("train", 3), ("t10k", 2)):
-        images = bytes([0, 0, 8, 3, *(0, 0, 0, count), *(0, 0, 0, 2), *(0, 0, 0, 2), *([0, 51, 102, 255] * count)])
+        images = bytes(
+            [
+                0,
+                0,
+                8,
+                3,
+                *(0, 0, 0, count),
+                *(0, 0, 0, 2),
+                *(0, 0, 0, 2),
+                *([0, 51, 102, 255] * count),
+            ]
+        )
         (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images)
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, *(0, 0, 0, count), *range(count)]))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(
+            bytes([0, 0, 8, 1, *(0, 0, 0, count), *range(count)])
+        )
     learn, held_out = digits.load(tmp_path)
     assert learn.images.shape == (3, 2, 2)
     assert held_out.images[1].ravel().tolist() == pytest.approx([0, 0.2, 0.4, 1])
     assert learn.labels.tolist() == [0, 1, 2]
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, *(0, 0, 0, 9), 1]))
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte: needed an IDX file of bytes in 1 dims"):
+    with pytest.raises(
+        ValueError, match="t10k-labels-idx1-ubyte: needed an IDX file of bytes in 1 dims"
+    ):
         digits.load(tmp_path)
     with pytest.raises(ValueError, match="found neither"):
         digits.load(tmp_path / "nowhere")
@@ -231,5 +284,7 @@ def test_islands_talk_seldom_and_learn_as_much(printed):
     (plain,) = numbers(text, "data parallelism +#")
     for name, fewer in (("islands, every 10 steps", 10), ("islands, int8", 38)):
         loss, ratio = numbers(text, f"{name} +# +[\\d,]+ +1/#;")
-        assert ratio == pytest.approx(fewer, rel=0.05)  # int8: an exponent for 32 numbers, and small leaves go as float32
+        assert ratio == pytest.approx(
+            fewer, rel=0.05
+        )  # int8: an exponent for 32 numbers, and small leaves go as float32
         assert loss < 1.02 * plain

@@ -26,7 +26,13 @@ CASES = {
     **{
         f"batch({name}={value})": rf"data\.batch needs a whole number as {name}; got {re.escape(shown)}\. Give an int"
         for name in ("seed", "step", "size", "length")
-        for value, shown in (("1.9", "1.9"), ("1.0", "1.0"), ("'1'", "'1'"), ("None", "None"), ("np.float32(1)", "np.float32"))
+        for value, shown in (
+            ("1.9", "1.9"),
+            ("1.0", "1.0"),
+            ("'1'", "'1'"),
+            ("None", "None"),
+            ("np.float32(1)", "np.float32"),
+        )
         if shown != "np.float32"
     },
     "batch(step=np.float32(1))": r"a whole number as step; got np\.float32\(1\.0\)",
@@ -80,7 +86,14 @@ for case in json.load(sys.stdin):
 def refusals(tmp_path_factory):
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SETUP}{RUN}"]
     folder = tmp_path_factory.mktemp("given")
-    done = subprocess.run(command, input=json.dumps([*CASES, *NUMPYS]), capture_output=True, text=True, cwd=folder, check=False)
+    done = subprocess.run(
+        command,
+        input=json.dumps([*CASES, *NUMPYS]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not [*folder.iterdir()]
     return dict(map(json.loads, done.stdout.splitlines()))

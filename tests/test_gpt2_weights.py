@@ -36,7 +36,9 @@ def random_model(config=TINY, seed=0, dtype=jnp.float32):
     """A model of random numbers, made without compiling; the rows that pad the vocabulary are zero."""
     generator = np.random.default_rng(seed)
     shapes = eqx.filter_eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
-    model = jax.tree.map(lambda shape: jnp.asarray(generator.normal(size=shape.shape), dtype), shapes)
+    model = jax.tree.map(
+        lambda shape: jnp.asarray(generator.normal(size=shape.shape), dtype), shapes
+    )
     return eqx.tree_at(lambda model: model.wte, model, model.wte.at[config.vocabulary :].set(0))
 
 
@@ -45,7 +47,9 @@ def assert_close(actual, expected, bound):
 
     def compare(path, a, e):
         assert a.shape == e.shape
-        error = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(e, np.float64))) / np.max(np.abs(e))
+        error = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(e, np.float64))) / np.max(
+            np.abs(e)
+        )
         assert error <= bound, f"{mesh.dotted(path)}: {error}"
 
     jax.tree.map_with_path(compare, actual, expected)
@@ -68,7 +72,9 @@ BOUNDS = [(jnp.float64, 1e-11), (jnp.float32, 1e-5)]
 @jax.jit
 def evaluate(model, windows):
     """The logits after all tokens but the last, and the loss and its gradients."""
-    return gpt2.logits(model, windows[:, :-1]), *jax.value_and_grad(gpt2.loss)(model, (windows, None))
+    return gpt2.logits(model, windows[:, :-1]), *jax.value_and_grad(gpt2.loss)(
+        model, (windows, None)
+    )
 
 
 @pytest.mark.sweep(2)
@@ -80,7 +86,9 @@ def test_whole_model_computes_what_transformers_did(dtype, bound):
     assert_close(gradients, fixture("gradients.safetensors"), bound)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [BOUNDS[0], pytest.param(*BOUNDS[1], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [BOUNDS[0], pytest.param(*BOUNDS[1], marks=pytest.mark.long)]
+)
 def test_model_on_a_mesh_computes_what_transformers_did(dtype, bound):
     m = mesh.make(data=4, tensor=2)
     model = fixture(dtype=dtype)
@@ -110,14 +118,21 @@ def test_round_trip_is_bit_for_bit_and_keeps_dtype_and_configuration(dtype, tmp_
     loaded = gpt2.load(tmp_path / "new" / "folder", dtype=dtype, vocabulary_multiple=4)
     assert loaded.config == config
     assert_same(loaded, model)
-    assert json.loads((tmp_path / "new/folder/config.json").read_text())["torch_dtype"] == jnp.dtype(dtype).name
+    assert (
+        json.loads((tmp_path / "new/folder/config.json").read_text())["torch_dtype"]
+        == jnp.dtype(dtype).name
+    )
 
 
 def test_saved_files_equal_those_of_transformers(tmp_path):
     gpt2.save(fixture(), tmp_path)
-    ours, theirs = (safetensors.numpy.load_file(folder / "model.safetensors") for folder in (tmp_path, FIXTURE))
+    ours, theirs = (
+        safetensors.numpy.load_file(folder / "model.safetensors") for folder in (tmp_path, FIXTURE)
+    )
     assert_same(ours, theirs)  # the padding is gone
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FIXTURE))
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FIXTURE)
+    )
     assert {field: theirs[field] for field in ours.keys() & theirs.keys()} == {
         field: ours[field] for field in ours.keys() & theirs.keys()
     }
@@ -133,7 +148,11 @@ def test_model_on_a_mesh_is_saved_whole(tmp_path):
 
 
 def test_leaves_are_kept_in_their_own_types(tmp_path):
-    model = eqx.tree_at(lambda model: model.norm.bias, fixture(multiple=1), replace_fn=lambda leaf: leaf.astype(jnp.bfloat16))
+    model = eqx.tree_at(
+        lambda model: model.norm.bias,
+        fixture(multiple=1),
+        replace_fn=lambda leaf: leaf.astype(jnp.bfloat16),
+    )
     gpt2.save(model, tmp_path)
     with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as file:
         assert file.get_slice("transformer.ln_f.bias").get_dtype() == "BF16"
@@ -148,7 +167,9 @@ def test_save_that_fails_leaves_what_was_there(fails, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(*{"save_file": (safetensors.numpy, "save_file"), "replace": ("os.replace",)}[fails], full)
+    monkeypatch.setattr(
+        *{"save_file": (safetensors.numpy, "save_file"), "replace": ("os.replace",)}[fails], full
+    )
     with pytest.raises(OSError, match="No space left"):
         gpt2.save(random_model(seed=1), tmp_path)
     assert_same(gpt2.load(tmp_path, vocabulary_multiple=4), model)
@@ -176,8 +197,13 @@ def test_save_refuses_what_could_not_be_loaded(tmp_path):
     model = random_model()
     with pytest.raises(ValueError, match=r"needs a folder, .* got the file .*x\.safetensors"):
         gpt2.save(model, tmp_path / "x.safetensors")
-    stage = eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda leaf: leaf[:1], model.blocks))
-    with pytest.raises(ValueError, match=r"blocks.attention_norm.weight must be of shape \(2, 8\).*it is \(1, 8\).*whole model"):
+    stage = eqx.tree_at(
+        lambda m: m.blocks, model, jax.tree.map(lambda leaf: leaf[:1], model.blocks)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"blocks.attention_norm.weight must be of shape \(2, 8\).*it is \(1, 8\).*whole model",
+    ):
         gpt2.save(stage, tmp_path)
     whole = eqx.tree_at(lambda m: m.wpe, model, model.wpe.astype(jnp.int32))
     with pytest.raises(ValueError, match=r"wpe must be one of float16, .*; it is int32"):
@@ -201,7 +227,9 @@ def change_tensors(folder, change):
 
 def change_config(folder, **fields):
     old = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in (old | fields).items() if v != "absent"}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in (old | fields).items() if v != "absent"})
+    )
 
 
 MASK = {"h.0.attn.bias": np.ones((1, 1, 12, 12), bool), "h.0.attn.masked_bias": np.float32([-1e4])}
@@ -209,7 +237,10 @@ FORMS = {
     "as it is": lambda folder: None,
     "sharded": shard,
     "without prefix": lambda folder: change_tensors(
-        folder, lambda tensors: {name.removeprefix("transformer."): value for name, value in tensors.items()}
+        folder,
+        lambda tensors: {
+            name.removeprefix("transformer."): value for name, value in tensors.items()
+        },
     ),
     "with masks and a tied head": lambda folder: change_tensors(
         folder,
@@ -219,7 +250,9 @@ FORMS = {
             | {"lm_head.weight": tensors["transformer.wte.weight"]}
         ),
     ),
-    "old configuration": lambda folder: change_config(folder, n_positions="absent", n_ctx=12, tie_word_embeddings="absent"),
+    "old configuration": lambda folder: change_config(
+        folder, n_positions="absent", n_ctx=12, tie_word_embeddings="absent"
+    ),
     "feed-forward width given": lambda folder: change_config(folder, n_inner=48),
 }
 
@@ -236,7 +269,9 @@ def test_every_form_gives_the_same_model(form, folder):
 
 
 def test_dtype_is_what_was_asked_for():
-    assert_same(fixture(dtype=jnp.float32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), fixture()))
+    assert_same(
+        fixture(dtype=jnp.float32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), fixture())
+    )
 
 
 def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
@@ -246,13 +281,19 @@ def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
         asked.append((name, allow_patterns))
         return str(folder)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download)
+    )
     assert_same(gpt2.load("someone/gpt2-tiny", dtype=jnp.float64), fixture())
     ((name, patterns),) = asked
     assert name == "someone/gpt2-tiny"
-    assert {"config.json", "model.safetensors.index.json", "model*.safetensors", "generation_config.json", "tokenizer.json"} <= {
-        *patterns
-    }
+    assert {
+        "config.json",
+        "model.safetensors.index.json",
+        "model*.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+    } <= {*patterns}
 
 
 # What load refuses
@@ -267,7 +308,10 @@ def replaced(name, value):
 
 
 WRONG_TENSORS = {
-    "missing": (without("transformer.h.1.mlp.c_fc.bias"), r"the tensor h\.1\.mlp\.c_fc\.bias is missing, which .*config"),
+    "missing": (
+        without("transformer.h.1.mlp.c_fc.bias"),
+        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, which .*config",
+    ),
     "extra": (
         replaced("transformer.h.3.ln_1.bias", lambda _: np.zeros(12)),
         r"the tensor transformer\.h\.3\.ln_1\.bias is no part of a GPT-2 of n_layer=3",
@@ -292,8 +336,14 @@ WRONG_TENSORS = {
         replaced("lm_head.weight", lambda tensors: np.zeros((64, 12))),
         r"lm_head\.weight must be of shape \(61, 12\)",
     ),
-    "twice": (replaced("ln_f.bias", lambda _: np.zeros(12)), r"holds both .*ln_f\.bias and .*ln_f\.bias: the same tensor twice"),
-    "nothing": (lambda _: {}, r"safetensors file: the tensor wte\.weight \(and 39 more\) is missing"),
+    "twice": (
+        replaced("ln_f.bias", lambda _: np.zeros(12)),
+        r"holds both .*ln_f\.bias and .*ln_f\.bias: the same tensor twice",
+    ),
+    "nothing": (
+        lambda _: {},
+        r"safetensors file: the tensor wte\.weight \(and 39 more\) is missing",
+    ),
 }
 
 
@@ -340,7 +390,9 @@ def test_configurations_that_the_model_cannot_represent_are_refused(fields, mess
 
 @pytest.mark.parametrize(("vocabulary", "end"), [(50256, None), (50257, 50256)])
 def test_a_model_that_has_the_token_ends_texts_with_it(vocabulary, end, tmp_path):
-    config = gpt2.Config(layers=1, heads=1, width=2, context=2, vocabulary=vocabulary, vocabulary_multiple=1)
+    config = gpt2.Config(
+        layers=1, heads=1, width=2, context=2, vocabulary=vocabulary, vocabulary_multiple=1
+    )
     gpt2.save(random_model(config), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == end
 
@@ -358,12 +410,19 @@ def test_fields_that_are_left_out_are_those_of_transformers(folder):
 def test_truncated_weights_are_refused(left, folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file \(.*Copy or download it again"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.safetensors is not a whole safetensors file \(.*Copy or download it again",
+    ):
         gpt2.load(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [('{"n_layer": 3, ', r"config\.json is not whole JSON"), ("[]", r"must hold a JSON object; got a list")]
+    ("text", "message"),
+    [
+        ('{"n_layer": 3, ', r"config\.json is not whole JSON"),
+        ("[]", r"must hold a JSON object; got a list"),
+    ],
 )
 def test_damaged_configuration_is_refused(text, message, folder):
     (folder / "config.json").write_text(text)
@@ -378,10 +437,15 @@ def test_missing_files_are_named(folder):
         gpt2.load("./gpt2")
     with pytest.raises(FileNotFoundError, match=r"no file or folder gpt2\.safetensors"):
         gpt2.load("gpt2.safetensors")
-    with pytest.raises(ValueError, match=r"needs a folder or a \.safetensors file; got the file .*logits\.npy"):
+    with pytest.raises(
+        ValueError, match=r"needs a folder or a \.safetensors file; got the file .*logits\.npy"
+    ):
         gpt2.load(folder / "logits.npy")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"needs model\.safetensors or .*it holds .*pytorch_model\.bin.*save_pretrained"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"needs model\.safetensors or .*it holds .*pytorch_model\.bin.*save_pretrained",
+    ):
         gpt2.load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"needs .*config\.json, which says"):
@@ -390,24 +454,38 @@ def test_missing_files_are_named(folder):
 
 def test_damaged_shards_are_refused(folder):
     shard(folder)
-    index, second = folder / "model.safetensors.index.json", folder / "model-00002-of-00002.safetensors"
+    index, second = (
+        folder / "model.safetensors.index.json",
+        folder / "model-00002-of-00002.safetensors",
+    )
     good = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": without("transformer.wpe.weight")(good["weight_map"])}))
-    with pytest.raises(ValueError, match=r"must name the same tensors; transformer\.wpe\.weight is in only one of them"):
+    index.write_text(
+        json.dumps({"weight_map": without("transformer.wpe.weight")(good["weight_map"])})
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"must name the same tensors; transformer\.wpe\.weight is in only one of them",
+    ):
         gpt2.load(folder)
     index.write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
         gpt2.load(folder)
     index.write_text(json.dumps(good))
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=r"lists model-00002-of-00002\.safetensors, and there is no such file"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"lists model-00002-of-00002\.safetensors, and there is no such file",
+    ):
         gpt2.load(folder)
 
 
 def test_types_that_load_cannot_give_are_refused():
     with pytest.raises(ValueError, match=r"needs a dtype among .*; got int32"):
         gpt2.load(FIXTURE, dtype=jnp.int32)
-    with jax.enable_x64(False), pytest.raises(ValueError, match=r"dtype=float64 needs .*jax_enable_x64"):
+    with (
+        jax.enable_x64(False),
+        pytest.raises(ValueError, match=r"dtype=float64 needs .*jax_enable_x64"),
+    ):
         gpt2.load(FIXTURE, dtype=jnp.float64)
 
 
@@ -426,8 +504,13 @@ def test_hub_that_does_not_answer_is_a_clear_error(monkeypatch):
     def refuse(name, allow_patterns):
         raise ConnectionError("offline.")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=refuse))
-    with pytest.raises(FileNotFoundError, match=r"no folder 'gpt2' here, and the Hugging Face hub .*ConnectionError: offline"):
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=refuse)
+    )
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no folder 'gpt2' here, and the Hugging Face hub .*ConnectionError: offline",
+    ):
         gpt2.load("gpt2")
 
 
@@ -436,7 +519,12 @@ def test_hub_that_does_not_answer_is_a_clear_error(monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(gpt2.SMALL, 124_439_808), (gpt2.MEDIUM, 354_823_168), (gpt2.LARGE, 774_030_080), (gpt2.XL, 1_557_611_200)],
+    [
+        (gpt2.SMALL, 124_439_808),
+        (gpt2.MEDIUM, 354_823_168),
+        (gpt2.LARGE, 774_030_080),
+        (gpt2.XL, 1_557_611_200),
+    ],
 )
 def test_published_sizes(config, parameters):
     shapes = eqx.filter_eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
@@ -447,7 +535,9 @@ def test_published_sizes(config, parameters):
 
 
 def test_initial_weights_are_normal_with_smaller_ones_into_the_residual_stream():
-    config = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=500, vocabulary_multiple=128)
+    config = gpt2.Config(
+        layers=4, heads=4, width=128, context=64, vocabulary=500, vocabulary_multiple=128
+    )
     model = gpt2.GPT2(config, key=jax.random.key(0))
     residual = 0.02 / (2 * 4) ** 0.5
     deviations = {"blocks.attention.out.weight": residual, "blocks.mlp.down.weight": residual}
@@ -485,8 +575,14 @@ def test_later_tokens_do_not_change_earlier_logits():
 
 def test_a_sample_sees_the_last_window_and_no_more():
     model, window, seen, key = random_model(), 4, [3, 1, 4, 1], jax.random.key(0)
-    sample = jax.jit(lambda prompt: gpt2.sample(model, prompt, tokens=20, window=window, temperature=2.0, key=key))
-    draw = jax.jit(lambda key, seen: jax.random.categorical(key, gpt2.logits(model, seen[None])[0, -1] / 2))
+    sample = jax.jit(
+        lambda prompt: gpt2.sample(
+            model, prompt, tokens=20, window=window, temperature=2.0, key=key
+        )
+    )
+    draw = jax.jit(
+        lambda key, seen: jax.random.categorical(key, gpt2.logits(model, seen[None])[0, -1] / 2)
+    )
     found = sample(jnp.asarray(seen))
     for each in jax.random.split(key, 20):
         seen.append(int(draw(each, jnp.asarray(seen[-window:]))))

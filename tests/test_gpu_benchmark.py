@@ -13,9 +13,20 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*flags, **options):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False, **options)
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
 
 
 @pytest.mark.programs

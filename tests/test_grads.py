@@ -100,7 +100,9 @@ def test_memory_does_not_grow_with_the_number_of_parts():
 
 
 def over(f, in_specs, out_specs, **sizes):
-    return eqx.filter_jit(mesh.spmd(f, mesh=mesh.make(**sizes), in_specs=in_specs, out_specs=out_specs))
+    return eqx.filter_jit(
+        mesh.spmd(f, mesh=mesh.make(**sizes), in_specs=in_specs, out_specs=out_specs)
+    )
 
 
 @functools.cache
@@ -118,12 +120,17 @@ def data_parallel(mover, microbatches, **sizes):
 def test_averaged_equals_one_device(mover, sizes, data):
     params, batch = draw_problem(data)
     for microbatches in (1, 2):
-        jax.tree.map(close, data_parallel(mover, microbatches, **sizes)(params, batch), plain(params, batch))
+        jax.tree.map(
+            close, data_parallel(mover, microbatches, **sizes)(params, batch), plain(params, batch)
+        )
 
 
 PROBLEM = (
     {"w": jax.ShapeDtypeStruct((3, 4), jnp.float64), "v": jax.ShapeDtypeStruct((4,), jnp.float64)},
-    {"x": jax.ShapeDtypeStruct((32, 3), jnp.float64), "y": jax.ShapeDtypeStruct((32,), jnp.float64)},
+    {
+        "x": jax.ShapeDtypeStruct((32, 3), jnp.float64),
+        "y": jax.ShapeDtypeStruct((32,), jnp.float64),
+    },
 )
 
 
@@ -135,7 +142,11 @@ def test_the_order_of_wrapping_is_the_cost():
         f = mesh.spmd(arrow, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=P())
         ops = hlo.collectives(f, *PROBLEM)
         assert {op.kind for op in ops} == {"all-reduce"}
-        assert collections.Counter(op.shape for op in ops) == {(): times, (4,): times, (3, 4): times}
+        assert collections.Counter(op.shape for op in ops) == {
+            (): times,
+            (4,): times,
+            (3, 4): times,
+        }
 
 
 @functools.cache
@@ -145,7 +156,9 @@ def clip_over_shards(mover):
     axes = [mover("a"), mover("b")]
 
     def body(tree, batch):
-        arrow = grads.clipped(lambda params, batch: (jnp.sum(batch), params), 1.5, reduce_norm_over=axes)
+        arrow = grads.clipped(
+            lambda params, batch: (jnp.sum(batch), params), 1.5, reduce_norm_over=axes
+        )
         return arrow(tree, batch)[1], grads.norm(tree, axes=axes)
 
     return over(body, (TREE, P()), (TREE, P()), a=2, b=4)
@@ -159,7 +172,10 @@ TREE = {"whole": P(), "a": P("a"), "b": P(None, "b"), "both": P(("a", "b")), "co
 @given(data=st.data(), scale=st.sampled_from([0.0, 1e-3, 1.0]))
 def test_the_norm_over_shards_is_the_whole_norm(mover, data, scale):
     shapes = {"whole": (), "a": (4, 3), "b": (3, 4), "both": (8,), "complex": (4, 2)}
-    tree = {name: scale * data.draw(hnp.arrays(np.float64, shape, elements=UNIT)) for name, shape in shapes.items()}
+    tree = {
+        name: scale * data.draw(hnp.arrays(np.float64, shape, elements=UNIT))
+        for name, shape in shapes.items()
+    }
     tree["complex"] = tree["complex"] * (1 - 2j)
     clipped, norm = clip_over_shards(mover)(tree, np.ones(3))
     close(norm, optax.tree.norm(tree))
@@ -200,7 +216,9 @@ def model_loss(model, batch):
 
 def test_equinox_models():
     """Functions, names and integers among the leaves; the arrows are wrapped as usual."""
-    model = Model(eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=jnp.float64), jnp.tanh, jnp.arange(2))
+    model = Model(
+        eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=jnp.float64), jnp.tanh, jnp.arange(2)
+    )
     draw = np.random.default_rng(0).normal
     batch = draw(size=(32, 3)), draw(size=(32, 2))
     arrow = grads.accumulated(eqx.filter_value_and_grad(model_loss), microbatches=2)
@@ -215,14 +233,16 @@ def test_equinox_models():
 
 
 ERRORS = {
-    "accumulated needs microbatches of 1 or more; got 0.": lambda: grads.accumulated(grad, microbatches=0),
+    "accumulated needs microbatches of 1 or more; got 0.": lambda: grads.accumulated(
+        grad, microbatches=0
+    ),
     "The batch's leaf ['y'] has 6 rows on each device, which must divide by microbatches=4. Take a batch that is a "
     "multiple of it, or fewer microbatches.": lambda: grads.accumulated(grad, microbatches=4)(
         {}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}
     ),
-    "The batch's leaf itself has 3 rows on each device, which must divide by microbatches=2.": lambda: grads.accumulated(
-        grad, microbatches=2
-    )({}, jnp.ones(3)),
+    "The batch's leaf itself has 3 rows on each device, which must divide by microbatches=2.": lambda: (
+        grads.accumulated(grad, microbatches=2)({}, jnp.ones(3))
+    ),
 }
 
 

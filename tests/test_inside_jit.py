@@ -33,7 +33,9 @@ def world():
 
 def drawn(**shapes):
     random = np.random.default_rng(0)
-    return {name: random.standard_normal(shape) / np.sqrt(shape[-1]) for name, shape in shapes.items()}
+    return {
+        name: random.standard_normal(shape) / np.sqrt(shape[-1]) for name, shape in shapes.items()
+    }
 
 
 def loss_of_table(table, x):
@@ -95,7 +97,9 @@ def programs(case, world):
         x = jnp.tanh(weights["x"]) * weights["scale"]  # XLA's own part, before and after
         return jnp.sum(jnp.cos(inner(weights["weight"], x)))
 
-    weights = mesh.place(drawn(weight=weight, x=x, scale=x), {"weight": of_weight, "x": of_x, "scale": of_x}, world)
+    weights = mesh.place(
+        drawn(weight=weight, x=x, scale=x), {"weight": of_weight, "x": of_x, "scale": of_x}, world
+    )
     alone = lambda weights: jnp.sum(ours(weights["weight"], weights["x"]) ** 2)
     functions = functools.partial(program, plain), functools.partial(program, ours), alone
     return *map(jax.value_and_grad, functions), weights
@@ -143,7 +147,9 @@ def test_a_jitted_model_is_the_body_of_our_step(world):
         make_model = lambda: drawn(up=(D, F), down=(F, 4))
         state, specs = step.init(make_model, optimizer, rules.match("**", P()), world)
         train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), axis), optimizer)
-        train = mesh.spmd(train, mesh=world, in_specs=(specs, P(everywhere)), out_specs=(specs, P()))
+        train = mesh.spmd(
+            train, mesh=world, in_specs=(specs, P(everywhere)), out_specs=(specs, P())
+        )
         arrays, static = eqx.partition(state, eqx.is_array)
 
         def body(arrays, _):
@@ -184,7 +190,11 @@ def summed(world):
 @pytest.mark.parametrize("over", ["auto", "explicit"])
 def test_arrays_of_an_explicit_mesh_come_in_and_go_out(over, array):
     world = MESHES[over]()
-    x = X if ARRAYS[array] is None else jax.device_put(X, NamedSharding(MESHES[ARRAYS[array][0]](), ARRAYS[array][1]))
+    x = (
+        X
+        if ARRAYS[array] is None
+        else jax.device_put(X, NamedSharding(MESHES[ARRAYS[array][0]](), ARRAYS[array][1]))
+    )
 
     def program(x):
         total, doubled = summed(world)(x + 1 - 1)
@@ -192,7 +202,9 @@ def test_arrays_of_an_explicit_mesh_come_in_and_go_out(over, array):
 
     (_, found), gradient = jax.jit(jax.value_and_grad(program, has_aux=True))(x)
     total = X.reshape(8, 2, 4).sum(0)
-    for result, expected in zip((*found, gradient), (total, 2 * X, np.tile(2 * total, (8, 1))), strict=True):
+    for result, expected in zip(
+        (*found, gradient), (total, 2 * X, np.tile(2 * total, (8, 1))), strict=True
+    ):
         np.testing.assert_array_equal(result, expected)
     assert found[1].sharding.mesh.axis_types == world.axis_types
     assert found[1].sharding.is_equivalent_to(NamedSharding(world, P("data")), 2)
@@ -200,7 +212,9 @@ def test_arrays_of_an_explicit_mesh_come_in_and_go_out(over, array):
         np.testing.assert_array_equal(summed(world)(x)[0], total)  # outside of jit too
 
 
-@pytest.mark.parametrize(("context", "over"), [("explicit", "auto"), ("auto", "explicit"), ("explicit", "explicit")])
+@pytest.mark.parametrize(
+    ("context", "over"), [("explicit", "auto"), ("auto", "explicit"), ("explicit", "explicit")]
+)
 def test_the_set_mesh_says_the_types_of_the_axes(context, over):
     with jax.set_mesh(MESHES[context]()):
         total, doubled = jax.jit(summed(MESHES[over]()))(X)
@@ -220,14 +234,20 @@ def trained(world, context):
     optimizer = optax.sgd(0.1, momentum=0.9)
     specs_of = rules.first(rules.match("weight", P("tensor")), rules.match("**", P()))
     with context:
-        state, specs = step.init(lambda: drawn(weight=(4, D), bias=(1, 4)), optimizer, specs_of, world)
+        state, specs = step.init(
+            lambda: drawn(weight=(4, D), bias=(1, 4)), optimizer, specs_of, world
+        )
         batch = mesh.place(np.ones((8, D)), P("data"), world)
 
         def loss(model, x):
-            return ring.all_reduce(jnp.mean((x @ model["weight"].T) ** 2), "tensor") + jnp.sum(model["bias"] ** 2)
+            return ring.all_reduce(jnp.mean((x @ model["weight"].T) ** 2), "tensor") + jnp.sum(
+                model["bias"] ** 2
+            )
 
         train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), ring("data")), optimizer)
-        train = eqx.filter_jit(mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P())))
+        train = eqx.filter_jit(
+            mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        )
         for _ in range(3):
             state, info = train(state, batch)
     return jax.tree.map(np.asarray, eqx.filter((state, info), eqx.is_array))
@@ -235,19 +255,23 @@ def trained(world, context):
 
 def test_a_state_of_an_explicit_mesh_is_trained():
     found = trained(MESHES["explicit"](), jax.set_mesh(MESHES["explicit"]()))
-    jax.tree.map(np.testing.assert_array_equal, found, trained(MESHES["auto"](), contextlib.nullcontext()))
+    jax.tree.map(
+        np.testing.assert_array_equal, found, trained(MESHES["auto"](), contextlib.nullcontext())
+    )
 
 
 @pytest.mark.parametrize("over", ["auto", "explicit"])
 @pytest.mark.parametrize("manual", [AXES, ("data",), ("tensor",)], ids=str)
 def test_a_map_inside_a_map_is_refused(over, manual):
     world = MESHES[over]()
-    said = (
-        f"this call is inside a map already, which runs over {', '.join(map(repr, manual))}. Inside, call the function itself, "
-    )
+    said = f"this call is inside a map already, which runs over {', '.join(map(repr, manual))}. Inside, call the function itself, "
     spec = P(manual[0])
-    outer = jax.shard_map(summed(world), mesh=world, in_specs=spec, out_specs=spec, axis_names=set(manual))
-    with pytest.raises(ValueError, match="^mesh.spmd maps over all axes of its mesh, and " + re.escape(said)):
+    outer = jax.shard_map(
+        summed(world), mesh=world, in_specs=spec, out_specs=spec, axis_names=set(manual)
+    )
+    with pytest.raises(
+        ValueError, match="^mesh.spmd maps over all axes of its mesh, and " + re.escape(said)
+    ):
         jax.jit(outer)(mesh.place(X, spec, world))
 
 
@@ -267,7 +291,10 @@ def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
 def test_a_mesh_of_mixed_axes_is_refused_and_the_cures_work(inside):
     said = "needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got 'data' Auto, 'tensor' Explicit. Take "
     mixed = MESHES["mixed"]()
-    with pytest.raises(ValueError, match=re.escape(said)), jax.set_mesh(mixed) if inside else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match=re.escape(said)),
+        jax.set_mesh(mixed) if inside else contextlib.nullcontext(),
+    ):
         summed(MESHES["auto"]() if inside else mixed)(X)
     cure = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     np.testing.assert_array_equal(summed(cure)(mesh.place(X, P("tensor"), mixed))[1], 2 * X)

@@ -39,7 +39,9 @@ def net():
     )
 
 
-SPECS = rules.first(rules.match("up", P(None, "tensor")), rules.match("down", P("tensor")), rules.match("**", P()))
+SPECS = rules.first(
+    rules.match("up", P(None, "tensor")), rules.match("down", P("tensor")), rules.match("**", P())
+)
 TRAINED = Net(True, True, False, False)
 
 
@@ -52,7 +54,9 @@ def loss(model, batch, axis=()):
 def grad_of(axis):
     def grad(model, batch):
         trained, rest = eqx.partition(model, TRAINED)
-        return jax.value_and_grad(lambda trained: loss(eqx.combine(trained, rest), batch, axis))(trained)
+        return jax.value_and_grad(lambda trained: loss(eqx.combine(trained, rest), batch, axis))(
+            trained
+        )
 
     return grad
 
@@ -80,14 +84,22 @@ def program(case):
     """The state and the step of a case."""
     sizes = dict(zip(("island", "data", "tensor"), case.sizes, strict=True))
     mesh_ = mesh.make(**sizes, devices=jax.devices()[: int(np.prod(case.sizes))])
-    train = step.make(grads.averaged(grad_of(case.mover("tensor")), case.mover("data")), case.inner, max_norm=case.max_norm)
+    train = step.make(
+        grads.averaged(grad_of(case.mover("tensor")), case.mover("data")),
+        case.inner,
+        max_norm=case.max_norm,
+    )
     axis = ErrorFeedback("island") if case.feedback else case.mover("island")
     train = islands.local(train, case.outer, every=case.every, axis=axis, stream=case.stream)
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(net, case.inner, SPECS, mesh_, trainable=TRAINED)
-        state, specs = islands.init(state, specs, case.outer, mesh_, axis=axis, stream=case.stream, trainable=TRAINED)
+        state, specs = islands.init(
+            state, specs, case.outer, mesh_, axis=axis, stream=case.stream, trainable=TRAINED
+        )
     over = P(("island", "data"))
-    run = mesh.spmd(train, mesh=mesh_, in_specs=(specs, over, P(), P()), out_specs=(specs, P("island")))
+    run = mesh.spmd(
+        train, mesh=mesh_, in_specs=(specs, over, P(), P()), out_specs=(specs, P("island"))
+    )
     jitted = eqx.filter_jit(run)
 
     def call(state, batch, present):
@@ -150,7 +162,13 @@ def by_hand(n, every, fragments, delay, mixing, seed, steps, present):
             offset = every * f // len(fragments)
             if (number - offset) % every == 0:
                 here = [i for i in range(n) if present[number - 1][i]]
-                sent[f] = here, {k: sum(outer[k] - inner[i][k] for i in here) / max(len(here), 1) for k in names}
+                sent[f] = (
+                    here,
+                    {
+                        k: sum(outer[k] - inner[i][k] for i in here) / max(len(here), 1)
+                        for k in names
+                    },
+                )
             if number > delay and (number - delay - offset) % every == 0 and sent[f][0]:
                 here, delta = sent[f]
                 for k in names:
@@ -181,10 +199,14 @@ def test_islands_are_those_of_numpy(case, fragments, data):
     """AdamW inside, Nesterov outside, whoever is away in which round."""
     n, steps = case.sizes[0], 10
     seed = data.draw(st.integers(0, 2**16))
-    present = data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=steps, max_size=steps))
+    present = data.draw(
+        st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=steps, max_size=steps)
+    )
     losses, state = trained(case, seed, steps, present)
     stream = case.stream
-    expected, outer, inner = by_hand(n, case.every, fragments, stream.delay, stream.mixing, seed, steps, present)
+    expected, outer, inner = by_hand(
+        n, case.every, fragments, stream.delay, stream.mixing, seed, steps, present
+    )
     np.testing.assert_allclose(losses, expected, rtol=EXACT)
     assert_close({"up": state.model.up, "down": state.model.down}, outer, EXACT)
     for i in range(n):
@@ -212,7 +234,11 @@ def test_a_round_every_step_is_data_parallelism():
 def test_one_island_is_the_inner_run():
     case = Case((1, 2, 2), 3, ADAMW, optax.sgd(1.0))
     losses, state = trained(case, 5, 7)
-    w, optimizer, expected = {"up": np.asarray(net().up), "down": np.asarray(net().down)}, NumpyAdamW(1e-2), []
+    w, optimizer, expected = (
+        {"up": np.asarray(net().up), "down": np.asarray(net().down)},
+        NumpyAdamW(1e-2),
+        [],
+    )
     for number in range(7):
         value, g = numpy_grad(w, batch(5, number))
         norm = np.sqrt(sum(np.sum(leaf**2) for leaf in g.values()))
@@ -259,7 +285,9 @@ def test_another_number_of_islands():
     for count in (1, 4):
         like, _ = program(two._replace(sizes=(count, 1, 1)))
         arrays, static = eqx.partition(state, eqx.is_array)
-        places = jax.tree.map(lambda x: x.sharding, eqx.filter(islands.of_others(like, 2), mesh.is_array))
+        places = jax.tree.map(
+            lambda x: x.sharding, eqx.filter(islands.of_others(like, 2), mesh.is_array)
+        )
         new, lost = islands.regrouped(eqx.combine(jax.device_put(arrays, places), static), like)
         assert_close(new.model, state.model, 0)
         assert_close(new.optimizer, state.optimizer, 0)
@@ -267,7 +295,10 @@ def test_another_number_of_islands():
             own = lambda tree, i: jax.tree.map(lambda x: x[i], eqx.filter(tree, eqx.is_array))
             assert_close(own(eqx.filter(new.inner.model, TRAINED), i), state.model, 0)
             assert_close(own(new.inner.optimizer, i), own(state.inner.optimizer, i % 2), 0)
-        form = lambda tree: [(leaf.shape, leaf.sharding.spec) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+        form = lambda tree: [
+            (leaf.shape, leaf.sharding.spec)
+            for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+        ]
         assert form(new) == form(like)
         assert any("gone" in line for line in lost) == (count < 2)
         assert "the exchanges under way" in lost
@@ -284,9 +315,16 @@ def runs(train, *, specs_of_batch=SPLIT, stream=islands.ALL_AT_ONCE):
     mesh_ = mesh.make(island=2, data=2, devices=jax.devices()[:4])
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(net, ADAMW, rules.match("**", P()), mesh_, trainable=TRAINED)
-        found, found_specs = islands.init(state, specs, NESTEROV, mesh_, axis="island", stream=stream, trainable=TRAINED)
+        found, found_specs = islands.init(
+            state, specs, NESTEROV, mesh_, axis="island", stream=stream, trainable=TRAINED
+        )
         run = islands.local(train, NESTEROV, every=2, axis="island", stream=stream)
-        run = mesh.spmd(run, mesh=mesh_, in_specs=(found_specs, specs_of_batch), out_specs=(found_specs, P("island")))
+        run = mesh.spmd(
+            run,
+            mesh=mesh_,
+            in_specs=(found_specs, specs_of_batch),
+            out_specs=(found_specs, P("island")),
+        )
         jax.eval_shape(
             lambda arrays, batch: eqx.filter(run(eqx.combine(arrays, found), batch), eqx.is_array),
             *(eqx.filter(found, eqx.is_array), batch(0, 0)),
@@ -297,7 +335,10 @@ def runs(train, *, specs_of_batch=SPLIT, stream=islands.ALL_AT_ONCE):
 def test_a_step_that_reduces_over_the_islands_is_refused(axis):
     grad = grads.averaged(grad_of(()), "data") if axis == "island" else grad_of(())
     train = step.make(grads.averaged(grad, axis), ADAMW)
-    with pytest.raises(ValueError, match=r"the train step works along \('island',\) itself, by .* Leave that axis out"):
+    with pytest.raises(
+        ValueError,
+        match=r"the train step works along \('island',\) itself, by .* Leave that axis out",
+    ):
         runs(train)
 
 
@@ -313,9 +354,21 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))
     for every, stream, message in (
-        (0, islands.ALL_AT_ONCE, "every of 1 step or more between rounds; got 0. Take every=50, or 1"),
-        (2, islands.Stream(APART, delay=2), "a delay from 0 to every - 1 = 1 steps; got 2. Take one of these, or a larger every"),
-        (2, islands.Stream(APART, mixing=1.5), "a mixing from 0 to 1; got 1.5. Take 0, and islands"),
+        (
+            0,
+            islands.ALL_AT_ONCE,
+            "every of 1 step or more between rounds; got 0. Take every=50, or 1",
+        ),
+        (
+            2,
+            islands.Stream(APART, delay=2),
+            "a delay from 0 to every - 1 = 1 steps; got 2. Take one of these, or a larger every",
+        ),
+        (
+            2,
+            islands.Stream(APART, mixing=1.5),
+            "a mixing from 0 to 1; got 1.5. Take 0, and islands",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             islands.local(train, NESTEROV, every=every, axis="island", stream=stream)

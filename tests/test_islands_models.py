@@ -24,12 +24,23 @@ from parallax.models import decoder, gpt2, on_islands
 from parallax.plan import between
 from parallax.run.checkpoint import Checkpoints
 
-CONFIG = gpt2.Config(layers=2, heads=2, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1)
+CONFIG = gpt2.Config(
+    layers=2, heads=2, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1
+)
 STEPS, BATCH = 6, 8
 STREAM = islands.Stream(islands.by_layers(1), delay=1, mixing=0.25)
 
 
-def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLOAT64, axis="island", every=3, batch=BATCH):
+def prepared(
+    text,
+    count=2,
+    stream=islands.ALL_AT_ONCE,
+    config=CONFIG,
+    dtype=FLOAT64,
+    axis="island",
+    every=3,
+    batch=BATCH,
+):
     layout = Layout.parse(text)
     mesh_ = mesh.make(island=count, **layout.axes, devices=jax.devices()[: count * layout.devices])
     with jax.numpy_dtype_promotion("standard"):
@@ -39,7 +50,9 @@ def prepared(text, count=2, stream=islands.ALL_AT_ONCE, config=CONFIG, dtype=FLO
             key=jax.random.key(0),
             compute=decoder.Compute(dtype=dtype, max_norm=1.0),
         )
-        return on_islands.train_step(local, islands.nesterov(), every=every, axis=axis, stream=stream)
+        return on_islands.train_step(
+            local, islands.nesterov(), every=every, axis=axis, stream=stream
+        )
 
 
 def ran(text, stream=islands.ALL_AT_ONCE):
@@ -82,14 +95,21 @@ def test_each_layout_inside_an_island_is_the_same_run(text, stream):
 @pytest.mark.parametrize("axis", [ring("island"), ErrorFeedback("island")], ids=["exact", "int8"])
 def test_a_round_sends_what_the_plan_says(axis):
     """Between rounds nothing: all that goes between islands stands in a branch that is taken every H steps."""
-    layout, config = Layout(data=2, zero=3), gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64)
+    layout, config = (
+        Layout(data=2, zero=3),
+        gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64),
+    )
     made = prepared(str(layout), config=config, dtype=jnp.dtype("float32"), axis=axis)
     with jax.numpy_dtype_promotion("standard"):
-        compiled = made.train.lower(made.shapes, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)).compile()
+        compiled = made.train.lower(
+            made.shapes, jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
+        ).compile()
     mesh_ = mesh.make(island=2, **layout.axes, devices=jax.devices()[:4])
     found = [entry for entry in certificate.read(compiled, mesh_) if "island" in entry.axes]
     assert all(entry.conditional for entry in found)
-    assert sum(entry.bytes for entry in found) == sum(term.sent for term in between.terms(config, layout, islands=2, axis=axis))
+    assert sum(entry.bytes for entry in found) == sum(
+        term.sent for term in between.terms(config, layout, islands=2, axis=axis)
+    )
 
 
 # Killed, and gone on
@@ -99,7 +119,10 @@ def goes_on(folder, count=2, was=2, kill_at=None):
     """Train to the end from the newest checkpoint, saved at step 4, between two rounds. Returns the state, and what was lost."""
     made, lost = prepared("stage=2,microbatches=2", count, STREAM), []
     saved = on_islands.stored(gpt2.FAMILY, Layout.parse("stage=2,microbatches=2"))
-    with jax.numpy_dtype_promotion("standard"), Checkpoints(folder, settings={}, **saved, say=lambda line: None) as checkpoints:
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        Checkpoints(folder, settings={}, **saved, say=lambda line: None) as checkpoints,
+    ):
         like = made.shapes if was == count else islands.of_others(made.shapes, was)
         restored = checkpoints.restore(like)
         state = made.init() if restored is None else restored.state
@@ -121,7 +144,9 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
     """It was saved between the exchange of a fragment and its use. And two islands go on as one, and as four."""
     whole, _ = goes_on(tmp_path / "whole")
     command = [sys.executable, __file__, str(tmp_path / "killed")]
-    killed = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500)
+    killed = subprocess.run(
+        command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     again, _ = goes_on(tmp_path / "killed")
     leaves = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))

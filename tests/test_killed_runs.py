@@ -19,9 +19,20 @@ EVERY = 16
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_any_file_operation_the_same_command_goes_on(scene, first, tmp_path):
     """The moments are those of start-up, save, thinning and resume, counted in `killed_run.py`: every sixteenth of them."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(TESTS / "killed_run.py"), str(tmp_path), scene, str(first), str(EVERY)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [
+        sys.executable,
+        str(TESTS / "killed_run.py"),
+        str(tmp_path),
+        scene,
+        str(first),
+        str(EVERY),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line)["went on from"] for line in done.stdout.splitlines()]
     print(f"{scene}: {len(seen)} kills")

@@ -54,11 +54,25 @@ JOBSET = {
         (OPEN_MPI_5, "mpirun of Open MPI 5", 5, 8, "login-node-2", (1, 4)),
         (OPEN_MPI_4 | HERE, "mpirun of Open MPI 4", 5, 8, "127.0.0.1", (1, 8)),
         (OPEN_MPI_5 | HERE, "mpirun of Open MPI 5", 5, 8, "127.0.0.1", (1, 8)),
-        (OPEN_MPI_5 | SLURM | {"SLURM_PROCID": "0"}, "mpirun of Open MPI 5", 5, 8, "login-node-2", (1, 4)),
+        (
+            OPEN_MPI_5 | SLURM | {"SLURM_PROCID": "0"},
+            "mpirun of Open MPI 5",
+            5,
+            8,
+            "login-node-2",
+            (1, 4),
+        ),
         (MPICH, "mpirun of MPICH or Intel MPI", 1, 4, "127.0.0.1", (1, 4)),
         (SLURM, "srun", 3, 4, "node007", (1, 2)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "srun", 3, 4, "127.0.0.1", (1, 4)),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu-a[3,7-9]-ib,other"}, "srun", 3, 4, "gpu-a3-ib", (1, 2)),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": "gpu-a[3,7-9]-ib,other"},
+            "srun",
+            3,
+            4,
+            "gpu-a3-ib",
+            (1, 2),
+        ),
         (SLURM | {"SLURM_STEP_NODELIST": "alone,other"}, "srun", 3, 4, "alone", (1, 2)),
         (JOBSET, "a Kubernetes JobSet", 2, 4, "run-workers-0-0.run", (None, None)),
     ],
@@ -73,18 +87,26 @@ def test_launchers_are_known_by_their_variables(environment, launcher, rank, cou
     assert str(job) == f"{count} processes, started by {launcher}, coordinator {host}:{port}"
 
 
-@pytest.mark.parametrize("environment", [OPEN_MPI_4, OPEN_MPI_5, SLURM], ids=["Open MPI 4", "Open MPI 5", "Slurm"])
+@pytest.mark.parametrize(
+    "environment", [OPEN_MPI_4, OPEN_MPI_5, SLURM], ids=["Open MPI 4", "Open MPI 5", "Slurm"]
+)
 def test_ranks_agree_on_the_coordinator_and_jobs_do_not(environment):
     job = processes.found(environment)
     rank = next(name for name in ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in environment)
     assert processes.found(environment | {rank: "0"}).coordinator == job.coordinator
-    name = next(name for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_STEP_ID") if name in environment)
+    name = next(
+        name
+        for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_STEP_ID")
+        if name in environment
+    )
     other = {"PMIX_NAMESPACE": "prterun-login-node-2-12346@1"}.get(name, "77")
     assert processes.found(environment | {name: other}).coordinator != job.coordinator
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}], ids=["none", "sbatch"]
+    "environment",
+    [{}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}],
+    ids=["none", "sbatch"],
 )
 def test_without_a_launcher_a_process_is_alone(environment):
     said = []
@@ -116,17 +138,33 @@ class NoPeers:
 
 @pytest.mark.parametrize(
     ("more", "devices", "bound", "limit"),
-    [({}, [2, 3], {}, 900), ({"SLURM_STEP_TASKS_PER_NODE": "4"}, [1], {"coordinator_bind_address": "127.0.0.1:1234"}, 60)],
+    [
+        ({}, [2, 3], {}, 900),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "4"},
+            [1],
+            {"coordinator_bind_address": "127.0.0.1:1234"},
+            60,
+        ),
+    ],
     ids=["two machines", "one machine"],
 )
 def test_what_was_found_is_handed_to_jax(monkeypatch, more, devices, bound, limit):
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr(
+        jax.distributed,
+        "initialize",
+        lambda *arguments, **options: calls.append((arguments, options)),
+    )
     monkeypatch.setattr(processes, "Peers", NoPeers)
     environment = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | more
     processes.initialize(environment=environment, heartbeat_timeout=7, say=lambda line: None)
     address = NoPeers(processes.found(environment), 0.0).address
-    timeouts = {"initialization_timeout": limit, "heartbeat_timeout_seconds": 7, "shutdown_timeout_seconds": 120}
+    timeouts = {
+        "initialization_timeout": limit,
+        "heartbeat_timeout_seconds": 7,
+        "shutdown_timeout_seconds": 120,
+    }
     assert calls == [((address, 4, 3, devices), bound | timeouts)]
     processes.initialize(environment=environment, initialization_timeout=2.5, say=lambda line: None)
     assert calls[1][1]["initialization_timeout"] == 3
@@ -139,11 +177,18 @@ def test_jobs_are_told_apart_by_what_their_launcher_gives_and_the_users_token():
         (OPEN_MPI_5, {"PMIX_NAMESPACE": "prterun-login-node-2-12346@1"}),
         (SLURM, {"SLURM_JOB_ID": "4243"}),
         (JOBSET, {"JOBSET_NAME": "other"}),
-        *((each, {"PARALLAX_JOB_TOKEN": "a token"}) for each in (OPEN_MPI_4, OPEN_MPI_5, MPICH, SLURM, JOBSET)),
+        *(
+            (each, {"PARALLAX_JOB_TOKEN": "a token"})
+            for each in (OPEN_MPI_4, OPEN_MPI_5, MPICH, SLURM, JOBSET)
+        ),
     ):
         secret = processes.found(environment).secret
         assert processes.found(environment | other).secret != secret
-        rank = next(n for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") if n in environment)
+        rank = next(
+            n
+            for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+            if n in environment
+        )
         assert processes.found(environment | {rank: "0"}).secret == secret
     assert launch.told("a:1", 2, 0, "a token").secret == "a token"
 
@@ -161,31 +206,50 @@ def test_processes_of_one_machine_share_its_gpus(visible, gpus):
 
 def test_a_coordinator_may_be_told():
     assert processes.found(OPEN_MPI_4, "other:1234").coordinator == "other:1234"
-    assert processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other:99"}).coordinator == "other:99"
-    assert processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other"}).coordinator.startswith("other:")
+    assert (
+        processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other:99"}).coordinator
+        == "other:99"
+    )
+    assert processes.found(OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "other"}).coordinator.startswith(
+        "other:"
+    )
 
 
-@pytest.mark.parametrize("environment", [OPEN_MPI, MPICH | {"MPI_LOCALNRANKS": "2"}], ids=["Open MPI", "MPICH"])
+@pytest.mark.parametrize(
+    "environment", [OPEN_MPI, MPICH | {"MPI_LOCALNRANKS": "2"}], ids=["Open MPI", "MPICH"]
+)
 def test_a_coordinator_that_nobody_knows_is_asked_for(environment):
-    with pytest.raises(ValueError, match=r'does not say where rank 0 is\. Pass initialize\(coordinator="host:port"\)'):
+    with pytest.raises(
+        ValueError,
+        match=r'does not say where rank 0 is\. Pass initialize\(coordinator="host:port"\)',
+    ):
         processes.found(environment)
 
 
-@pytest.mark.parametrize("told", [("a:1", 2, None), ("a:1", None, 0), (None, 2, 0), ("a:1", 2, 2), ("a:1", 2, -1)])
+@pytest.mark.parametrize(
+    "told", [("a:1", 2, None), ("a:1", None, 0), (None, 2, 0), ("a:1", 2, 2), ("a:1", 2, -1)]
+)
 def test_half_of_what_to_do_is_refused(told):
-    with pytest.raises(ValueError, match="needs coordinator, processes and rank together, with 0 <= rank < processes"):
+    with pytest.raises(
+        ValueError,
+        match="needs coordinator, processes and rank together, with 0 <= rank < processes",
+    ):
         processes.initialize(*told, environment={})
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", ":1", "localhost:http"])
 def test_a_coordinator_needs_a_port(coordinator):
-    with pytest.raises(ValueError, match=rf'needs a coordinator "host:port", with a port .* got {coordinator!r}'):
+    with pytest.raises(
+        ValueError, match=rf'needs a coordinator "host:port", with a port .* got {coordinator!r}'
+    ):
         processes.initialize(coordinator, 2, 0, environment={})
 
 
 def test_virtual_devices_must_divide(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: None)
-    with pytest.raises(ValueError, match=r"cpu_devices=6 must divide by the 4 processes\. Take 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"cpu_devices=6 must divide by the 4 processes\. Take 4 devices"
+    ):
         processes.initialize("a:1", 4, 0, cpu_devices=6, environment={})
 
 
@@ -194,9 +258,18 @@ def test_virtual_devices_must_divide(monkeypatch):
 
 def ended(program, *, signals=None, seconds=60):
     """What a Python program printed, its exit code, and the seconds from `ready` (or a signal) to its end."""
-    command = [sys.executable, "-c", f"import jax, sys, time, threading; from parallax.run import processes, watchdog\n{program}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        f"import jax, sys, time, threading; from parallax.run import processes, watchdog\n{program}",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n", process.communicate(timeout=seconds)
         start = time.monotonic()
         if signals is not None:
@@ -212,7 +285,9 @@ STUCK = "threading.Thread(target=time.sleep, args=(100,)).start()\n"  # an exit 
 @pytest.mark.programs
 def test_an_exception_ends_the_process_and_is_printed_once():
     program = (
-        ALONE + STUCK + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nprocesses.run(main, job)"
+        ALONE
+        + STUCK
+        + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nprocesses.run(main, job)"
     )
     _, err, code, seconds = ended(program)
     assert code == 1
@@ -237,10 +312,13 @@ def test_what_is_refused_before_the_work_is_told_in_a_line():
 @pytest.mark.programs
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("how", "code", "said"), [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")]
+    ("how", "code", "said"),
+    [("3", 3, ""), ("'no such text'", 1, "no such text\n"), ("0", 0, ""), ("None", 0, "")],
 )
 def test_an_exit_keeps_its_code_and_message(how, code, said):
-    _, err, found, _ = ended(ALONE + f"def main(): print('ready', flush=True); sys.exit({how})\nprocesses.run(main, job)")
+    _, err, found, _ = ended(
+        ALONE + f"def main(): print('ready', flush=True); sys.exit({how})\nprocesses.run(main, job)"
+    )
     assert (found, err) == (code, said)
 
 
@@ -267,7 +345,9 @@ def test_a_step_in_time_is_left_alone():
 
 @pytest.mark.programs
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("waits", "does"), [(False, "holds up the job"), (True, "waits for the other ranks")])
+@pytest.mark.parametrize(
+    ("waits", "does"), [(False, "holds up the job"), (True, "waits for the other ranks")]
+)
 def test_a_step_that_takes_too_long_is_named(waits, does):
     program = f"""
 job = processes.Job('hand', rank=2, processes=4)

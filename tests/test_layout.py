@@ -16,7 +16,15 @@ from parallax.layout import Layout
 from parallax.models import recipe
 from parallax.schedule import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
-FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48, "experts": 12}
+FITTING = {
+    "layers": 12,
+    "heads": 12,
+    "hidden": 48,
+    "rows": 48,
+    "batch": 48,
+    "tokens": 48,
+    "experts": 12,
+}
 FIELDS = {field.name: field.default for field in dataclasses.fields(Layout)}
 
 
@@ -36,7 +44,11 @@ def test_axes_are_what_a_mesh_is_made_of():
     assert Layout().axes == {"data": 1, "stage": 1, "tensor": 1}
     mixed = Layout(data=2, expert=4, tensor=2, microbatches=3)
     assert mixed.axes == {"data": 2, "expert": 4, "stage": 1, "tensor": 2}
-    assert (mixed.batch_axes, mixed.global_batch(5), mixed.sequences(120)) == (("data", "expert"), 120, 5)
+    assert (mixed.batch_axes, mixed.global_batch(5), mixed.sequences(120)) == (
+        ("data", "expert"),
+        120,
+        5,
+    )
     with pytest.raises(AttributeError):
         layout.data = 4
 
@@ -44,13 +56,20 @@ def test_axes_are_what_a_mesh_is_made_of():
 def test_a_model_that_says_nothing_of_experts_has_none_to_split():
     sizes = {name: size for name, size in FITTING.items() if name != "experts"}
     Layout().check(**sizes)
-    with pytest.raises(ValueError, match=r"the model's experts \(experts=1\) must divide by expert=2\. Take expert=1, which"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model's experts \(experts=1\) must divide by expert=2\. Take expert=1, which",
+    ):
         Layout(expert=2).check(**sizes)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(data=2, stage=2, tensor=2), Layout(context=4, tensor=2), Layout(replica=2, data=2, tensor=2, zero=1)],
+    [
+        Layout(data=2, stage=2, tensor=2),
+        Layout(context=4, tensor=2),
+        Layout(replica=2, data=2, tensor=2, zero=1),
+    ],
     ids=str,
 )
 def test_groups_are_those_of_the_mesh(layout):
@@ -63,17 +82,24 @@ def test_groups_are_those_of_the_mesh(layout):
             assert layout.group(device, *names) == np.ravel(ids[along]).tolist()
     with pytest.raises(ValueError, match=r"devices 0 to 7; got device=8\."):
         layout.coordinates(8)
-    with pytest.raises(ValueError, match=r"has the axes replica, data, expert, stage, context, tensor; got 'dat'\."):
+    with pytest.raises(
+        ValueError, match=r"has the axes replica, data, expert, stage, context, tensor; got 'dat'\."
+    ):
         layout.group(0, "dat")
 
 
 def test_the_schedule_is_a_table():
-    same = lambda a, b: [x.tolist() for x in a.lanes.values()] == [x.tolist() for x in b.lanes.values()]
+    same = lambda a, b: (
+        [x.tolist() for x in a.lanes.values()] == [x.tolist() for x in b.lanes.values()]
+    )
     table = lambda **fields: recipe.schedule_of(Layout(**fields), recipe.Compute())
     assert same(table(stage=4, microbatches=8), one_f_one_b_lockstep(4, 8))
     assert same(table(stage=4, microbatches=8, chunks=2), one_f_one_b_lockstep(4, 8, 2))
     assert same(table(stage=4, microbatches=8, schedule="gpipe"), gpipe(4, 8))
-    assert same(table(stage=4, microbatches=8, chunks=2, schedule="zero_bubble_lockstep"), zero_bubble_lockstep(4, 8, 2))
+    assert same(
+        table(stage=4, microbatches=8, chunks=2, schedule="zero_bubble_lockstep"),
+        zero_bubble_lockstep(4, 8, 2),
+    )
     assert table(microbatches=3).stages == 1
 
 
@@ -97,7 +123,10 @@ def test_the_schedule_is_a_table():
             "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble; got "
             "'1f1b'. Take schedule='one_f_one_b_lockstep'.",
         ),
-        ({"zero": 2}, "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 (or data=2)."),
+        (
+            {"zero": 2},
+            "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 (or data=2).",
+        ),
         (
             {"sequence": True},
             "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False (or tensor=2).",
@@ -115,12 +144,18 @@ def test_the_schedule_is_a_table():
             {"replica": 2, "data": 2},
             "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits nothing. Take replica=1 (or zero=1).",
         ),
-        ({"remat": "stage"}, "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' (or stage=2)."),
+        (
+            {"remat": "stage"},
+            "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' (or stage=2).",
+        ),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
             "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither is on. Take remat='none'.",
         ),
-        ({"chunks": 2}, "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1."),
+        (
+            {"chunks": 2},
+            "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1.",
+        ),
         (
             {"schedule": "gpipe"},
             "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take "
@@ -164,7 +199,11 @@ def test_a_layout_that_cannot_be(arguments, message):
 @pytest.mark.parametrize(
     ("layout", "sizes", "message"),
     [
-        (Layout(tensor=5), {}, "Layout: the model's heads (heads=12) must divide by tensor=5. Take tensor=4, which divides it."),
+        (
+            Layout(tensor=5),
+            {},
+            "Layout: the model's heads (heads=12) must divide by tensor=5. Take tensor=4, which divides it.",
+        ),
         (
             Layout(tensor=4),
             {"hidden": 42},
@@ -212,7 +251,11 @@ def test_a_layout_that_cannot_be(arguments, message):
             {"devices": 10},
             "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. Take data=10,batch=50.",
         ),
-        (Layout(data=4), {"processes": 2}, "Layout: it is for processes=1, and the run has 2. Take processes=2."),
+        (
+            Layout(data=4),
+            {"processes": 2},
+            "Layout: it is for processes=1, and the run has 2. Take processes=2.",
+        ),
         (
             Layout(data=4),
             {"processes": 3},
@@ -220,7 +263,15 @@ def test_a_layout_that_cannot_be(arguments, message):
         ),
         (
             Layout(),
-            {"processes": 3, "layers": 1, "heads": 1, "hidden": 4, "rows": 1, "batch": 7, "tokens": 1},
+            {
+                "processes": 3,
+                "layers": 1,
+                "heads": 1,
+                "hidden": 4,
+                "rows": 1,
+                "batch": 7,
+                "tokens": 1,
+            },
             "Layout: it is for processes=1, and the run has 3. Take data=3,processes=3,batch=9.",
         ),
         (
@@ -260,7 +311,11 @@ def test_a_layout_that_cannot_be(arguments, message):
             {"devices": 12},
             "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 devices. Take data=4.",
         ),
-        (Layout(), {"heads": 0}, "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1."),
+        (
+            Layout(),
+            {"heads": 0},
+            "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1.",
+        ),
     ],
 )
 def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
@@ -277,7 +332,8 @@ def wrong(fields, sizes) -> bool:
         return True
     pipelined = f["stage"] > 1
     idle = (
-        (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b_lockstep") and not pipelined,
+        (f["chunks"] > 1 or f["remat"] == "stage" or f["schedule"] != "one_f_one_b_lockstep")
+        and not pipelined,
         f["schedule"] in ("gpipe", "one_f_one_b") and f["chunks"] > 1,
         f["zero"] > 0 and f["data"] * f["context"] == 1,
         f["replica"] > 1 and f["zero"] == 0,
@@ -307,7 +363,10 @@ def wrong(fields, sizes) -> bool:
 def proposals(message):
     """The changes that a message proposes."""
     for change in re.findall(r"\w+=['\w]+(?:,\w+=['\w]+)*", message.rpartition(" Take ")[2]):
-        yield {name: ast.literal_eval(text) for name, _, text in (part.partition("=") for part in change.split(","))}
+        yield {
+            name: ast.literal_eval(text)
+            for name, _, text in (part.partition("=") for part in change.split(","))
+        }
 
 
 def refused(fields, sizes) -> str | None:
@@ -342,18 +401,25 @@ machines = (
     st.just({})
     | st.fixed_dictionaries({"processes": st.integers(1, 4)})
     | st.builds(
-        lambda each, processes: {"devices": each * processes, "processes": processes}, st.integers(1, 12), st.integers(1, 2)
+        lambda each, processes: {"devices": each * processes, "processes": processes},
+        st.integers(1, 12),
+        st.integers(1, 2),
     )
 )
 
 
 @pytest.mark.sweep
 @settings(max_examples=60)  # each is refused
-@given(fields=any_fields | good_fields, sizes=st.just({}) | st.builds(dict.__or__, model_sizes, machines))
+@given(
+    fields=any_fields | good_fields,
+    sizes=st.just({}) | st.builds(dict.__or__, model_sizes, machines),
+)
 def test_what_a_refusal_proposes_works(fields, sizes):
     """Refused exactly where it does not fit, by our error; and each proposal, taken, fits in every respect."""
     fields = FIELDS | fields
-    sizes = {} if refused(fields, {}) else sizes  # a layout that cannot be, is refused before it sees a model
+    sizes = (
+        {} if refused(fields, {}) else sizes
+    )  # a layout that cannot be, is refused before it sees a model
     message = refused(fields, sizes)
     assert (message is not None) == wrong(fields, sizes)
     assume(message is not None)
@@ -386,20 +452,37 @@ def test_text_and_json_come_back(fields):
 
 def test_text_is_short():
     assert str(Layout()) == ""
-    assert str(Layout(data=2, tensor=4, sequence=True, remat="block")) == "data=2,tensor=4,sequence=True,remat=block"
-    assert Layout.parse(" data = 2, sequence=true,tensor=2,") == Layout(data=2, tensor=2, sequence=True)
+    assert (
+        str(Layout(data=2, tensor=4, sequence=True, remat="block"))
+        == "data=2,tensor=4,sequence=True,remat=block"
+    )
+    assert Layout.parse(" data = 2, sequence=true,tensor=2,") == Layout(
+        data=2, tensor=2, sequence=True
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data", "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1."),
-        ("tensor=2,sequence", "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True."),
-        ("dta=2,zero=1", "Layout has the fields replica, data, expert, .*; got 'dta'. Take data=2,zero=1."),
+        (
+            "data",
+            "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1.",
+        ),
+        (
+            "tensor=2,sequence",
+            "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True.",
+        ),
+        (
+            "dta=2,zero=1",
+            "Layout has the fields replica, data, expert, .*; got 'dta'. Take data=2,zero=1.",
+        ),
         ("{x}=2", "Layout has the fields replica, data, expert, .*; got '{x}'. Take "),
         ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
         ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
-        ("sequence=yes", "Layout needs sequence to be True or False; got 'yes'. Take sequence=False."),
+        (
+            "sequence=yes",
+            "Layout needs sequence to be True or False; got 'yes'. Take sequence=False.",
+        ),
         (
             "tensor=2,zero=1",
             r"Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 \(or tensor=2,zero=1,data=2\).",
@@ -419,7 +502,10 @@ def test_text_that_is_wrong(text, message):
         ('{"data": 2.5}', 'Layout needs data to be a whole number; got 2.5. Take {"data": 1}.'),
         ('{"data": true}', 'Layout needs data to be a whole number; got True. Take {"data": 1}.'),
         ('{"remat": 1}', 'Layout needs remat to be a word; got 1. Take {"remat": "none"}.'),
-        ('{"dta": 2, "zero": 1}', 'Layout has the fields replica, data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.'),
+        (
+            '{"dta": 2, "zero": 1}',
+            'Layout has the fields replica, data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.',
+        ),
         ("[" * 100_000, "Layout.from_json: .* Take the text of to_json, such as {"),
     ],
 )
@@ -440,7 +526,9 @@ def test_what_a_text_or_json_is_refused_with_is_one_that_works(fields, data):
         (Layout.from_json, json.dumps(written), r"{.*?}"),
     ):
         message = refused_text(read, text)
-        for each in re.findall(rf"(?:^|or )({proposal})(?=,? |\.$)", message.partition(" Take ")[2]):
+        for each in re.findall(
+            rf"(?:^|or )({proposal})(?=,? |\.$)", message.partition(" Take ")[2]
+        ):
             assert refused_text(read, each.strip("'")) == "", message
         assert ("Take" in message) == bool(message)
 

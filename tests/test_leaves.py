@@ -8,7 +8,18 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from user_models import KINDS, OPTIMIZER, adapted, batch_of, data_of, mixed, mixed_loss, normal, on, same
+from user_models import (
+    KINDS,
+    OPTIMIZER,
+    adapted,
+    batch_of,
+    data_of,
+    mixed,
+    mixed_loss,
+    normal,
+    on,
+    same,
+)
 
 from parallax import grads, mesh, rules, step, trees, zero
 from parallax.run import checkpoint
@@ -21,12 +32,19 @@ def test_a_state_has_the_static_leaves_of_the_model_and_can_be_donated():
     with jax.numpy_dtype_promotion("standard"):
         plan = step.planned(mixed, OPTIMIZER, rules.match("**", P()), world)
         state = plan.init()
-    as_arrays = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf) if mesh.is_array(leaf) else leaf, tree)
+    as_arrays = lambda tree: jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if mesh.is_array(leaf) else leaf, tree
+    )
     same(state.model, as_arrays(model))  # `jit` rounds otherwise
     assert (state.model.scale, state.model.name, state.model.nothing) == (2.0, "mixed", None)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state) if mesh.is_array(leaf))
+    assert all(
+        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state) if mesh.is_array(leaf)
+    )
     # What is planned, what the specs say and what is made have the same leaves.
-    form = lambda tree: [(path, (leaf.shape, leaf.dtype) if mesh.is_array(leaf) else leaf) for path, leaf in rules.paths(tree)]
+    form = lambda tree: [
+        (path, (leaf.shape, leaf.dtype) if mesh.is_array(leaf) else leaf)
+        for path, leaf in rules.paths(tree)
+    ]
     assert form(plan.shapes) == form(state)
     arrays = lambda tree: eqx.filter(tree, mesh.is_array)
     assert [p for p, _ in rules.paths(arrays(state))] == list(trees.by_path(plan.specs))
@@ -34,8 +52,12 @@ def test_a_state_has_the_static_leaves_of_the_model_and_can_be_donated():
     of_optimizer = rules.optimizer_specs(OPTIMIZER, state.model, plan.specs.model)
     assert jax.tree.structure(of_optimizer) == jax.tree.structure(plan.specs.optimizer)
 
-    train = step.make(grads.averaged(kind.grad(lambda m, b: mixed_loss(m, b, ())), "data"), OPTIMIZER)
-    spmd = mesh.spmd(train, mesh=world, in_specs=(plan.specs, P("data")), out_specs=(plan.specs, P()))
+    train = step.make(
+        grads.averaged(kind.grad(lambda m, b: mixed_loss(m, b, ())), "data"), OPTIMIZER
+    )
+    spmd = mesh.spmd(
+        train, mesh=world, in_specs=(plan.specs, P("data")), out_specs=(plan.specs, P())
+    )
     with jax.numpy_dtype_promotion("standard"):
         new, _ = eqx.filter_jit(spmd, donate="all-except-first")(state, batch_of(0))
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(arrays(state)))
@@ -62,9 +84,7 @@ def test_a_python_number_that_jit_makes_an_array_is_refused():
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(eqx.filter_value_and_grad(floats_loss), "data"), sgd)
     spmd = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
-    message = (
-        r"0.model.scale: the specs have None, as for a leaf that is no array .*, and an array came, float64\[\]. jax.jit makes"
-    )
+    message = r"0.model.scale: the specs have None, as for a leaf that is no array .*, and an array came, float64\[\]. jax.jit makes"
     with pytest.raises(ValueError, match=message):
         jax.jit(spmd)(state, batch)
     new, _ = eqx.filter_jit(spmd)(state, batch)
@@ -88,9 +108,16 @@ def test_a_gradient_of_a_python_number_is_refused():
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_trainable_may_be_any_question_about_a_leaf(trainable):
-    state, specs = step.init(adapted, optax.adam(1e-3), rules.match("**", P()), mesh.make(data=8), trainable=trainable)
+    state, specs = step.init(
+        adapted, optax.adam(1e-3), rules.match("**", P()), mesh.make(data=8), trainable=trainable
+    )
     assert list(trees.by_path(specs.optimizer[0].mu)) == ["base", "bias", "low.0", "low.1"]
-    assert [path for path, _ in rules.paths(state.optimizer[0].mu)] == ["base", "bias", "low.0", "low.1"]
+    assert [path for path, _ in rules.paths(state.optimizer[0].mu)] == [
+        "base",
+        "bias",
+        "low.0",
+        "low.1",
+    ]
 
 
 def test_sharded_has_state_for_what_can_be_trained():
@@ -107,7 +134,14 @@ def test_init_asks_about_the_axes_that_split_the_batch():
     state, _ = step.init(make, OPTIMIZER, rule, world, batch_axes=("replica",))
     assert state.model["w"].addressable_shards[0].data.shape == (4, 8)
     with pytest.raises(ValueError, match="split over mesh axis 'data', which splits the batch"):
-        step.init(make, OPTIMIZER, rules.match("**", P()), world, optimizer_rule=rule, batch_axes=("data",))
+        step.init(
+            make,
+            OPTIMIZER,
+            rules.match("**", P()),
+            world,
+            optimizer_rule=rule,
+            batch_axes=("data",),
+        )
 
 
 def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_too():
@@ -121,7 +155,9 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
 
     grad = grads.averaged(eqx.filter_value_and_grad(loss), "data")
     specs = rules.specs(make(), rules.fsdp("data", size=8, min_size=1), world)
-    with pytest.raises(ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data' as a share does"):
+    with pytest.raises(
+        ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data' as a share does"
+    ):
         on(world, grad, (specs, P("data")), (P(), specs))(make(), np.ones((16, 8)))
 
 
@@ -131,11 +167,18 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
 def test_two_leaves_of_one_path_are_refused():
     tree = {"a.b": jnp.ones((8, 2)), "a": {"b": jnp.ones(4)}, "c": jnp.ones(8)}
     message = r"a.b: each leaf needs a path of its own, and this one is that of leaves of shape \(4,\) and \(8, 2\); rename one"
-    for asked in (lambda: rules.specs(tree, rules.match("**", P())), lambda: rules.explain(tree, rules.match("**", P()))):
+    for asked in (
+        lambda: rules.specs(tree, rules.match("**", P())),
+        lambda: rules.explain(tree, rules.match("**", P())),
+    ):
         with pytest.raises(ValueError, match=message):
             asked()
-    assert [refusal.kind for refusal in rules.survey(tree, rules.match("**", P())).refusals] == ["same-path"]
-    with pytest.raises(ValueError, match=r"The specs have two leaves of the path a.b: rename one of them"):
+    assert [refusal.kind for refusal in rules.survey(tree, rules.match("**", P())).refusals] == [
+        "same-path"
+    ]
+    with pytest.raises(
+        ValueError, match=r"The specs have two leaves of the path a.b: rename one of them"
+    ):
         trees.by_path({"a.b": P(), "a": {"b": P("data")}})
 
 
@@ -161,19 +204,28 @@ def test_a_checkpoint_of_every_kind_of_leaf_comes_back_equal(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         state, _ = step.init(make, OPTIMIZER, rules.fsdp("data", size=8, min_size=1), world)
         zeros = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        blank = jax.tree.map(lambda leaf: zeros(leaf) if eqx.is_array(leaf) and data_of(leaf) is leaf else leaf, state)
-    blank = eqx.tree_at(lambda s: (s.model["phase"], s.model["list"][1], s.model["model"].scale), blank, (0j, 0, 0.0))
+        blank = jax.tree.map(
+            lambda leaf: zeros(leaf) if eqx.is_array(leaf) and data_of(leaf) is leaf else leaf,
+            state,
+        )
+    blank = eqx.tree_at(
+        lambda s: (s.model["phase"], s.model["list"][1], s.model["model"].scale),
+        blank,
+        (0j, 0, 0.0),
+    )
     with checkpoint.Checkpoints(tmp_path, settings={}, say=lambda line: None) as store:
         store.save(1, state)
         restored = store.restore(blank).state
     same(restored, state, tolerance=0)
-    assert jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(restored, eqx.is_array)) == jax.tree.map(
-        lambda leaf: leaf.sharding, eqx.filter(state, eqx.is_array)
-    )
+    assert jax.tree.map(
+        lambda leaf: leaf.sharding, eqx.filter(restored, eqx.is_array)
+    ) == jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(state, eqx.is_array))
     wrong = eqx.tree_at(lambda s: s.model["list"][1], state, 3.0)
     with (
         checkpoint.Checkpoints(tmp_path, settings={}, say=lambda line: None) as store,
-        pytest.raises(ValueError, match=r"model.list.1: needed float\[\], the checkpoint has int\[\]"),
+        pytest.raises(
+            ValueError, match=r"model.list.1: needed float\[\], the checkpoint has int\[\]"
+        ),
     ):
         store.restore(wrong)
 

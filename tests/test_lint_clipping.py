@@ -96,22 +96,40 @@ INSIDE = {  # where one device's gradients are scaled
     "averaged, in parts": lambda scale, axis: grads.averaged(two_parts(scale(GRAD)), axis),
     "averaged, of parts": lambda scale, axis: grads.averaged(scale(two_parts(GRAD)), axis),
     "parts, averaged": lambda scale, axis: two_parts(grads.averaged(scale(GRAD), axis)),
-    "scattered": lambda scale, axis: zero.gathered_once(zero.reduce_scattered(scale(GRAD), axis, P()), axis, P()),
-    "pmean": lambda scale, axis: lambda params, x: lax.pmean(scale(GRAD)(varying(params, "data"), x), "data"),
+    "scattered": lambda scale, axis: zero.gathered_once(
+        zero.reduce_scattered(scale(GRAD), axis, P()), axis, P()
+    ),
+    "pmean": lambda scale, axis: (
+        lambda params, x: lax.pmean(scale(GRAD)(varying(params, "data"), x), "data")
+    ),
 }
 OUTSIDE = {
     "averaged": lambda scale, axis: scale(grads.averaged(GRAD, axis)),
     "averaged, of parts": lambda scale, axis: scale(grads.averaged(two_parts(GRAD), axis)),
-    "pmean": lambda scale, axis: scale(lambda params, x: lax.pmean(GRAD(varying(params, "data"), x), "data")),
+    "pmean": lambda scale, axis: scale(
+        lambda params, x: lax.pmean(GRAD(varying(params, "data"), x), "data")
+    ),
 }
-MOVERS = {"lax": lambda name: name, "ring": ring, "halving": halving, "buckets": lambda name: bucketed(ring(name))}
+MOVERS = {
+    "lax": lambda name: name,
+    "ring": ring,
+    "halving": halving,
+    "buckets": lambda name: bucketed(ring(name)),
+}
 
 
 def findings(grad, rows=ROWS, **sizes):
     sizes = sizes or {"data": 8}
     f = mesh.spmd(grad, mesh=mesh.make(**sizes), in_specs=(P(), P("data")), out_specs=P())
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs them
-        return [each for each in lint.program(f, PARAMS, jnp.ones((rows, WIDTH))) if each.kind == CLIPPED]
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # optax needs them
+        return [
+            each
+            for each in lint.program(f, PARAMS, jnp.ones((rows, WIDTH)))
+            if each.kind == CLIPPED
+        ]
 
 
 @pytest.mark.sweep(6)
@@ -153,7 +171,9 @@ def test_axes_of_one_device_do_not_count():
 
 def test_tokens_that_are_split_count_too():
     grad = grads.averaged(by_hand(GRAD), ("data", "context"))
-    f = mesh.spmd(grad, mesh=mesh.make(data=1, context=8), in_specs=(P(), P("data", "context")), out_specs=P())
+    f = mesh.spmd(
+        grad, mesh=mesh.make(data=1, context=8), in_specs=(P(), P("data", "context")), out_specs=P()
+    )
     batch = jnp.ones((4, ROWS, WIDTH))
     with jax.numpy_rank_promotion("allow"):
         (found,) = (each for each in lint.program(f, PARAMS, batch) if each.kind == CLIPPED)
@@ -224,7 +244,9 @@ def test_one_row_a_device_is_an_example():
 
 
 def test_one_leaf_of_several_is_found():
-    scale = lambda gradients: gradients | {"layers": gradients["layers"] / jnp.linalg.norm(gradients["layers"])}
+    scale = lambda gradients: (
+        gradients | {"layers": gradients["layers"] / jnp.linalg.norm(gradients["layers"])}
+    )
 
     def grad(params, x):
         value, gradients = GRAD(params, x)
@@ -243,7 +265,9 @@ def test_islands_clip_by_their_own_norms():
     inner = step.init(lambda: PARAMS, optimizer, rules.match("**", P()), world)
     state, specs = islands.init(*inner, outer, world, axis="island")
     local = islands.local(train, outer, every=1, axis="island")
-    f = mesh.spmd(local, mesh=world, in_specs=(specs, P(("island", "data"))), out_specs=(specs, P("island")))
+    f = mesh.spmd(
+        local, mesh=world, in_specs=(specs, P(("island", "data"))), out_specs=(specs, P("island"))
+    )
     assert lint.program(f, state, jnp.ones((ROWS, WIDTH))) == []
 
 
@@ -253,5 +277,7 @@ def test_islands_by_hand_clip_by_their_own_norms():
         return jax.tree.map(lambda w, g: lax.pmean(w - 0.1 * g, "island"), params, gradients)
 
     specs, stacked = P("island"), jax.tree.map(lambda w: jnp.concatenate([w, w]), PARAMS)
-    f = mesh.spmd(local, mesh=mesh.make(**ISLANDS), in_specs=(specs, P(("island", "data"))), out_specs=P())
+    f = mesh.spmd(
+        local, mesh=mesh.make(**ISLANDS), in_specs=(specs, P(("island", "data"))), out_specs=P()
+    )
     assert lint.program(f, stacked, jnp.ones((ROWS, WIDTH))) == []

@@ -60,7 +60,10 @@ def permute_and_mask(x, w):
 
 
 def ring_under_switch(x, w):
-    branches = [lambda x: x, lambda x: lax.pcast(ring.all_reduce(x, "x"), "x", to="varying")]  # wrong
+    branches = [
+        lambda x: x,
+        lambda x: lax.pcast(ring.all_reduce(x, "x"), "x", to="varying"),
+    ]  # wrong
     return lax.switch(jnp.int32(x[0, 0] > 0), branches, x)
 
 
@@ -74,7 +77,9 @@ def permute_in_while(x, w):
 
 
 def permute_in_while_for_all(x, w):
-    return lax.while_loop(lambda x: lax.psum(jnp.sum(x), "x") < 9, lambda x: send_next(x + 1, "x"), x)
+    return lax.while_loop(
+        lambda x: lax.psum(jnp.sum(x), "x") < 9, lambda x: send_next(x + 1, "x"), x
+    )
 
 
 def psum_under_its_own_axis(x, w):
@@ -159,7 +164,10 @@ def summed_after(x, w):
     def add(total, row):
         return total + jnp.outer(row, row).astype(total.dtype), None
 
-    return lax.psum(lax.scan(add, lax.pcast(jnp.zeros((6, 6), x.dtype), "x", to="varying"), x)[0], "x") / 4
+    return (
+        lax.psum(lax.scan(add, lax.pcast(jnp.zeros((6, 6), x.dtype), "x", to="varying"), x)[0], "x")
+        / 4
+    )
 
 
 def gradient_summed_by_jax_each_trip(x, w):
@@ -190,7 +198,9 @@ def masked_sum_after(x, w):
     def add(i, total):
         return total.at[i].add(jnp.where(i == 1, jnp.outer(x[i], x[i]), 0.0))
 
-    return ring.all_reduce(lax.fori_loop(0, 2, add, lax.pcast(jnp.zeros((2, 6, 6), x.dtype), "x", to="varying")), "x")
+    return ring.all_reduce(
+        lax.fori_loop(0, 2, add, lax.pcast(jnp.zeros((2, 6, 6), x.dtype), "x", to="varying")), "x"
+    )
 
 
 def gathered_each_trip(x, w):
@@ -215,7 +225,9 @@ def wide_product(x, w):
 
 def short_product(x, w):
     short = x.astype(jnp.bfloat16)
-    return jnp.einsum("td,df->tf", short, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "td,df->tf", short, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+    )
 
 
 def wide_convolution(x, w):
@@ -233,22 +245,93 @@ EACH, SAME, WIDE = "sum-in-a-loop", "same-every-trip", "wide-product"
 OTHER = ("was summed over 'x' at", "4 equal copies of float32[]", "the result is 4 times it")
 PAIRS = [
     Pair(
-        UNDER, permute_under_cond, permute_and_mask, ("a ppermute over 'y'", "cond", "differs along 'x', between 4"), P("x", "y")
+        UNDER,
+        permute_under_cond,
+        permute_and_mask,
+        ("a ppermute over 'y'", "cond", "differs along 'x', between 4"),
+        P("x", "y"),
     ),
-    Pair(UNDER, ring_under_switch, ring_under_a_predicate_that_all_share, ("a sum made of ppermutes over 'x'",), P("x")),
-    Pair(UNDER, permute_in_while, permute_in_while_for_all, ("a ppermute over 'x' stands in a while",), P("x")),
-    Pair(UNDER, psum_under_its_own_axis, psum_under_another_axis, ("a sum over 'x'", "all devices of its axis"), P("x")),
-    Pair(MARK, mark_lost, mark_kept, ("along 'x'", "1 of its operands and 1 of its results", "all 4 devices", "40823")),
+    Pair(
+        UNDER,
+        ring_under_switch,
+        ring_under_a_predicate_that_all_share,
+        ("a sum made of ppermutes over 'x'",),
+        P("x"),
+    ),
+    Pair(
+        UNDER,
+        permute_in_while,
+        permute_in_while_for_all,
+        ("a ppermute over 'x' stands in a while",),
+        P("x"),
+    ),
+    Pair(
+        UNDER,
+        psum_under_its_own_axis,
+        psum_under_another_axis,
+        ("a sum over 'x'", "all devices of its axis"),
+        P("x"),
+    ),
+    Pair(
+        MARK,
+        mark_lost,
+        mark_kept,
+        ("along 'x'", "1 of its operands and 1 of its results", "all 4 devices", "40823"),
+    ),
     Pair(TWICE, psum_twice, psum_once, OTHER),
-    Pair(TWICE, psum_of_what_is_the_same, sum_of_what_is_the_same, ("over 'x' and 'y' adds 8 equal copies of float32[6,6]",)),
-    Pair(TWICE, psum_along_one_axis_too_many, psum_along_the_axis_it_differs, ("over 'y' adds 2 equal copies",)),
-    Pair(TWICE, scatter_of_a_sum, scatter_alone, ("adds 4 equal copies of float32[4,6], which was summed over 'x'",), P("x")),
-    Pair(EACH, summed_each_trip, summed_after, ("float32[6,6] over 'x', 4 devices, runs 2 times", "144 bytes each time")),
-    Pair(EACH, gradient_summed_by_jax_each_trip, gradient_summed_after, ("float32[6,6] over 'x'", "runs 2 times")),
+    Pair(
+        TWICE,
+        psum_of_what_is_the_same,
+        sum_of_what_is_the_same,
+        ("over 'x' and 'y' adds 8 equal copies of float32[6,6]",),
+    ),
+    Pair(
+        TWICE,
+        psum_along_one_axis_too_many,
+        psum_along_the_axis_it_differs,
+        ("over 'y' adds 2 equal copies",),
+    ),
+    Pair(
+        TWICE,
+        scatter_of_a_sum,
+        scatter_alone,
+        ("adds 4 equal copies of float32[4,6], which was summed over 'x'",),
+        P("x"),
+    ),
+    Pair(
+        EACH,
+        summed_each_trip,
+        summed_after,
+        ("float32[6,6] over 'x', 4 devices, runs 2 times", "144 bytes each time"),
+    ),
+    Pair(
+        EACH,
+        gradient_summed_by_jax_each_trip,
+        gradient_summed_after,
+        ("float32[6,6] over 'x'", "runs 2 times"),
+    ),
     Pair(EACH, masked_sum_each_trip, masked_sum_after, ("float32[6,6] over 'x'", "runs 2 times")),
-    Pair(SAME, gathered_each_trip, gathered_before, ("this gather over 'x' takes float32[2,6], 48 bytes", "3 times"), P("x")),
-    Pair(WIDE, wide_product, short_product, ("float32[2,6] and float32[6,6]", "came from bfloat16", "72 multiply-adds"), P("x")),
-    Pair(WIDE, wide_convolution, short_convolution, ("taken in float32, and an operand came from float16: 72 multi",), P("x")),
+    Pair(
+        SAME,
+        gathered_each_trip,
+        gathered_before,
+        ("this gather over 'x' takes float32[2,6], 48 bytes", "3 times"),
+        P("x"),
+    ),
+    Pair(
+        WIDE,
+        wide_product,
+        short_product,
+        ("float32[2,6] and float32[6,6]", "came from bfloat16", "72 multiply-adds"),
+        P("x"),
+    ),
+    Pair(
+        WIDE,
+        wide_convolution,
+        short_convolution,
+        ("taken in float32, and an operand came from float16: 72 multi",),
+        P("x"),
+    ),
 ]
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.wrong.__name__)
 
@@ -285,8 +368,13 @@ SAME_NUMBERS = [pair for pair in PAIRS if pair.kind in (EACH, SAME)]
 
 @pytest.mark.parametrize("pair", SAME_NUMBERS, ids=lambda pair: pair.wrong.__name__)
 def test_what_stands_outside_the_loop_computes_the_same(pair):
-    draw = np.random.default_rng(0).integers(-3, 4, (14, 6)).astype(np.float32)  # whole numbers add exactly
-    both = [jax.jit(mapped(f, (P("x"), P()), pair.out_specs))(draw[:8], draw[8:]) for f in (pair.wrong, pair.right)]
+    draw = (
+        np.random.default_rng(0).integers(-3, 4, (14, 6)).astype(np.float32)
+    )  # whole numbers add exactly
+    both = [
+        jax.jit(mapped(f, (P("x"), P()), pair.out_specs))(draw[:8], draw[8:])
+        for f in (pair.wrong, pair.right)
+    ]
     np.testing.assert_array_equal(*map(np.asarray, both))
 
 
@@ -294,20 +382,28 @@ def test_what_stands_outside_the_loop_computes_the_same(pair):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("mover", MOVERS, ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"])
+@pytest.mark.parametrize(
+    "mover", MOVERS, ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"]
+)
 @pytest.mark.parametrize("wrap", [mapped, unchecked], ids=["check_vma", "no check_vma"])
 def test_every_all_reduce(mover, wrap):
     axes = ("x", "y") if mover is torus else "x"
     all_reduce = mover(axes).all_reduce
     rows = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     everywhere = lambda f: lambda x: lax.pmax(varying(f(x), axes), axes)
-    kinds = lambda f: [found.kind for found in lint.program(wrap(everywhere(f), (P(axes),), P()), rows)]
+    kinds = lambda f: [
+        found.kind for found in lint.program(wrap(everywhere(f), (P(axes),), P()), rows)
+    ]
     once = all_reduce
     trip = lambda total, row: (total + all_reduce(row), None)
     assert kinds(once) == []
     assert kinds(lambda x: once(once(x))) == [TWICE]
-    assert kinds(lambda x: lax.scan(trip, jnp.zeros_like(once(x)), jnp.stack([x, 2 * x]))[0]) == [EACH]
-    assert kinds(lambda x: lax.cond(x[0, 0] > 0, lambda x: varying(once(x), axes), lambda x: x, x)) == [UNDER]
+    assert kinds(lambda x: lax.scan(trip, jnp.zeros_like(once(x)), jnp.stack([x, 2 * x]))[0]) == [
+        EACH
+    ]
+    assert kinds(
+        lambda x: lax.cond(x[0, 0] > 0, lambda x: varying(once(x), axes), lambda x: x, x)
+    ) == [UNDER]
 
 
 def test_a_function_of_ours_that_sends_nothing_is_read_through():
@@ -318,11 +414,15 @@ def test_a_function_of_ours_that_sends_nothing_is_read_through():
         return lax.pmax(entered @ w, "x")
 
     rows = jax.ShapeDtypeStruct(ROWS.shape, jnp.bfloat16)
-    assert [found.kind for found in lint.program(mapped(wrong, (P("x"), P()), P()), rows, WEIGHTS)] == [WIDE]
+    assert [
+        found.kind for found in lint.program(mapped(wrong, (P("x"), P()), P()), rows, WEIGHTS)
+    ] == [WIDE]
 
 
 def test_unchecked_programs_are_read_too():
-    wrong = unchecked(psum_twice, (P("x"), P()), P())  # here JAX says nothing and the result is 4 times too large
+    wrong = unchecked(
+        psum_twice, (P("x"), P()), P()
+    )  # here JAX says nothing and the result is 4 times too large
     (found,) = lint.program(wrong, ROWS, WEIGHTS)
     assert (found.kind, found.where) == (TWICE, line_of_the_mistake(psum_twice))
     assert lint.program(unchecked(psum_once, (P("x"), P()), P()), ROWS, WEIGHTS) == []
@@ -331,14 +431,23 @@ def test_unchecked_programs_are_read_too():
 def test_axes_of_one_device_do_not_count():
     one = mesh.make(x=1, y=8)
     for pair in PAIRS:
-        if pair.kind in (MARK, EACH) or pair.wrong in (psum_twice, ring_under_switch, psum_under_its_own_axis):
+        if pair.kind in (MARK, EACH) or pair.wrong in (
+            psum_twice,
+            ring_under_switch,
+            psum_under_its_own_axis,
+        ):
             f = mesh.spmd(pair.wrong, mesh=one, in_specs=(P("x"), P()), out_specs=pair.out_specs)
             assert lint.program(f, jax.ShapeDtypeStruct((2, 6), jnp.float32), WEIGHTS) == []
 
 
 def test_a_loop_of_one_trip_is_none():
     for f in (summed_each_trip, gradient_summed_by_jax_each_trip):
-        assert lint.program(mapped(f, (P("x"), P()), P()), jax.ShapeDtypeStruct((4, 6), jnp.float32), WEIGHTS) == []
+        assert (
+            lint.program(
+                mapped(f, (P("x"), P()), P()), jax.ShapeDtypeStruct((4, 6), jnp.float32), WEIGHTS
+            )
+            == []
+        )
 
 
 def used_each_trip(x, w):
@@ -371,7 +480,9 @@ def repeated_by_device(x, w):
     return lax.psum(lax.while_loop(more, lambda carry: (carry[0] + 1, 2 * carry[1]), start)[1], "x")
 
 
-@pytest.mark.parametrize("f", [used_each_trip, looked_at_each_trip, chosen_by_device, repeated_by_device])
+@pytest.mark.parametrize(
+    "f", [used_each_trip, looked_at_each_trip, chosen_by_device, repeated_by_device]
+)
 def test_a_sum_that_is_needed_may_stay(f):
     assert lint.program(mapped(f, (P("x"), P()), P()), ROWS, WEIGHTS) == []
 
@@ -392,14 +503,23 @@ def test_the_report():
     where, harm, cure, end = lint.report(found).split("\n")
     assert (where, end) == (f"{line_of_the_mistake(psum_twice)}: summed-twice", "lint: 1 found.")
     assert "this sum over 'x'" in harm
-    assert cure.startswith("    Cure: Leave this sum out; multiply by 4 if that is what is meant. Gradients of weights")
+    assert cure.startswith(
+        "    Cure: Leave this sum out; multiply by 4 if that is what is meant. Gradients of weights"
+    )
     assert lint.report([]) == "lint: nothing found."
 
 
 # Our own steps, and what becomes of them in the wrong order
 
 CONFIG = gpt2.Config(
-    layers=4, heads=4, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
+    layers=4,
+    heads=4,
+    width=16,
+    context=8,
+    vocabulary=30,
+    vocabulary_multiple=8,
+    dropout=0.1,
+    attention_dropout=0.1,
 )
 LAYOUTS = [
     Layout(data=4, tensor=2, microbatches=2),
@@ -413,7 +533,16 @@ MORE_LAYOUTS = [
     Layout(data=4, tensor=2, zero=2, microbatches=2),
     Layout(data=8, zero=3, remat="block", precision="bfloat16"),
     Layout(data=4, stage=2, microbatches=4, chunks=2, zero=2),
-    Layout(data=2, stage=2, tensor=2, microbatches=2, zero=3, sequence=True, precision="bfloat16", remat="block"),
+    Layout(
+        data=2,
+        stage=2,
+        tensor=2,
+        microbatches=2,
+        zero=3,
+        sequence=True,
+        precision="bfloat16",
+        remat="block",
+    ),
     Layout(data=2, stage=4, microbatches=4, zero=1, remat="stage"),
     Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="zero_bubble_lockstep"),
     Layout(data=2, stage=4, microbatches=4, schedule="zero_bubble"),
@@ -430,7 +559,9 @@ def findings(layout, mover=ring):
             compute=decoder.Compute(axes=moved_by(mover), max_norm=1.0),
         )
         windows = jax.ShapeDtypeStruct((32, CONFIG.context + 1), jnp.int32)
-        return lint.program(prepared.train, prepared.shapes, windows, compute=recipe.DTYPES[layout.precision])
+        return lint.program(
+            prepared.train, prepared.shapes, windows, compute=recipe.DTYPES[layout.precision]
+        )
 
 
 @pytest.mark.sweep(30, "steps")
@@ -447,7 +578,10 @@ def test_our_steps_are_silent_wherever(layout, mover):
     assert findings(layout, mover) == []
 
 
-MODEL = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+MODEL = {
+    "w": jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+}
 DATA = (jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32))
 FSDP = rules.fsdp("data", size=8, min_size=1)
 SPLIT_DIMS = {name: list(spec).index("data") for name, spec in rules.specs(MODEL, FSDP).items()}
@@ -482,12 +616,32 @@ def unsharded(grad):
 
 ARROWS = {
     "reduced once a step": (averaged(accumulated(jax.value_and_grad(loss))), P(), []),
-    "reduced once a microbatch": (accumulated(averaged(jax.value_and_grad(loss))), P(), [EACH, EACH]),
+    "reduced once a microbatch": (
+        accumulated(averaged(jax.value_and_grad(loss))),
+        P(),
+        [EACH, EACH],
+    ),
     "gathered once a step": (averaged(unsharded(accumulated(jax.value_and_grad(loss)))), FSDP, []),
-    "gathered once a microbatch": (averaged(accumulated(jax.value_and_grad(gathered(loss)))), FSDP, []),
-    "gathered by hand": (averaged(accumulated(jax.value_and_grad(gathered_by_hand(loss)))), FSDP, [SAME, SAME]),
-    "averaged twice": (averaged(averaged(jax.value_and_grad(loss))), P(), [TWICE]),  # the loss; `averaged` knows the others
-    "in bfloat16": (averaged(precision.mixed(jax.value_and_grad(loss), jnp.bfloat16)), P(), [WIDE]),  # but for the batch
+    "gathered once a microbatch": (
+        averaged(accumulated(jax.value_and_grad(gathered(loss)))),
+        FSDP,
+        [],
+    ),
+    "gathered by hand": (
+        averaged(accumulated(jax.value_and_grad(gathered_by_hand(loss)))),
+        FSDP,
+        [SAME, SAME],
+    ),
+    "averaged twice": (
+        averaged(averaged(jax.value_and_grad(loss))),
+        P(),
+        [TWICE],
+    ),  # the loss; `averaged` knows the others
+    "in bfloat16": (
+        averaged(precision.mixed(jax.value_and_grad(loss), jnp.bfloat16)),
+        P(),
+        [WIDE],
+    ),  # but for the batch
 }
 
 
@@ -499,5 +653,7 @@ def test_arrows_in_their_order(name):
     f = mesh.spmd(grad, mesh=mesh.make(data=8), in_specs=(specs, P("data")), out_specs=(P(), specs))
     with jax.numpy_dtype_promotion("standard"):
         found = lint.program(f, MODEL, DATA)
-    assert [each.kind for each in found if each.kind != WIDE or name == "in bfloat16"][: len(kinds) or None] == kinds
+    assert [each.kind for each in found if each.kind != WIDE or name == "in bfloat16"][
+        : len(kinds) or None
+    ] == kinds
     assert all("/parallax/" in each.where or __file__ in each.where for each in found)

@@ -59,7 +59,9 @@ def test_all_refusals_at_once_and_the_first_is_the_error(devices):
 
 
 def test_a_valid_rule_set_is_silent(devices):
-    rule = rules.first(rules.match("a.*", P(None, "tensor")), rules.fsdp("data", size=4, min_size=8))
+    rule = rules.first(
+        rules.match("a.*", P(None, "tensor")), rules.fsdp("data", size=4, min_size=8)
+    )
     assert lint.rules(TREE, rule, devices) == []
     assert lint.rules(TREE, rule, devices.abstract_mesh) == []
 
@@ -77,7 +79,10 @@ def test_a_large_leaf_left_whole(devices):
     whole = rules.first(rules.match("small", P("tensor")), rules.match("**", P()))
     (found,) = lint.rules(tree, whole, devices)
     assert (found.kind, found.where) == ("large-leaf-whole", "w")
-    assert "all 16,777,216 bytes of this leaf of shape (1024, 4096); split over 'tensor', it would hold 8,388,608" in found.harm
+    assert (
+        "all 16,777,216 bytes of this leaf of shape (1024, 4096); split over 'tensor', it would hold 8,388,608"
+        in found.harm
+    )
     assert lint.rules(tree, rules.first(suggested(found), whole), devices) == []
     assert lint.rules(tree, whole, devices, large=2**25) == []
 
@@ -98,8 +103,13 @@ def test_an_axis_that_splits_nothing(devices):
     (found,) = lint.rules(TREE, rules.match("**", P()), devices)
     assert (found.kind, found.where) == ("idle-axis", "mesh axis 'tensor'")
     assert "so its 2 devices do the same work" in found.harm
-    assert found.cure.endswith("give its devices to the other axes: data=4, one of them 2 times as large.")
-    assert lint.rules(TREE, rules.match("**", P()), devices, batch=(P("data"), P("data", "tensor"))) == []
+    assert found.cure.endswith(
+        "give its devices to the other axes: data=4, one of them 2 times as large."
+    )
+    assert (
+        lint.rules(TREE, rules.match("**", P()), devices, batch=(P("data"), P("data", "tensor")))
+        == []
+    )
     assert lint.rules(TREE, rules.match("**", P()), mesh.make(data=8)) == []
 
 
@@ -127,13 +137,20 @@ def test_device_bytes_are_those_of_the_devices(devices):
     specs = rules.specs(arrays, rules.fsdp("data", size=4, min_size=1), devices)
     placed = mesh.place(arrays, specs, devices)
     for device in devices.devices.flat:
-        on = [shard.data.nbytes for x in placed.values() for shard in x.addressable_shards if shard.device == device]
+        on = [
+            shard.data.nbytes
+            for x in placed.values()
+            for shard in x.addressable_shards
+            if shard.device == device
+        ]
         assert sum(on) == lint.device_bytes(arrays, specs, devices)
 
 
 # Random rule sets: ours, and nobody else's, refusals; each with a suggestion that does. Here it is taken as a reader would.
 
-AXES = st.sampled_from(["data", "tensor", "tensor", "tensr", ("tensor", "data"), ("tensor", "tensr"), (), None, None])
+AXES = st.sampled_from(
+    ["data", "tensor", "tensor", "tensr", ("tensor", "data"), ("tensor", "tensr"), (), None, None]
+)
 SPECS = st.lists(AXES, max_size=4).map(lambda entries: P(*entries))
 PATTERNS = st.sampled_from(["a.w", "a.v", "b", "s", "a.*", "**", "a.x", "*", "w", ""])
 
@@ -169,12 +186,25 @@ def taken(parts: list, found: lint.Finding) -> list:
         of, _, around = found.where.partition(" inside ")
         if not around:
             return without(parts, of)
-        return [shrunk(part, of) if name(part) == around and has_idle(part, of) else part for part in parts]
-    where = next((i for i, part in enumerate(parts) if name(part) == found.where and is_meant(part, found)), None)
-    if "all leaves have this dim split there" in found.cure:  # other sizes are advised, which this tree does not take
+        return [
+            shrunk(part, of) if name(part) == around and has_idle(part, of) else part
+            for part in parts
+        ]
+    where = next(
+        (i for i, part in enumerate(parts) if name(part) == found.where and is_meant(part, found)),
+        None,
+    )
+    if (
+        "all leaves have this dim split there" in found.cure
+    ):  # other sizes are advised, which this tree does not take
         return [rules.match(found.where, P()), *parts]
     if where is None:
-        return [rules.match(found.where, evaluated(r"(P(?:artitionSpec)?\([^.]*\)) would fit\.$", found.cure)), *parts]
+        return [
+            rules.match(
+                found.where, evaluated(r"(P(?:artitionSpec)?\([^.]*\)) would fit\.$", found.cure)
+            ),
+            *parts,
+        ]
     return taken_by_fsdp(parts, where, found)
 
 
@@ -182,7 +212,9 @@ def taken_by_fsdp(parts: list, where: int, found: lint.Finding) -> list:
     if found.kind == "idle-keep":
         assert "drop it" in found.cure
         pattern = re.match(r"keep pattern '(.*?)'", found.harm)[1]
-        return replaced(parts, where, keep={k: v for k, v in parts[where].keep.items() if k != pattern})
+        return replaced(
+            parts, where, keep={k: v for k, v in parts[where].keep.items() if k != pattern}
+        )
     if found.kind == "wrong-size":
         return replaced(parts, where, size=int(re.match(r"Pass size=(\d+)\.$", found.cure)[1]))
     assert "the rules inside without the fsdp" in found.cure
@@ -195,7 +227,9 @@ def evaluated(pattern, text):
 
 
 def without(parts, of):
-    at = max(i for i, part in enumerate(parts) if name(part) == of)  # of equal rules the last is idle
+    at = max(
+        i for i, part in enumerate(parts) if name(part) == of
+    )  # of equal rules the last is idle
     return parts[:at] + parts[at + 1 :]
 
 
@@ -218,7 +252,10 @@ def is_meant(part, found):
 
 
 def changed(part, **fields):
-    return rules.fsdp(part.axis_name, **({"size": part.size, "min_size": 1, "keep": part.keep, "inside": part.inside} | fields))
+    return rules.fsdp(
+        part.axis_name,
+        **({"size": part.size, "min_size": 1, "keep": part.keep, "inside": part.inside} | fields),
+    )
 
 
 def replaced(parts, where, **fields):
@@ -242,7 +279,9 @@ def test_more_random_rule_sets(drawn):
 
 def take_every_suggestion(drawn):
     parts, devices = [made(part) for part in drawn], mesh.make(data=4, tensor=2)
-    refusals = lambda: [each for each in lint.rules(TREE, rules.first(*parts), devices) if each.kind != "idle-axis"]
+    refusals = lambda: [
+        each for each in lint.rules(TREE, rules.first(*parts), devices) if each.kind != "idle-axis"
+    ]
     found = refusals()
     if found:
         with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the whole message is compared
@@ -250,7 +289,11 @@ def take_every_suggestion(drawn):
         assert str(refusal.value).startswith(found[0].harm.removesuffix("."))
     while found:
         taken_up, before = found[0], found
-        parts = [part for part in taken(parts, taken_up) if not isinstance(part, rules.fsdp) or part.inside.rules]
+        parts = [
+            part
+            for part in taken(parts, taken_up)
+            if not isinstance(part, rules.fsdp) or part.inside.rules
+        ]
         found = refusals()
         assert found.count(taken_up) < before.count(taken_up)
     specs = rules.specs(TREE, rules.first(*parts), devices)

@@ -37,7 +37,10 @@ class Program(NamedTuple):
 
     def lint(self):
         f = mesh.spmd(self.f, mesh=devices(), in_specs=self.in_specs, out_specs=self.out_specs)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs them
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):  # optax needs them
             return lint.program(f, *self.shapes)
 
 
@@ -109,13 +112,19 @@ def clipped_by_the_whole(net, x):
 def skipped_by_the_shard(net, x):
     gradients = gradients_of(net, x)
     keep = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)  # wrong
-    return jax.tree.map(lambda new, old, keep: jnp.where(keep, new, old), descended(net, gradients), net, keep)
+    return jax.tree.map(
+        lambda new, old, keep: jnp.where(keep, new, old), descended(net, gradients), net, keep
+    )
 
 
 def skipped_by_all(net, x):
     gradients = gradients_of(net, x)
-    keep = jax.tree.map(lambda g: lax.pmin(jnp.all(jnp.isfinite(g)).astype(jnp.float32), "tensor") > 0, gradients)
-    return jax.tree.map(lambda new, old, keep: jnp.where(keep, new, old), descended(net, gradients), net, keep)
+    keep = jax.tree.map(
+        lambda g: lax.pmin(jnp.all(jnp.isfinite(g)).astype(jnp.float32), "tensor") > 0, gradients
+    )
+    return jax.tree.map(
+        lambda new, old, keep: jnp.where(keep, new, old), descended(net, gradients), net, keep
+    )
 
 
 def mixing_in_a_loop_of_steps(net, x):
@@ -130,7 +139,9 @@ def mixing_in_a_loop_of_steps(net, x):
 def joined_in_a_loop_of_steps(net, x):
     def step(net, _):
         gradients = gradients_of(net, x)
-        lengths = jax.tree.map(lambda g: jnp.sqrt(ring.all_reduce(jnp.sum(g * g), "tensor")), gradients)
+        lengths = jax.tree.map(
+            lambda g: jnp.sqrt(ring.all_reduce(jnp.sum(g * g), "tensor")), gradients
+        )
         return descended(net, jax.tree.map(lambda g, length: g / length, gradients, lengths)), None
 
     return lax.scan(step, net, length=3)[0]
@@ -192,7 +203,9 @@ def ring_over_the_outer_in_a_loop(w, x):
         columns = ring.all_gather(w.T, "data", axis=1, tiled=True)  # wrong
         return jnp.tanh(x + jnp.sum(x @ columns.T[:1].T @ columns[:1, :1])), None
 
-    return lax.pmax(lax.scan(repeat, lax.pcast(x[:, :6], "tensor", to="varying"), None, length=1)[0], "tensor")
+    return lax.pmax(
+        lax.scan(repeat, lax.pcast(x[:, :6], "tensor", to="varying"), None, length=1)[0], "tensor"
+    )
 
 
 def ring_over_the_inner_in_a_loop(w, x):
@@ -200,7 +213,9 @@ def ring_over_the_inner_in_a_loop(w, x):
         columns = ring.all_gather(w.T, "tensor", axis=1, tiled=True)
         return jnp.tanh(x + jnp.sum(x @ columns.T[:1].T @ columns[:1, :1])), None
 
-    return lax.pmax(lax.scan(repeat, lax.pcast(x[:, :6], "tensor", to="varying"), None, length=1)[0], "tensor")
+    return lax.pmax(
+        lax.scan(repeat, lax.pcast(x[:, :6], "tensor", to="varying"), None, length=1)[0], "tensor"
+    )
 
 
 # Layers
@@ -247,24 +262,61 @@ def accumulated_of_gathered(layers, x):
         run = jax.checkpoint(lambda x: lax.scan(lambda x, w: gathered(w, x), x, layers)[0])
         return jnp.mean(run(x) ** 2)
 
-    _, gradients = grads.averaged(grads.accumulated(jax.value_and_grad(loss), microbatches=2), ring("data"))(layers, x)
+    _, gradients = grads.averaged(
+        grads.accumulated(jax.value_and_grad(loss), microbatches=2), ring("data")
+    )(layers, x)
     return layers - 0.1 * gradients
 
 
 PAIRS = [
-    Pair(MIXES, of_net(lamb_by_hand), of_net(whole_lamb), ("reduce_sum takes float32[16,16]", "along 'tensor'", "each of 2")),
-    Pair(MIXES, of_net(clipped_by_the_shard), of_net(clipped_by_the_whole), ("with no collective between",)),
-    Pair(MIXES, of_net(skipped_by_the_shard), of_net(skipped_by_all), ("this reduce_and takes bool[16,16]",)),
-    Pair(MIXES, of_net(mixing_in_a_loop_of_steps), of_net(joined_in_a_loop_of_steps), ("a shard along 'tensor'",)),
-    Pair(SUMMED, of_net(summed_over_its_own_axis), of_net(summed_over_data), ("over 'tensor', 2 devices", "each shard gets")),
-    Pair(SUMMED, of_net(ring_over_its_own_axis), of_net(ring_over_data), ("float32[16,16] over 'tensor'",)),
+    Pair(
+        MIXES,
+        of_net(lamb_by_hand),
+        of_net(whole_lamb),
+        ("reduce_sum takes float32[16,16]", "along 'tensor'", "each of 2"),
+    ),
+    Pair(
+        MIXES,
+        of_net(clipped_by_the_shard),
+        of_net(clipped_by_the_whole),
+        ("with no collective between",),
+    ),
+    Pair(
+        MIXES,
+        of_net(skipped_by_the_shard),
+        of_net(skipped_by_all),
+        ("this reduce_and takes bool[16,16]",),
+    ),
+    Pair(
+        MIXES,
+        of_net(mixing_in_a_loop_of_steps),
+        of_net(joined_in_a_loop_of_steps),
+        ("a shard along 'tensor'",),
+    ),
+    Pair(
+        SUMMED,
+        of_net(summed_over_its_own_axis),
+        of_net(summed_over_data),
+        ("over 'tensor', 2 devices", "each shard gets"),
+    ),
+    Pair(
+        SUMMED,
+        of_net(ring_over_its_own_axis),
+        of_net(ring_over_data),
+        ("float32[16,16] over 'tensor'",),
+    ),
     Pair(
         ORDER,
         of_rows(gathered_over_the_outer),
         of_rows(gathered_over_the_inner_first),
         ("dim 0 of this float32[2,6] is split over ('data', 'tensor')", "gathered over ('data',)"),
     ),
-    Pair(ORDER, of_rows(gathered_in_the_other_order), of_rows(gathered_in_order), ("gathered over ('tensor', 'data')",)),
+    Pair(
+        ORDER,
+        of_rows(gathered_in_the_other_order),
+        of_rows(gathered_in_order),
+        ("gathered over ('tensor', 'data')",),
+    ),
     Pair(
         ORDER,
         of_rows(ring_over_the_outer_in_a_loop),
@@ -277,7 +329,12 @@ PAIRS = [
         of_layers(gathered_layers, P(None, "data")),
         ("the 2 layers of a device's float32[2,16,16]", "split over 'data'", "each of 4 replicas"),
     ),
-    Pair(LAYERS, of_layers(accumulated_on_one_replica), of_layers(accumulated_of_gathered, P(None, "data")), ("each of 4",)),
+    Pair(
+        LAYERS,
+        of_layers(accumulated_on_one_replica),
+        of_layers(accumulated_of_gathered, P(None, "data")),
+        ("each of 4",),
+    ),
 ]
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.wrong.f.__name__)
 
@@ -396,7 +453,9 @@ def rounded_with_its_own_scale(x):
 def shard_of_a_sum(x):
     """A reduce-scatter by hand: a sum over the axis, of which each device takes its rows."""
     total = lax.psum(jnp.concatenate([x] * 8), ("data", "tensor"))
-    return x - lax.dynamic_slice_in_dim(total, lax.axis_index(("data", "tensor")) * x.shape[0], x.shape[0])
+    return x - lax.dynamic_slice_in_dim(
+        total, lax.axis_index(("data", "tensor")) * x.shape[0], x.shape[0]
+    )
 
 
 def handed_round(x):
@@ -445,7 +504,12 @@ def test_no_mistake(f):
 def test_token_numbers_may_be_gathered_in_any_order():
     """Rows of a batch: only weights are multiplied by position."""
     f = lambda ids: lax.all_gather(ids, "data", tiled=True)
-    assert Program(f, (P(("data", "tensor")),), P(("data", "tensor")), (shape(16, dtype=jnp.int32),)).lint() == []
+    assert (
+        Program(
+            f, (P(("data", "tensor")),), P(("data", "tensor")), (shape(16, dtype=jnp.int32),)
+        ).lint()
+        == []
+    )
 
 
 def a_pipeline_by_hand(layers, x):
@@ -468,7 +532,9 @@ def rows_that_go_round(layers, x):
     def loss(layers):
         h = x
         for _ in range(4):
-            h = lax.ppermute(lax.scan(block, h, layers)[0], "data", [(i, (i + 1) % 4) for i in range(4)])
+            h = lax.ppermute(
+                lax.scan(block, h, layers)[0], "data", [(i, (i + 1) % 4) for i in range(4)]
+            )
         return jnp.mean(h**2)
 
     return layers - 0.1 * jax.grad(loss)(layers)
@@ -478,7 +544,9 @@ def rows_of_one_device(layers, x):
     """The first device's rows alone go in, and nothing is exchanged."""
 
     def loss(layers):
-        return jnp.mean(lax.scan(block, jnp.where(lax.axis_index("data") == 0, x, 0.0), layers)[0] ** 2)
+        return jnp.mean(
+            lax.scan(block, jnp.where(lax.axis_index("data") == 0, x, 0.0), layers)[0] ** 2
+        )
 
     return layers - 0.1 * jax.grad(loss)(layers)
 
@@ -503,7 +571,13 @@ def models_in_a_row(models, x):
     return models - 0.1 * jax.grad(loss)(models)
 
 
-LAYERS_ELSEWHERE = [a_pipeline_by_hand, rows_that_go_round, rows_of_one_device, four_layers_a_trip, models_in_a_row]
+LAYERS_ELSEWHERE = [
+    a_pipeline_by_hand,
+    rows_that_go_round,
+    rows_of_one_device,
+    four_layers_a_trip,
+    models_in_a_row,
+]
 
 
 def test_rows_beside_rows():

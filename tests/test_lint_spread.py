@@ -22,14 +22,22 @@ KEY, ADDED, COUNTED = "one-key-for-split-units", "added-before-the-sum", "counte
 SOUGHT = {REDUCED, PARTS, KEY, ADDED, COUNTED}
 WIDTH, HIDDEN, SIZES = 8, 16, {"data": 2, "tensor": 4}
 key = jax.random.key
-column, row = functools.partial(tensor.column, bias=None, axis="tensor"), functools.partial(tensor.row, bias=None, axis="tensor")
+column, row = (
+    functools.partial(tensor.column, bias=None, axis="tensor"),
+    functools.partial(tensor.row, bias=None, axis="tensor"),
+)
 
 
 def shape(*dims):
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
-NET = {"up": shape(WIDTH, HIDDEN), "down": shape(HIDDEN, WIDTH), "bias": shape(WIDTH), "scale": shape(HIDDEN)}
+NET = {
+    "up": shape(WIDTH, HIDDEN),
+    "down": shape(HIDDEN, WIDTH),
+    "bias": shape(WIDTH),
+    "scale": shape(HIDDEN),
+}
 SPLIT = {"up": P(None, "tensor"), "down": P("tensor"), "bias": P(), "scale": P("tensor")}
 BATCH = (shape(4, 3, WIDTH), shape(4, 3, WIDTH))
 
@@ -45,7 +53,10 @@ def findings(layer, net=NET, split=SPLIT):
 
     optimizer = optax.adamw(1e-2)
     train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), ring("data")), optimizer)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax and Equinox need them
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # optax and Equinox need them
         make = lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), net)
         rule = lambda path, leaf: split[path]
         world = mesh.make(**SIZES)
@@ -248,34 +259,60 @@ def residual_before_the_sum(net, x):
 
 def the_bias_of_the_first(net, x):
     h = tensor.enter(x, "tensor") @ net["up"]
-    return tensor.leave(h @ net["down"] + jnp.where(lax.axis_index("tensor") == 0, net["bias"], 0), "tensor")
+    return tensor.leave(
+        h @ net["down"] + jnp.where(lax.axis_index("tensor") == 0, net["bias"], 0), "tensor"
+    )
 
 
 PAIRS = [
-    Pair(REDUCED, norm_of_the_shard, norm_of_the_whole, ("reduce_sum", "along 'tensor'", "each of 4 devices")),
+    Pair(
+        REDUCED,
+        norm_of_the_shard,
+        norm_of_the_whole,
+        ("reduce_sum", "along 'tensor'", "each of 4 devices"),
+    ),
     Pair(REDUCED, centred_by_the_shard, centred_by_the_whole, ("float32[2,3,4]",)),
     Pair(REDUCED, softmax_of_the_shard, softmax_of_the_whole, ("reduce_sum",)),
     Pair(REDUCED, norm_by_a_product, norm_of_each_head, ("dot_general",)),
     Pair(REDUCED, groups_of_the_whole, groups_of_a_device, ("groups that are cut",)),
     Pair(REDUCED, norm_in_a_loop, norm_of_the_stream_in_a_loop, ("reduce_sum",)),
-    Pair(PARTS, gate_and_value, every_second_is_a_gate, ("dim 2 of float32[2,3,4]", "along 'tensor'", "each of 4")),
+    Pair(
+        PARTS,
+        gate_and_value,
+        every_second_is_a_gate,
+        ("dim 2 of float32[2,3,4]", "along 'tensor'", "each of 4"),
+    ),
     Pair(PARTS, gate_and_value_by_hand, chunks_of_hidden_units, ("was cut into parts",)),
     Pair(PARTS, queries_and_keys, queries_and_keys_apart, ("fused matrix",)),
     Pair(PARTS, gates_of_the_weight, chunks_of_hidden_units, ("dim 1 of float32[8,4]",)),
-    Pair(KEY, one_mask, a_mask_for_each_device, ("same along 'tensor' meet float32[2,3,4]", "all 4 devices")),
+    Pair(
+        KEY,
+        one_mask,
+        a_mask_for_each_device,
+        ("same along 'tensor' meet float32[2,3,4]", "all 4 devices"),
+    ),
     Pair(KEY, equinox_dropout, a_slice_of_the_whole_mask, ("one mask",)),
-    Pair(ADDED, bias_before_the_sum, bias_after_the_sum, ("this adds float32[2,3,8]", "counts it 4 times")),
+    Pair(
+        ADDED,
+        bias_before_the_sum,
+        bias_after_the_sum,
+        ("this adds float32[2,3,8]", "counts it 4 times"),
+    ),
     Pair(ADDED, residual_before_the_sum, a_share_of_the_bias, ("counts it 4 times",)),
     Pair(ADDED, bias_before_the_sum, the_bias_of_the_first, ()),
 ]
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.wrong.__name__}-{pair.right.__name__}")
+every_pair = pytest.mark.parametrize(
+    "pair", PAIRS, ids=lambda pair: f"{pair.wrong.__name__}-{pair.right.__name__}"
+)
 
 
 @pytest.mark.sweep(3)
 @every_pair
 def test_the_mistake_is_found_on_its_line(pair):
     found = findings(pair.wrong)
-    assert [(each.kind, each.where) for each in found] == [(pair.kind, line_of_the_mistake(pair.wrong))]
+    assert [(each.kind, each.where) for each in found] == [
+        (pair.kind, line_of_the_mistake(pair.wrong))
+    ]
     for part in pair.says:
         assert part in found[0].harm
     assert found[0].cure.endswith(".")
@@ -290,7 +327,11 @@ def test_the_right_layer_is_silent(pair):
 # Tokens, split over an axis of their own
 
 HEADS, TOKENS = 4, 8
-TABLES = {"qkv": shape(WIDTH, 3, HEADS, 2), "out": shape(HEADS, 2, WIDTH), "positions": shape(4 * TOKENS, WIDTH)}
+TABLES = {
+    "qkv": shape(WIDTH, 3, HEADS, 2),
+    "out": shape(HEADS, 2, WIDTH),
+    "positions": shape(4 * TOKENS, WIDTH),
+}
 
 
 def attended(attend, positions):
@@ -318,7 +359,9 @@ def with_slopes(q, k, v, *, first=0, positions=None):
     queries, keys = positions or (jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
     slopes = 2.0 ** -(1 + first + jnp.arange(q.shape[2], dtype=jnp.int32)).astype(jnp.float32)
     distance = queries[:, None] - keys[None]
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) - slopes[:, None, None] * distance.astype(jnp.float32)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) - slopes[:, None, None] * distance.astype(
+        jnp.float32
+    )
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(distance >= 0, scores, -1e30)), v)
 
 
@@ -328,7 +371,9 @@ def slopes_of_its_own_heads(q, k, v):
 
 AXIS = ring("context")
 IN_PLACE = functools.partial(context.positions, axis=AXIS)
-ROUND = functools.partial(context.attention, axis=AXIS, kernel=context.tiled(3))  # tiles that are filled up
+ROUND = functools.partial(
+    context.attention, axis=AXIS, kernel=context.tiled(3)
+)  # tiles that are filled up
 PLAIN = functools.partial(jax.nn.dot_product_attention, is_causal=True)
 OF_TOKENS = {
     "the ring": (ROUND, IN_PLACE, set()),
@@ -339,9 +384,17 @@ OF_TOKENS = {
     "by heads": (context.ulysses(PLAIN, AXIS), IN_PLACE, set()),
     "by heads, with slopes": (context.ulysses(with_slopes, AXIS), IN_PLACE, {COUNTED}),
     "by heads, along a plain axis": (context.ulysses(with_slopes, "context"), IN_PLACE, {COUNTED}),
-    "by heads, with their slopes": (context.ulysses(slopes_of_its_own_heads, AXIS), IN_PLACE, set()),
+    "by heads, with their slopes": (
+        context.ulysses(slopes_of_its_own_heads, AXIS),
+        IN_PLACE,
+        set(),
+    ),
     "gathered": (context.gathered(with_slopes, AXIS), IN_PLACE, set()),
-    "gathered in tiles": (context.gathered(functools.partial(context.blockwise, kernel=context.tiled(3)), AXIS), IN_PLACE, set()),
+    "gathered in tiles": (
+        context.gathered(functools.partial(context.blockwise, kernel=context.tiled(3)), AXIS),
+        IN_PLACE,
+        set(),
+    ),
 }
 
 
@@ -377,11 +430,15 @@ def cell_over_tokens(cell, step_of):
     def layer(net, x):
         def one(xs):
             zeros = lax.pcast(jnp.zeros(2), ("data", "tensor"), to="varying")
-            return lax.scan(lambda carry, x: step_of(net["cell"], gather, carry, x), (zeros, zeros), xs)[1]
+            return lax.scan(
+                lambda carry, x: step_of(net["cell"], gather, carry, x), (zeros, zeros), xs
+            )[1]
 
         return row(jax.vmap(one)(tensor.enter(x, "tensor")), net["out"])
 
-    split = {f"cell.{name}": P("tensor") for name in ("weight_ih", "weight_hh", "bias", "bias_n")} | {"out": P("tensor")}
+    split = {
+        f"cell.{name}": P("tensor") for name in ("weight_ih", "weight_hh", "bias", "bias_n")
+    } | {"out": P("tensor")}
     return findings(layer, eqx.filter_eval_shape(make), split)
 
 
@@ -392,7 +449,10 @@ def lstm(cell, gather, carry, x):
 
 def gru(cell, gather, carry, x):
     """As Equinox's own cell, with the hidden units that a device keeps."""
-    x_gates, h_gates = jnp.split(cell.weight_ih @ x + cell.bias, 3), jnp.split(cell.weight_hh @ gather(carry[0]), 3)
+    x_gates, h_gates = (
+        jnp.split(cell.weight_ih @ x + cell.bias, 3),
+        jnp.split(cell.weight_hh @ gather(carry[0]), 3),
+    )
     reset, update = jax.nn.sigmoid(x_gates[0] + h_gates[0]), jax.nn.sigmoid(x_gates[1] + h_gates[1])
     new = jnp.tanh(x_gates[2] + reset * (h_gates[2] + cell.bias_n))
     h = new + update * (carry[0] - new)
@@ -411,8 +471,17 @@ def test_models_of_users_are_silent(name, way):
     sizes, rule, optimizer_rule, made = WAYS[way](kind)
     world = mesh.make(**sizes)
     with jax.numpy_dtype_promotion("standard"):
-        state, specs = step.init(kind.make, OPTIMIZER, rule, world, optimizer_rule=optimizer_rule, trainable=kind.trainable)
-        grad, optimizer = made(rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world))
+        state, specs = step.init(
+            kind.make,
+            OPTIMIZER,
+            rule,
+            world,
+            optimizer_rule=optimizer_rule,
+            trainable=kind.trainable,
+        )
+        grad, optimizer = made(
+            rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world)
+        )
         train = step.make(grad, optimizer, after_update=kind.after)
         mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         assert lint.program(mapped, state, batch_of(0)) == []

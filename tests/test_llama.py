@@ -19,7 +19,16 @@ from parallax.models import decoder, llama
 from parallax.models.attention import grouped
 
 BATCH, STEPS, KEY = 8, 5, jax.random.key(0)
-TINY = llama.Config(layers=4, heads=4, groups=2, width=16, hidden=24, context=8, vocabulary=61, vocabulary_multiple=64)
+TINY = llama.Config(
+    layers=4,
+    heads=4,
+    groups=2,
+    width=16,
+    hidden=24,
+    context=8,
+    vocabulary=61,
+    vocabulary_multiple=64,
+)
 CONFIGS = {
     "groups": TINY,
     "one group, tied, scaled": dataclasses.replace(
@@ -47,7 +56,9 @@ def on(layout):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_one_device(config, layout):
     plain = gpt2_on_one_device(CONFIGS[config], 0, STEPS, BATCH, llama)
-    assert_same_run(gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain)
+    assert_same_run(
+        gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain
+    )
 
 
 def naive(q, k, v, first):
@@ -65,18 +76,31 @@ def naive(q, k, v, first):
 @pytest.mark.parametrize(("heads", "groups", "first"), [(6, 2, 0), (4, 4, 3), (4, 1, 2)])
 def test_grouped_attention_is_that_of_each_head(heads, groups, first):
     draw = np.random.default_rng(0).normal
-    q, k, v = draw(size=(2, 3, heads, 4)), draw(size=(2, 3 + first, groups, 4)), draw(size=(2, 3 + first, groups, 4))
+    q, k, v = (
+        draw(size=(2, 3, heads, 4)),
+        draw(size=(2, 3 + first, groups, 4)),
+        draw(size=(2, 3 + first, groups, 4)),
+    )
     found = grouped(*map(jnp.asarray, (q, k, v)), first=first, sharers=heads // groups)
     np.testing.assert_allclose(found, naive(q, k, v, first), rtol=1e-13, atol=1e-15)
-    later = grouped(jnp.asarray(q[:, 1:]), jnp.asarray(k), jnp.asarray(v), first=jnp.asarray(first + 1, jnp.int32))
+    later = grouped(
+        jnp.asarray(q[:, 1:]),
+        jnp.asarray(k),
+        jnp.asarray(v),
+        first=jnp.asarray(first + 1, jnp.int32),
+    )
     np.testing.assert_allclose(later, found[:, 1:], rtol=1e-13, atol=1e-15)
 
 
 def test_groups_that_were_not_picked_are_refused():
     q, k = jnp.zeros((1, 3, 2, 4)), jnp.zeros((1, 3, 4, 4))
-    with pytest.raises(ValueError, match=r"heads of q that are a multiple of .*; got q with 2, k and v with 4"):
+    with pytest.raises(
+        ValueError, match=r"heads of q that are a multiple of .*; got q with 2, k and v with 4"
+    ):
         grouped(q, k, k)
-    with pytest.raises(ValueError, match=r"4 heads of queries share one .* these 2 need 1; got k and v with 2"):
+    with pytest.raises(
+        ValueError, match=r"4 heads of queries share one .* these 2 need 1; got k and v with 2"
+    ):
         grouped(q, k[:, :, :2], k[:, :, :2], sharers=4)  # of 8 heads and 2 groups on 4 devices
     assert grouped(q, k[:, :, :1], k[:, :, :1], sharers=4).shape == q.shape
 
@@ -86,20 +110,32 @@ def test_a_shard_with_other_heads_is_refused():
     windows = jnp.zeros((1, 4), jnp.int32)
     half = lambda layer: llama.Linear(layer.weight[:, :, : layer.weight.shape[2] // 2])
     for where in (lambda m: m.blocks.attention.key, lambda m: m.blocks.attention.query):
-        with pytest.raises(ValueError, match=r"llama: with 4 heads of queries and 2 of keys and values on 1 devices"):
+        with pytest.raises(
+            ValueError,
+            match=r"llama: with 4 heads of queries and 2 of keys and values on 1 devices",
+        ):
             llama.loss(eqx.tree_at(where, model, replace_fn=half), (windows, None))
 
 
 def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
     config = dataclasses.replace(TINY, heads=12, groups=6, width=24)
     shapes = jax.eval_shape(lambda: llama.Llama(config, key=KEY))
-    with pytest.raises(ValueError, match=r"llama: 6 heads of keys and values and 4 devices .* Take 3 devices, or groups=4"):
-        rules.specs(shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4]))
+    with pytest.raises(
+        ValueError,
+        match=r"llama: 6 heads of keys and values and 4 devices .* Take 3 devices, or groups=4",
+    ):
+        rules.specs(
+            shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4])
+        )
     config, layout = dataclasses.replace(TINY, heads=12, groups=6, width=24), Layout(tensor=4)
     with pytest.raises(ValueError, match=r"6 heads of keys and values and 4 devices"):
-        decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        decoder.train_step(
+            llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY
+        )
     shapes = jax.eval_shape(lambda: llama.Llama(TINY, key=KEY))
-    with pytest.raises(ValueError, match=r"attention\.key\.weight.* dim 2 .*must divide by 4"):  # without the size
+    with pytest.raises(
+        ValueError, match=r"attention\.key\.weight.* dim 2 .*must divide by 4"
+    ):  # without the size
         rules.specs(shapes, llama.rules("tensor"), mesh.make(tensor=4, devices=jax.devices()[:4]))
 
 
@@ -134,7 +170,12 @@ def test_a_scaling_that_means_nothing_is_refused():
 
 
 def test_sizes_are_those_that_were_published():
-    published = {llama.B1: 1_235_814_400, llama.B3: 3_212_749_824, llama.B8: 8_030_261_248, llama.B70: 70_553_706_496}
+    published = {
+        llama.B1: 1_235_814_400,
+        llama.B3: 3_212_749_824,
+        llama.B8: 8_030_261_248,
+        llama.B70: 70_553_706_496,
+    }
     for config, count in published.items():
         assert config.parameters == count
         shapes = jax.eval_shape(lambda config=config: llama.Llama(config, key=KEY))
@@ -149,12 +190,18 @@ def test_heads_on_every_device_may_be_more_than_are_needed(joins):
     devices = mesh.make(tensor=2, devices=jax.devices()[:2])
     config = dataclasses.replace(TINY, layers=1)
     model = llama.Llama(config, key=KEY, dtype=jnp.float64)
-    specs = rules.specs(model, rules.first(rules.match("blocks.attention.key.weight", P()), llama.rules("tensor")), devices)
+    specs = rules.specs(
+        model,
+        rules.first(rules.match("blocks.attention.key.weight", P()), llama.rules("tensor")),
+        devices,
+    )
     loss = functools.partial(llama.loss, axis=ring("tensor"), joins=joins)
     grad = jax.value_and_grad(loss)
     grad = grads.summed(grad, ring("tensor")) if joins is sequence.joins else grad
     run = mesh.spmd(grad, mesh=devices, in_specs=(specs, P()), out_specs=(P(), specs))
     batch = (np.random.default_rng(0).integers(0, 61, (2, 9)).astype(np.int32), None)
     assert_close(
-        jax.jit(run)(mesh.place(model, specs, devices), batch), jax.jit(jax.value_and_grad(llama.loss))(model, batch), EXACT
+        jax.jit(run)(mesh.place(model, specs, devices), batch),
+        jax.jit(jax.value_and_grad(llama.loss))(model, batch),
+        EXACT,
     )

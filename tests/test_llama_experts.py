@@ -14,7 +14,15 @@ import mixtures
 import numpy as np
 import optax
 import pytest
-from reference import EXACT, FLOAT64, assert_close, assert_same_run, gpt2_on, gpt2_on_one_device, windows
+from reference import (
+    EXACT,
+    FLOAT64,
+    assert_close,
+    assert_same_run,
+    gpt2_on,
+    gpt2_on_one_device,
+    windows,
+)
 
 from parallax import experts, mesh, tensor
 from parallax.layout import Layout
@@ -22,10 +30,27 @@ from parallax.models import decoder, llama
 
 BATCH, STEPS, KEY = 16, 5, jax.random.key(0)
 TINY = llama.Config(
-    **{"layers": 4, "heads": 4, "groups": 2, "width": 16, "hidden": 12, "context": 8, "vocabulary": 61},
-    **{"vocabulary_multiple": 64, "experts": 4, "chosen": 2, "balance": 0.3, "z": 0.05},  # far above what one takes
+    **{
+        "layers": 4,
+        "heads": 4,
+        "groups": 2,
+        "width": 16,
+        "hidden": 12,
+        "context": 8,
+        "vocabulary": 61,
+    },
+    **{
+        "vocabulary_multiple": 64,
+        "experts": 4,
+        "chosen": 2,
+        "balance": 0.3,
+        "z": 0.05,
+    },  # far above what one takes
 )
-CONFIGS = {"2 of 4": TINY, "3 of 8, shared": dataclasses.replace(TINY, experts=8, chosen=3, shared=8)}
+CONFIGS = {
+    "2 of 4": TINY,
+    "3 of 8, shared": dataclasses.replace(TINY, experts=8, chosen=3, shared=8),
+}
 LAYOUTS = [
     Layout(data=2, expert=4, zero=3, microbatches=2),
     Layout(data=2, expert=2, tensor=2, zero=1, sequence=True),
@@ -74,13 +99,18 @@ def on(layout):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_five_steps_are_those_of_all_experts_on_all_tokens(config, layout):
     plain = gpt2_on_one_device(CONFIGS[config], 0, STEPS, BATCH, PLAIN)
-    assert_same_run(gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain)
+    assert_same_run(
+        gpt2_on(layout, on(layout), CONFIGS[config], 0, STEPS, BATCH, kind=llama), plain
+    )
 
 
 TOLD = {
     "dropping": (Layout(expert=2, tensor=2, sequence=True), experts.exchanged(0.6)),
     "accumulated": (Layout(data=2, expert=2, context=2, microbatches=2), experts.gathered),
-    "interleaved": (Layout(expert=2, stage=2, tensor=2, chunks=2, microbatches=2), experts.gathered),
+    "interleaved": (
+        Layout(expert=2, stage=2, tensor=2, chunks=2, microbatches=2),
+        experts.gathered,
+    ),
 }
 
 
@@ -105,13 +135,22 @@ def check_info(case):
         by_hand = lambda ids: mixtures.dropping(np.asarray(ids), 2, 2, room, shared=False)
         return jax.pure_callback(by_hand, jax.ShapeDtypeStruct(ids.shape, bool), ids)
 
-    compute, tokens = decoder.Compute(dtype=FLOAT64, dispatch=dispatch), windows(config, 0, 0, BATCH)
+    compute, tokens = (
+        decoder.Compute(dtype=FLOAT64, dispatch=dispatch),
+        windows(config, 0, 0, BATCH),
+    )
     options = {"batch": BATCH, "key": KEY, "compute": compute}
-    prepared = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), **options)
+    prepared = decoder.train_step(
+        llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), **options
+    )
     state = prepared.init()
-    model = jax.tree.map(jnp.asarray, jax.device_get(decoder.joined(llama.FAMILY, layout, state.model)))
+    model = jax.tree.map(
+        jnp.asarray, jax.device_get(decoder.joined(llama.FAMILY, layout, state.model))
+    )
     joins = functools.partial(all_on_all, kept=kept) if drops else all_on_all
-    loss, told = jax.jit(functools.partial(llama.loss_and_statistics, joins=joins))(model, (tokens, None))
+    loss, told = jax.jit(functools.partial(llama.loss_and_statistics, joins=joins))(
+        model, (tokens, None)
+    )
     _, info = prepared.train(state, tokens)
     np.testing.assert_allclose(info.loss, loss, rtol=EXACT)
     assert_close(info.aux.stages, told, EXACT)
@@ -124,17 +163,25 @@ def test_an_evaluation_is_without_auxiliary_losses():
     layout, tokens = Layout(expert=2), jnp.asarray(windows(TINY, 0, 0, BATCH))
     model = llama.Llama(TINY, key=KEY)
     alone = decoder.loss_step(llama.FAMILY, TINY, layout, on(layout))(model, tokens)
-    loss = llama.loss(llama.Llama(dataclasses.replace(TINY, balance=0.0, z=0.0), key=KEY), (tokens, None))
+    loss = llama.loss(
+        llama.Llama(dataclasses.replace(TINY, balance=0.0, z=0.0), key=KEY), (tokens, None)
+    )
     np.testing.assert_allclose(alone, loss, rtol=2e-6)  # a float32 has 7 digits
 
 
 @pytest.mark.long
 def test_auxiliary_losses_are_scaled_in_float16():
     """The gradient's norm is mostly theirs: unscaled, they would be lost beside a loss times 2^15."""
-    config, tokens, norms = dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1), windows(TINY, 0, 0, BATCH), []
+    config, tokens, norms = (
+        dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1),
+        windows(TINY, 0, 0, BATCH),
+        [],
+    )
     for precision in ("full", "float16"):
         layout = Layout(expert=2, precision=precision)
-        made = decoder.train_step(llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY)
+        made = decoder.train_step(
+            llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY
+        )
         state, train = made.init(), made.train
         norms.append(float(train(state, tokens)[1].gradient_norm))
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-2)  # float16 has 3 digits
@@ -143,9 +190,18 @@ def test_auxiliary_losses_are_scaled_in_float16():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"experts": 2, "chosen": 3}, r"a token goes to chosen=3 experts, and there are experts=2\. Take chosen=2\."),
-        ({"experts": 0}, r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or balance=0\."),
-        ({"experts": 0, "balance": 0.0, "z": 0.0, "shared": 4}, r"shared=4 belongs to a layer with experts"),
+        (
+            {"experts": 2, "chosen": 3},
+            r"a token goes to chosen=3 experts, and there are experts=2\. Take chosen=2\.",
+        ),
+        (
+            {"experts": 0},
+            r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or balance=0\.",
+        ),
+        (
+            {"experts": 0, "balance": 0.0, "z": 0.0, "shared": 4},
+            r"shared=4 belongs to a layer with experts",
+        ),
         ({"experts": -1}, r"needs experts of 0 or more; got -1"),
         ({"chosen": 0}, r"needs chosen of 1 or more; got 0"),
     ],
@@ -157,22 +213,40 @@ def test_a_configuration_that_means_nothing_is_refused(wrong, message):
 
 
 def test_a_layout_that_splits_no_experts_is_refused():
-    prepare = lambda family, config: decoder.train_step(family, config, optax.sgd(0.1), layout, on(layout), batch=8, key=KEY)
+    prepare = lambda family, config: decoder.train_step(
+        family, config, optax.sgd(0.1), layout, on(layout), batch=8, key=KEY
+    )
     layout = Layout(expert=8)
-    with pytest.raises(ValueError, match=r"the model's experts \(experts=4\) must divide by expert=8\. Take expert=4"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model's experts \(experts=4\) must divide by expert=8\. Take expert=4",
+    ):
         prepare(llama.FAMILY, TINY)
     dense = dataclasses.replace(TINY, experts=0, balance=0.0, z=0.0)
-    with pytest.raises(ValueError, match=r"the model's experts \(experts=1\) must divide by expert=8\. Take expert=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model's experts \(experts=1\) must divide by expert=8\. Take expert=1",
+    ):
         prepare(llama.FAMILY, dense)
 
 
 def test_parameters_are_those_of_mixtral():
     config = llama.Config(
-        **{"layers": 32, "heads": 32, "groups": 8, "width": 4096, "hidden": 14336, "context": 32768, "vocabulary": 32000},
+        **{
+            "layers": 32,
+            "heads": 32,
+            "groups": 8,
+            "width": 4096,
+            "hidden": 14336,
+            "context": 32768,
+            "vocabulary": 32000,
+        },
         **{"experts": 8, "chosen": 2},
     )
     assert config.parameters == 46_702_792_704  # as published: 46.7 B
-    count = lambda config: sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: llama.Llama(config, key=KEY))))
+    count = lambda config: sum(
+        leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: llama.Llama(config, key=KEY)))
+    )
     for each in CONFIGS.values():
         assert count(each) == each.parameters + 2 * (each.rows - each.vocabulary) * each.width
 
@@ -187,9 +261,23 @@ SIXTEEN = (
 @pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     """In a process of its own, set up by its environment, since arrays of the tests are made on import."""
-    settings = {"NUM_CPU_DEVICES": "16", "ENABLE_X64": "1", "NUMPY_DTYPE_PROMOTION": "strict", "NUMPY_RANK_PROMOTION": "raise"}
-    environment = os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=500)
+    settings = {
+        "NUM_CPU_DEVICES": "16",
+        "ENABLE_X64": "1",
+        "NUMPY_DTYPE_PROMOTION": "strict",
+        "NUMPY_RANK_PROMOTION": "raise",
+    }
+    environment = (
+        os.environ | flags.quick() | {f"JAX_{name}": value for name, value in settings.items()}
+    )
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -17,29 +17,68 @@ from parallax.models import llama
 pytestmark = pytest.mark.parity
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
-SCALED = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 5e5,
+}
 CASES = {  # no vocabulary divides by 128
-    "one layer, one head": ("llama", {"layers": 1, "heads": 1, "groups": 1, "width": 8, "hidden": 10, "vocab_size": 11}, {}),
+    "one layer, one head": (
+        "llama",
+        {"layers": 1, "heads": 1, "groups": 1, "width": 8, "hidden": 10, "vocab_size": 11},
+        {},
+    ),
     "scaled, tied": (
         "llama",
         {"layers": 3, "heads": 8, "groups": 2, "width": 32, "hidden": 40, "vocab_size": 131},
-        {"rope_parameters": SCALED | {"original_max_position_embeddings": 16}, "tie_word_embeddings": True},
+        {
+            "rope_parameters": SCALED | {"original_max_position_embeddings": 16},
+            "tie_word_embeddings": True,
+        },
     ),
     "one group, wide heads": (
         "llama",
         {"layers": 2, "heads": 6, "groups": 1, "width": 24, "hidden": 70, "vocab_size": 257},
         {"head_dim": 10, "rms_norm_eps": 1e-3},
     ),
-    "qwen2": ("qwen2", {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 300}, {}),
-    "qwen3": ("qwen3", {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 99}, {"head_dim": 12}),
+    "qwen2": (
+        "qwen2",
+        {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 300},
+        {},
+    ),
+    "qwen3": (
+        "qwen3",
+        {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 30, "vocab_size": 99},
+        {"head_dim": 12},
+    ),
     "mixtral": (
         "mixtral",
-        {"layers": 2, "heads": 4, "groups": 2, "width": 16, "hidden": 22, "vocab_size": 99, "experts": 6, "chosen": 3},
+        {
+            "layers": 2,
+            "heads": 4,
+            "groups": 2,
+            "width": 16,
+            "hidden": 22,
+            "vocab_size": 99,
+            "experts": 6,
+            "chosen": 3,
+        },
         {"head_dim": 12},
     ),
     "mixtral, all experts": (
         "mixtral",
-        {"layers": 1, "heads": 2, "groups": 1, "width": 12, "hidden": 7, "vocab_size": 50, "experts": 4, "chosen": 4},
+        {
+            "layers": 1,
+            "heads": 2,
+            "groups": 1,
+            "width": 12,
+            "hidden": 7,
+            "vocab_size": 50,
+            "experts": 4,
+            "chosen": 4,
+        },
         {},
     ),
 }
@@ -70,9 +109,17 @@ def case(theirs, name, dtype, folder, tokens=40):
     from safetensors.torch import save_file
 
     kind, sizes, options = CASES[name]
-    sizes = {THEIRS.get(field, field): size for field, size in sizes.items()} | {"max_position_embeddings": 260} | options
+    sizes = (
+        {THEIRS.get(field, field): size for field, size in sizes.items()}
+        | {"max_position_embeddings": 260}
+        | options
+    )
     model = theirs.reference(kind, 0, getattr(torch, dtype), **sizes)
-    windows = np.random.default_rng(0).integers(sizes["vocab_size"], size=(3, tokens + 1)).astype(np.int32)
+    windows = (
+        np.random.default_rng(0)
+        .integers(sizes["vocab_size"], size=(3, tokens + 1))
+        .astype(np.int32)
+    )
     logits, loss, gradients = theirs.computed(model, windows)
     model.save_pretrained(folder)
     save_file(gradients, folder / "gradients.safetensors")
@@ -104,7 +151,15 @@ def test_model_saved_by_us_is_theirs(name, theirs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"tied": True, "scaling": llama.Scaling()}, {"bias": True}, {"head_norms": True}, {"experts": 3}], ids=str
+    "form",
+    [
+        {},
+        {"tied": True, "scaling": llama.Scaling()},
+        {"bias": True},
+        {"head_norms": True},
+        {"experts": 3},
+    ],
+    ids=str,
 )
 def test_model_made_here_comes_back_from_theirs_bit_for_bit(form, theirs, tmp_path):
     import transformers
@@ -120,7 +175,9 @@ def test_model_made_here_comes_back_from_theirs_bit_for_bit(form, theirs, tmp_pa
     assert_same(jax.tree.leaves(loaded), jax.tree.leaves(model))
 
 
-@pytest.mark.parametrize(("config", "name"), [(llama.B1, "1B"), (llama.B8, "8B"), (llama.B70, "70B")], ids=str)
+@pytest.mark.parametrize(
+    ("config", "name"), [(llama.B1, "1B"), (llama.B8, "8B"), (llama.B70, "70B")], ids=str
+)
 def test_sizes_agree_with_theirs(config, name, theirs, tmp_path):
     import torch
     import transformers
@@ -137,6 +194,8 @@ def test_the_likeliest_tokens_are_those_of_generate(name, theirs, tmp_path):
     """200 of them, in float64, with keys and values kept on both sides."""
     model, windows, _ = case(theirs, name, "float64", tmp_path, tokens=6)
     ours = llama.load(tmp_path, dtype="float64")
-    write = jax.jit(lambda prompt: llama.sample(ours, prompt, tokens=200, temperature=0, key=jax.random.key(0)))
+    write = jax.jit(
+        lambda prompt: llama.sample(ours, prompt, tokens=200, temperature=0, key=jax.random.key(0))
+    )
     for prompt in np.array(windows):
         assert write(prompt).tolist() == theirs.generated(model, prompt.tolist(), 200)

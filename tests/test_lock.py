@@ -20,9 +20,16 @@ ROOT = Path(__file__).parents[1]
 
 def started(program, *arguments):
     """A Python program in a process of its own, which imports no JAX."""
-    command = [sys.executable, "-c", f"import os, sys, time; from parallax.run import lock\n{program}", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os, sys, time; from parallax.run import lock\n{program}",
+        *map(str, arguments),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 HOLD = "claim = lock.take(sys.argv[1]); print('held', flush=True); "
@@ -116,7 +123,9 @@ def test_a_file_that_is_replaced_between_opening_and_locking_is_not_the_lock(tmp
 def test_of_eight_at_once_one_has_it(tmp_path):
     begin, end = tmp_path / "begin", tmp_path / "end"
     until = lambda number: f"while not os.path.exists(sys.argv[{number}]): time.sleep(0.001)\n"
-    jobs = [started(until(2) + HOLD + "\n" + until(3), tmp_path / "run", begin, end) for _ in range(8)]
+    jobs = [
+        started(until(2) + HOLD + "\n" + until(3), tmp_path / "run", begin, end) for _ in range(8)
+    ]
     begin.touch()
     while sum(job.poll() is not None for job in jobs) < 7:
         time.sleep(0.01)
@@ -129,7 +138,9 @@ def test_of_eight_at_once_one_has_it(tmp_path):
 @pytest.mark.parametrize("place", ["file/run", "file", "/proc/nothing/run", "x" * 300])
 def test_where_nothing_can_be_made_it_says_so(tmp_path, place):
     (tmp_path / "file").write_text("text")
-    with pytest.raises(OSError, match=r"needed a folder to write to; .*\. Choose another one\.") as caught:
+    with pytest.raises(
+        OSError, match=r"needed a folder to write to; .*\. Choose another one\."
+    ) as caught:
         lock.take(tmp_path / place)
     assert not isinstance(caught.value, lock.Held)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -140,7 +151,9 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").symlink_to(tmp_path / "thesis.txt")
-    with pytest.raises(OSError, match=r"needed a folder to write to; \.lock there is a link, and a lock is a file"):
+    with pytest.raises(
+        OSError, match=r"needed a folder to write to; \.lock there is a link, and a lock is a file"
+    ):
         lock.take(tmp_path / "run")
     assert (tmp_path / "thesis.txt").read_text() == "text"
 
@@ -163,12 +176,23 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     said = []
     lock.take(tmp_path, say=said.append).release()
     assert len(said) == 1
-    assert "its file system has no locks (Function not implemented), so nothing keeps a second run out" in said[0]
+    assert (
+        "its file system has no locks (Function not implemented), so nothing keeps a second run out"
+        in said[0]
+    )
 
 
 # The example, started several times at once
 
-SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=3", "--evaluate-tokens=512"]
+SMALL = [
+    "--layers=2",
+    "--width=32",
+    "--heads=2",
+    "--length=16",
+    "--steps=6",
+    "--evaluate-every=3",
+    "--evaluate-tokens=512",
+]
 AT_ONCE = 5.0  # seconds from its start in which a run is refused, on two cores
 
 
@@ -177,13 +201,29 @@ def trained(folder):
     import json
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line.get(name) for name in ("step", "loss", "gradient_norm", "held_out")} for line in lines]
+    return [
+        {name: line.get(name) for name in ("step", "loss", "gradient_norm", "held_out")}
+        for line in lines
+    ]
 
 
 def example(folder, *options):
-    command = [sys.executable, str(ROOT / "examples" / "gpt2.py"), *SMALL, "--devices=2", f"--out={folder}", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "gpt2.py"),
+        *SMALL,
+        "--devices=2",
+        f"--out={folder}",
+        *options,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +259,9 @@ def test_of_runs_started_at_once_one_trains(tmp_path, alone, pytestconfig, runs)
         for job in others:
             said = job.communicate()[0]
             assert job.returncode == 2, said
-            assert re.fullmatch(rf"error: .*run belongs to another run: process {winner.pid} on .*\n", said)
+            assert re.fullmatch(
+                rf"error: .*run belongs to another run: process {winner.pid} on .*\n", said
+            )
         if time_ % 2:
             time.sleep(generator.uniform(0, 10))
             winner.kill()

@@ -15,15 +15,24 @@ from parallax.__main__ import laid_out, main, model, parser
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("plan --model large --layout data=8,tensor=4,zero=1 --hardware h100", ("32 x H100", "tensor", "of peak")),
+        (
+            "plan --model large --layout data=8,tensor=4,zero=1 --hardware h100",
+            ("32 x H100", "tensor", "of peak"),
+        ),
         (
             "plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3",
             ("seconds  of peak", "4 x TPU v5e", "movers", "with the fastest"),
         ),
-        ("plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64", ("x 1024 tokens",)),
+        (
+            "plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64",
+            ("x 1024 tokens",),
+        ),
         (
             "plan --layout data=8,zero=1 --islands 2",
-            ("2 islands of 8 devices, a round every 50 steps", "498 MB a round, 9.96 MB a step; as int8 2.57 MB a step"),
+            (
+                "2 islands of 8 devices, a round every 50 steps",
+                "498 MB a round, 9.96 MB a step; as int8 2.57 MB a step",
+            ),
         ),
         ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
         (
@@ -42,8 +51,14 @@ def test_prints(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan --layout data=8 --islands 0", "Islands need --islands and --every of 1 or more; got --islands 0 --every 50."),
-        ("plan --model medium --layout tensor=3", "must divide by tensor=3. Take --layout tensor=2, which divides it."),
+        (
+            "plan --layout data=8 --islands 0",
+            "Islands need --islands and --every of 1 or more; got --islands 0 --every 50.",
+        ),
+        (
+            "plan --model medium --layout tensor=3",
+            "must divide by tensor=3. Take --layout tensor=2, which divides it.",
+        ),
         (
             "plan --model xl --layout tensr=8",
             "got 'tensr'. Take --layout tensor=1.",
@@ -61,19 +76,37 @@ def test_prints(arguments, words, capsys):
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
             "got 'blocks'. Take --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch 18.",
         ),
-        ("plan --layout data=2 --batch 0", "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2."),
-        ("plan --layout data=2 --devices -3", "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 "),
+        (
+            "plan --layout data=2 --batch 0",
+            "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2.",
+        ),
+        (
+            "plan --layout data=2 --devices -3",
+            "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 ",
+        ),
         ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
-        ("plan --devices 0", "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512."),
-        ("plan --devices 8 --precision bf16", "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16."),
+        (
+            "plan --devices 0",
+            "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512.",
+        ),
+        (
+            "plan --devices 8 --precision bf16",
+            "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16.",
+        ),
         ("plan --model xl", "plan needs --devices, to search, or --layout."),
         ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
         (f"plan {__file__}:nothing", "Take --mesh data=256"),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
-        ("bisect --layout data=2 --record nowhere.npz", "--record needs a file that --save wrote; there is none at nowhere.npz."),
-        (f"bisect --layout data=2 --record {__file__}", "needed a record that bisect's Record.save wrote; got another file"),
+        (
+            "bisect --layout data=2 --record nowhere.npz",
+            "--record needs a file that --save wrote; there is none at nowhere.npz.",
+        ),
+        (
+            f"bisect --layout data=2 --record {__file__}",
+            "needed a record that bisect's Record.save wrote; got another file",
+        ),
         ("bisect --layout data=2 --save nowhere/run.npz", "--save needs a folder that is there; "),
     ],
 )
@@ -104,9 +137,21 @@ def test_what_is_proposed_for_a_wrong_layout_works(part):
     """Each proposal, typed after the words that were refused, passes the same check."""
     generator, wrong, seen = random.Random(part), 0, 0
     while wrong < 100:
-        chosen = [name for name in FIELDS if generator.random() < (0.05 if name in ("dta", "precision") else 0.4)]
-        words = ["plan", "--layout", ",".join(f"{name}={generator.choice(FIELDS[name])}" for name in chosen)]
-        for flag, values in {"--model": ["tiny", "small", "xl"], "--batch": [16, 31, 64], "--devices": ["", 6, 8, 16]}.items():
+        chosen = [
+            name
+            for name in FIELDS
+            if generator.random() < (0.05 if name in ("dta", "precision") else 0.4)
+        ]
+        words = [
+            "plan",
+            "--layout",
+            ",".join(f"{name}={generator.choice(FIELDS[name])}" for name in chosen),
+        ]
+        for flag, values in {
+            "--model": ["tiny", "small", "xl"],
+            "--batch": [16, 31, 64],
+            "--devices": ["", 6, 8, 16],
+        }.items():
             words += [flag, str(value)] if (value := generator.choice(values)) else []
         if (message := refused(words)) is None:
             continue
@@ -114,14 +159,19 @@ def test_what_is_proposed_for_a_wrong_layout_works(part):
         for each in proposals(message):
             seen += 1
             assert each.startswith("--")
-            assert (again := refused([*words, *each.split()])) is None, f"{words}\n{message}\n{again}"
+            assert (again := refused([*words, *each.split()])) is None, (
+                f"{words}\n{message}\n{again}"
+            )
     print(f"{wrong} wrong layouts, {seen} proposals")
 
 
 def proposals(message):
     """What a refusal says to take: the first, up to its reason, and what else there is, in brackets."""
     first, *others = re.split(r" \(or ", message.rpartition(" Take ")[2].removesuffix("."))
-    return [first.split(", the nearest")[0].split(", which ")[0], *(other.removesuffix(")") for other in others)]
+    return [
+        first.split(", the nearest")[0].split(", which ")[0],
+        *(other.removesuffix(")") for other in others),
+    ]
 
 
 def refused(words):
@@ -135,7 +185,11 @@ def refused(words):
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.long), "estimates"]
+    "command",
+    [
+        pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.long),
+        "estimates",
+    ],
 )
 def test_the_page_on_planning_shows_what_it_prints(command, capsys):
     """Under the page's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""
@@ -152,8 +206,15 @@ def test_the_page_on_planning_shows_what_it_prints(command, capsys):
 def test_what_is_told_to_install_can_be_installed():
     """Nothing is released: an extra is installed from the repository, and is one that it has."""
     root = Path(__file__).parent.parent
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for folder, pattern in (("parallax", "*.py"), ("examples", "*.py"), ("benchmarks", "*.py"), ("docs", "*.md")):
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for folder, pattern in (
+        ("parallax", "*.py"),
+        ("examples", "*.py"),
+        ("benchmarks", "*.py"),
+        ("docs", "*.md"),
+    ):
         for path in (root / folder).rglob(pattern):
             text = path.read_text()
             assert "parallax-jax[" not in text, path

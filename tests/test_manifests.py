@@ -22,7 +22,23 @@ from parallax.run import record as records
 DRAWS = 300
 DEEP = 200_000  # lists in lists
 DEEP_TEXT = "[" * DEEP + "]" * DEEP
-JUNK = [None, [], {}, 0, -1, 1.5, math.nan, math.inf, True, "", "text", [1], {"a": 1}, 10**400, "deep"]
+JUNK = [
+    None,
+    [],
+    {},
+    0,
+    -1,
+    1.5,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "text",
+    [1],
+    {"a": 1},
+    10**400,
+    "deep",
+]
 PATHS = [
     "/etc/passwd",
     "../00000001/contents.json",
@@ -52,8 +68,12 @@ def malformed(record, generator):
     new = copy.deepcopy(record)
     name = generator.choice(sorted(record))
     junk = generator.choice(JUNK)
-    kind = generator.choice(["whole", "entry", "gone", "unknown", "inside", "path", "unlisted", "size"])
-    inside = generator.choice([name for name, value in record.items() if isinstance(value, dict) and value])
+    kind = generator.choice(
+        ["whole", "entry", "gone", "unknown", "inside", "path", "unlisted", "size"]
+    )
+    inside = generator.choice(
+        [name for name, value in record.items() if isinstance(value, dict) and value]
+    )
     file = generator.choice(sorted(record["files"]))
     if kind == "whole":
         new = junk
@@ -87,7 +107,10 @@ def special(kind, path):
             with path.open("wb") as file:
                 file.truncate(20 << 30)
         case "socket":
-            with contextlib.closing(socket.socket(socket.AF_UNIX)) as end, contextlib.chdir(path.parent):
+            with (
+                contextlib.closing(socket.socket(socket.AF_UNIX)) as end,
+                contextlib.chdir(path.parent),
+            ):
                 end.bind(path.name)
 
 
@@ -137,7 +160,8 @@ def test_a_malformed_newest_is_told_and_passed_over(folder, step):
     for number in (1, 2):
         shutil.rmtree(folder / f"0000000{number}")
     with pytest.raises(
-        checkpoint.Refused, match=r"none of them may be restored:\n  .*newest\.json: step: needed a step, from 0 on"
+        checkpoint.Refused,
+        match=r"none of them may be restored:\n  .*newest\.json: step: needed a step, from 0 on",
     ):
         checkpoints(folder).restore(small_state())
 
@@ -148,7 +172,9 @@ def refused(folder):
     return restored.refused[2]
 
 
-@pytest.mark.parametrize(("name", "value"), [("position", 15), ("position", 14.0), ("on", 1), ("loss_scale", 0.25)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("position", 15), ("position", 14.0), ("on", 1), ("loss_scale", 0.25)]
+)
 def test_a_number_that_is_not_the_one_written_is_refused(folder, name, value):
     """It stands in no array: `contents.json` has it too, and is hashed."""
     path = folder / "00000002" / "manifest.json"
@@ -156,7 +182,10 @@ def test_a_number_that_is_not_the_one_written_is_refused(folder, name, value):
     assert record["numbers"][name] != value or type(record["numbers"][name]) is not type(value)
     record["numbers"][name] = value
     seal(path, record)
-    assert "manifest.json: needed what contents.json says, which was written with the arrays" in refused(folder)
+    assert (
+        "manifest.json: needed what contents.json says, which was written with the arrays"
+        in refused(folder)
+    )
 
 
 def test_a_dtype_that_is_not_that_of_the_bytes_is_refused(folder):
@@ -169,11 +198,16 @@ def test_a_dtype_that_is_not_that_of_the_bytes_is_refused(folder):
 
 def test_a_file_that_no_manifest_lists_is_refused(folder):
     (folder / "00000002" / "arrays" / "more").write_text("more")
-    assert "arrays/more: needed a file that the manifest lists, found one that it does not know" in refused(folder)
+    assert (
+        "arrays/more: needed a file that the manifest lists, found one that it does not know"
+        in refused(folder)
+    )
 
 
 def test_a_link_that_leads_out_is_refused(folder, tmp_path):
-    path = next(path for path in sorted((folder / "00000002" / "arrays").rglob("*")) if path.is_file())
+    path = next(
+        path for path in sorted((folder / "00000002" / "arrays").rglob("*")) if path.is_file()
+    )
     shutil.move(path, tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
     assert "needed a file of its folder, found a link that leads out of it" in refused(folder)
@@ -203,7 +237,10 @@ def test_a_manifest_that_is_a_folder_is_refused_and_goes_when_it_is_old(folder):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("name", ["newest.json", "00000002/manifest.json", "00000002/contents.json", "00000002/arrays/more"])
+@pytest.mark.parametrize(
+    "name",
+    ["newest.json", "00000002/manifest.json", "00000002/contents.json", "00000002/arrays/more"],
+)
 def test_only_regular_files_are_read_up_to_a_size(folder, name, kind):
     path, said = folder / name, []
     path.unlink(missing_ok=True)

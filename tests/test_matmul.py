@@ -37,7 +37,13 @@ def gathered_then_multiplied(x, weight, axis_name, *, axis):
 
 def multiplied_then_scattered(x, weight, axis_name, *, scatter_dimension):
     y = jnp.tensordot(x, weight, axes=weight.ndim - 1)
-    return y if axis_name == () else lax.psum_scatter(y, axis_name, scatter_dimension=scatter_dimension % y.ndim, tiled=True)
+    return (
+        y
+        if axis_name == ()
+        else lax.psum_scatter(
+            y, axis_name, scatter_dimension=scatter_dimension % y.ndim, tiled=True
+        )
+    )
 
 
 OURS = all_gather_matmul, matmul_reduce_scatter
@@ -106,7 +112,9 @@ UNIT = st.floats(-2, 2, width=32)
 @given(data=st.data())
 def test_equals_the_collective_and_the_product(layout, data):
     axis = (1, -2)[size(layout) % 2]  # of [B, T, D]
-    arguments = [data.draw(hnp.arrays(np.float64, shape, elements=UNIT)) for shape in shapes(layout)]
+    arguments = [
+        data.draw(hnp.arrays(np.float64, shape, elements=UNIT)) for shape in shapes(layout)
+    ]
     ours, plain = (layer(layout, pair, axis)(*arguments) for pair in (OURS, PLAIN))
     jax.tree.map(close, ours, plain)
 
@@ -136,13 +144,21 @@ def product(layout, dtype):
 def test_rounding(n, data):
     """A product of k terms is off by at most k eps sum |x||w|; the scatter adds n such parts, of k terms in all, n - 1 times."""
     dtype = ("float32", "bfloat16")[n % 2]
-    draw = lambda *shape: np.asarray(jnp.asarray(data.draw(hnp.arrays(np.float32, shape, elements=UNIT))).astype(dtype))
+    draw = lambda *shape: np.asarray(
+        jnp.asarray(data.draw(hnp.arrays(np.float32, shape, elements=UNIT))).astype(dtype)
+    )
     x, up, z, down = draw(n * T, D), draw(D, n * H), draw(n * T, n * H), draw(n * H, D)
-    y, s = (np.asarray(leaf) for leaf in product(str(n), dtype)(*[leaf.astype(np.float32) for leaf in (x, up, z, down)]))
+    y, s = (
+        np.asarray(leaf)
+        for leaf in product(str(n), dtype)(*[leaf.astype(np.float32) for leaf in (x, up, z, down)])
+    )
     eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
     x, up, z, down = map(np.longdouble, (x, up, z, down))
     for got, left, right, terms in ((y, x, up, D), (s, z, down, n * H + n)):
-        assert np.all(abs(np.longdouble(got) - left @ right) <= terms * (eps * (abs(left) @ abs(right)) + tiny))
+        assert np.all(
+            abs(np.longdouble(got) - left @ right)
+            <= terms * (eps * (abs(left) @ abs(right)) + tiny)
+        )
 
 
 def test_sums_of_a_weights_gradient_are_wide():
@@ -162,8 +178,12 @@ def test_sums_of_a_weights_gradient_are_wide():
 
     arguments = [np.ones((n, n)), np.repeat(terms, n, axis=1), np.ones((n, 1)), terms]
     specs = P(None, "X"), P(None, "X"), P("X"), P("X")
-    for gradient in over(str(n), f, specs, (P("X"), P("X")))(*[jnp.asarray(x, jnp.bfloat16) for x in arguments]):
-        np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.float32(jnp.bfloat16(263)))
+    for gradient in over(str(n), f, specs, (P("X"), P("X")))(
+        *[jnp.asarray(x, jnp.bfloat16) for x in arguments]
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(gradient, np.float32), np.float32(jnp.bfloat16(263))
+        )
 
 
 def gradient_of_square(f, x):
@@ -172,13 +192,17 @@ def gradient_of_square(f, x):
 
 TRANSFORMED = {  # (f, x) -> what f becomes, on [B, T, D] of whole numbers
     "vmap": lambda f, x: jax.vmap(f)(jnp.stack([x, 2 * x])),
-    "vmap of grad": lambda f, x: jax.vmap(functools.partial(gradient_of_square, f))(jnp.stack([x, 2 * x])),
+    "vmap of grad": lambda f, x: jax.vmap(functools.partial(gradient_of_square, f))(
+        jnp.stack([x, 2 * x])
+    ),
     "checkpoint": lambda f, x: gradient_of_square(jax.checkpoint(f), x),
     "grad of scan": lambda f, x: gradient_of_square(
         lambda x: lax.scan(lambda c, s: (c, f(s * x)), 0, jnp.array([1.0, -2.0]))[1], x
     ),
     "second use": lambda f, x: gradient_of_square(lambda x: f(x + f(x) * x), x),
-    "reverse over reverse": lambda f, x: jax.grad(lambda x: jnp.sum(gradient_of_square(f, x) ** 2))(x),
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jnp.sum(gradient_of_square(f, x) ** 2))(
+        x
+    ),
 }
 
 
@@ -191,15 +215,22 @@ def test_transformations(layout):
         def body(x, up, down):
             results = []
             for enter, leave in (OURS, PLAIN):
-                linear = lambda x: leave(enter(x, up, axis_name, axis=1), down, axis_name, scatter_dimension=1)  # noqa: B023
-                results.append({name: transform(linear, x)[None] for name, transform in TRANSFORMED.items()})
+                linear = lambda x: leave(
+                    enter(x, up, axis_name, axis=1), down, axis_name, scatter_dimension=1
+                )  # noqa: B023
+                results.append(
+                    {name: transform(linear, x)[None] for name, transform in TRANSFORMED.items()}
+                )
             return results
 
         return body
 
     draw = np.random.default_rng(0).integers
     arguments = [draw(-2, 3, shape).astype(float) for shape in shapes(layout)]
-    out = {name: P(None, None, "data", "X") if "vmap" in name else P(None, "data", "X") for name in TRANSFORMED}
+    out = {
+        name: P(None, None, "data", "X") if "vmap" in name else P(None, "data", "X")
+        for name in TRANSFORMED
+    }
     ours, plain = over(layout, f, SPECS, [out, out])(*arguments)
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
@@ -215,7 +246,10 @@ def test_gradients_of_weights_under_vmap_scan_and_checkpoint():
             return jnp.sum(jnp.cos(lax.scan(body, x, (ups, downs))[0]))
 
         def body(x, ups, downs):
-            each = [jax.vmap(jax.grad(functools.partial(one, pair), argnums=(0, 1, 2)))(x, ups, downs) for pair in (OURS, PLAIN)]
+            each = [
+                jax.vmap(jax.grad(functools.partial(one, pair), argnums=(0, 1, 2)))(x, ups, downs)
+                for pair in (OURS, PLAIN)
+            ]
             return each
 
         return body
@@ -230,7 +264,10 @@ def test_gradients_of_weights_under_vmap_scan_and_checkpoint():
 
 def arrays(text):
     """The shapes of all arrays in a compiled program."""
-    return {tuple(int(size) for size in dims.split(",") if size) for dims in re.findall(r"\w+\d+\[([\d,]*)\]", text)}
+    return {
+        tuple(int(size) for size in dims.split(",") if size)
+        for dims in re.findall(r"\w+\d+\[([\d,]*)\]", text)
+    }
 
 
 @pytest.mark.sweep(2)
@@ -238,16 +275,24 @@ def arrays(text):
 def test_the_compiled_program_gathers_nothing(n):
     """Forward and backward: hops of one block each, and no array of all rows by the width."""
     rows, width, heads = 16 * n, 7, 11
-    x, up, down = (jnp.float32(np.ones(shape)) for shape in ((rows, width), (width, n * heads), (n * heads, width)))
+    x, up, down = (
+        jnp.float32(np.ones(shape))
+        for shape in ((rows, width), (width, n * heads), (n * heads, width))
+    )
 
     def f(pair, axis_name):
         def body(x, up, down):
-            return jax.grad(lambda *a: jnp.sum(network(pair, axis_name, 0)(*a) ** 2), argnums=(0, 1, 2))(x, up, down)
+            return jax.grad(
+                lambda *a: jnp.sum(network(pair, axis_name, 0)(*a) ** 2), argnums=(0, 1, 2)
+            )(x, up, down)
 
         return body
 
     specs = P("X"), P(None, "X"), P("X")
-    ours, plain = (over(str(n), functools.partial(f, pair), specs, specs).lower(x, up, down) for pair in (OURS, PLAIN))
+    ours, plain = (
+        over(str(n), functools.partial(f, pair), specs, specs).lower(x, up, down)
+        for pair in (OURS, PLAIN)
+    )
     # forward a gather and a scatter; backward a round of the cotangent, a round of the operand, and a scatter
     assert ours.as_text().count("stablehlo.collective_permute") == 5 * (n - 1)
     ours, plain = ours.compile(), plain.compile()
@@ -262,8 +307,16 @@ def test_the_compiled_program_gathers_nothing(n):
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_both_directions_carry_half(n):
-    x, w = jax.ShapeDtypeStruct((n * T, D), jnp.float32), jax.ShapeDtypeStruct((D, n * H), jnp.float32)
-    f = over(str(n), lambda axis_name: lambda x, w: all_gather_matmul(x, w, axis_name), (P("X"), P(None, "X")), P(None, "X"))
+    x, w = (
+        jax.ShapeDtypeStruct((n * T, D), jnp.float32),
+        jax.ShapeDtypeStruct((D, n * H), jnp.float32),
+    )
+    f = over(
+        str(n),
+        lambda axis_name: lambda x, w: all_gather_matmul(x, w, axis_name),
+        (P("X"), P(None, "X")),
+        P(None, "X"),
+    )
     pairs = re.findall(r"source_target_pairs=\{\{0,(\d)\}", f.lower(x, w).compile().as_text())
     assert (pairs.count("1"), pairs.count(str(n - 1))) == ((n - 1) // 2, n // 2)
 
@@ -272,7 +325,9 @@ ERRORS = {
     "all_gather_matmul: axis=1 is the last dim of shape (6, 5), the one of the product. Take one of the dims [0] before it.": (
         lambda x, w: all_gather_matmul(x, w, "x", axis=-1)
     ),
-    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x, w: all_gather_matmul(x, w, "x", axis=2),
+    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x, w: (
+        all_gather_matmul(x, w, "x", axis=2)
+    ),
     "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), the one of the product. Take one": (
         lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
     ),
@@ -284,6 +339,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
-    f = mesh.spmd(ERRORS[message], mesh=mesh.make(x=4, y=2), in_specs=(P("x"), P()), out_specs=P("x"))
+    f = mesh.spmd(
+        ERRORS[message], mesh=mesh.make(x=4, y=2), in_specs=(P("x"), P()), out_specs=P("x")
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(f, jax.ShapeDtypeStruct((24, 5), jnp.float32), jax.ShapeDtypeStruct((5, 3), jnp.float32))
+        jax.eval_shape(
+            f, jax.ShapeDtypeStruct((24, 5), jnp.float32), jax.ShapeDtypeStruct((5, 3), jnp.float32)
+        )

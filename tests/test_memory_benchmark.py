@@ -29,9 +29,17 @@ def memory():
 def test_prints_its_tables():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, ROOT / "benchmarks" / "memory.py", "--quick"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for words in ("ZeRO over data 2", "parameters (theory)", "compiled MB a sequence", "tensor 4, sequence", "plain logits"):
+    for words in (
+        "ZeRO over data 2",
+        "parameters (theory)",
+        "compiled MB a sequence",
+        "tensor 4, sequence",
+        "plain logits",
+    ):
         assert words in ran.stdout, ran.stdout
 
 
@@ -44,7 +52,11 @@ def test_the_theory_of_parameters_counts_each_once(memory):
 @pytest.mark.parametrize(
     ("layout", "elements", "softmax"),
     [
-        (Layout(), 16, 1),  # 34 B T D + 5 H B T^2 bytes in 16 bits, less dropout's masks and its result
+        (
+            Layout(),
+            16,
+            1,
+        ),  # 34 B T D + 5 H B T^2 bytes in 16 bits, less dropout's masks and its result
         (Layout(tensor=4), 2 + 2 + 3, 1 / 4),
         (Layout(tensor=4, sequence=True), 2 / 4 + 2 + 3, 1 / 4),
         (Layout(tensor=4, sequence=True, remat="gathers"), 16 / 4, 1 / 4),
@@ -56,4 +68,6 @@ def test_the_theory_of_parameters_counts_each_once(memory):
 )
 def test_the_theory_of_activations_is_that_of_the_paper(memory, layout, elements, softmax):
     T, D, H, L = 1024, 768, 12, 12
-    assert memory.kept(gpt2.SMALL, layout, T) == pytest.approx(4 * L * (elements * T * D + softmax * H * T * T))
+    assert memory.kept(gpt2.SMALL, layout, T) == pytest.approx(
+        4 * L * (elements * T * D + softmax * H * T * T)
+    )

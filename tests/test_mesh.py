@@ -53,16 +53,32 @@ def test_make_takes_all_devices():
 
 MAKE_CPU = "make {0} virtual CPU devices with jax.config.update('jax_num_cpu_devices', {0})"
 WRONG_SIZES = {  # the sizes, and what make says
-    (("data", 3),): "The mesh sizes data=3 multiply to 3, and there are 8 devices. Either set data=8, or pass "
+    (
+        ("data", 3),
+    ): "The mesh sizes data=3 multiply to 3, and there are 8 devices. Either set data=8, or pass "
     f"devices=jax.devices()[:3], or {MAKE_CPU.format(3)}.",
-    (("data", 3), ("tensor", 2)): "The mesh sizes data=3 x tensor=2 multiply to 6, and there are 8 devices. Either set data=4, "
+    (
+        ("data", 3),
+        ("tensor", 2),
+    ): "The mesh sizes data=3 x tensor=2 multiply to 6, and there are 8 devices. Either set data=4, "
     f"or pass devices=jax.devices()[:6], or {MAKE_CPU.format(6)}.",
-    (("data", 4), ("tensor", 4)): "The mesh sizes data=4 x tensor=4 multiply to 16, and there are 8 devices. Either set data=2 "
+    (
+        ("data", 4),
+        ("tensor", 4),
+    ): "The mesh sizes data=4 x tensor=4 multiply to 16, and there are 8 devices. Either set data=2 "
     f"or tensor=2, or {MAKE_CPU.format(16)}.",
-    (("data", 3), ("tensor", 5)): "The mesh sizes data=3 x tensor=5 multiply to 15, and there are 8 devices. Either "
+    (
+        ("data", 3),
+        ("tensor", 5),
+    ): "The mesh sizes data=3 x tensor=5 multiply to 15, and there are 8 devices. Either "
     f"{MAKE_CPU.format(15)}.",
-    (("data", 0),): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got (data=0).",
-    (("data", -2), ("tensor", -4)): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got (data=-2 x "
+    (
+        ("data", 0),
+    ): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got (data=0).",
+    (
+        ("data", -2),
+        ("tensor", -4),
+    ): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got (data=-2 x "
     "tensor=-4).",
     (): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got ().",
 }
@@ -74,19 +90,26 @@ def test_make_refuses(sizes):
         mesh.make(**dict(sizes))
 
 
-@pytest.mark.parametrize("sizes", [sizes for sizes, said in WRONG_SIZES.items() if "Either" in said], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [sizes for sizes, said in WRONG_SIZES.items() if "Either" in said], ids=str
+)
 def test_the_cures_that_make_names_work(sizes):
     said = WRONG_SIZES[sizes]
     for name, size in re.findall(r"(?:set|or) (\w+)=(\d+)", said):
         assert mesh.make(**dict(sizes) | {name: int(size)}).devices.size == 8
     for count in re.findall(r"jax.devices\(\)\[:(\d+)\]", said):
-        assert mesh.make(devices=jax.devices()[: int(count)], **dict(sizes)).devices.size == int(count)
+        assert mesh.make(devices=jax.devices()[: int(count)], **dict(sizes)).devices.size == int(
+            count
+        )
 
 
 def test_spmd_hands_out_blocks(world):
     x = np.arange(32.0).reshape(8, 4)
     f = mesh.spmd(
-        lambda x, y: (x + lax.axis_index("data"), {"local": jnp.zeros((1, 1)) + x.shape[0], "y": y}),
+        lambda x, y: (
+            x + lax.axis_index("data"),
+            {"local": jnp.zeros((1, 1)) + x.shape[0], "y": y},
+        ),
         mesh=world,
         in_specs=(P("data", "tensor"), P()),
         out_specs=(P("data", "tensor"), {"local": P("data", "tensor"), "y": P()}),
@@ -110,14 +133,24 @@ def test_spmd_takes_equinox_modules(world):
     f = mesh.spmd(body, mesh=world, in_specs=(P(), P("data")), out_specs=(P(), P("data")))
     returned, y = eqx.filter_jit(f)(model, x)
     assert jax.tree.structure(returned) == jax.tree.structure(model)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b if callable(a) else (a == b).all(), returned, model)))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(lambda a, b: a is b if callable(a) else (a == b).all(), returned, model)
+        )
+    )
     np.testing.assert_allclose(y, jax.vmap(model)(x), rtol=1e-14)
 
 
 def test_static_leaves_pass_through(world):
     def body(model, count):
         assert (model.name, model.kind, model.bias.shape) == ("first", "linear", (4,))
-        return {"count": count + 1, "f": model.activation, "text": "out", "sum": lax.psum(model.bias.sum(), "tensor"), "no": None}
+        return {
+            "count": count + 1,
+            "f": model.activation,
+            "text": "out",
+            "sum": lax.psum(model.bias.sum(), "tensor"),
+            "no": None,
+        }
 
     specs = Linear(P(None, "tensor"), P("tensor"), None, None)
     f = mesh.spmd(body, mesh=world, in_specs=(specs, None), out_specs=P())
@@ -127,7 +160,12 @@ def test_static_leaves_pass_through(world):
 def test_spmd_differentiates(world):
     """The gradient of an invariant weight is summed over the devices that used it."""
     x = np.arange(8.0)[:, None]
-    loss = mesh.spmd(lambda w, x: lax.psum(jnp.sum(w * x), "data"), mesh=world, in_specs=(P(), P("data")), out_specs=P())
+    loss = mesh.spmd(
+        lambda w, x: lax.psum(jnp.sum(w * x), "data"),
+        mesh=world,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
     np.testing.assert_array_equal(jax.grad(jax.jit(loss))(np.ones((1, 1)), x), [[28.0]])
 
 
@@ -185,7 +223,9 @@ def test_refusals_name_the_leaf(world, wrong):
     with pytest.raises(ValueError, match=f"^{re.escape('layers.1.weight: ' + said)}$"):
         mesh.place(tree, specs, world)
     f = mesh.spmd(lambda x, tree: x, mesh=world, in_specs=(P(), specs), out_specs=P())
-    with pytest.raises(ValueError, match=f"^{re.escape('1.layers.1.weight: ' + said)}"):  # 1: the second argument
+    with pytest.raises(
+        ValueError, match=f"^{re.escape('1.layers.1.weight: ' + said)}"
+    ):  # 1: the second argument
         jax.jit(f)(np.ones(3), eqx.filter(tree, eqx.is_array))
 
 
@@ -194,7 +234,9 @@ def test_the_cures_of_refusals_work(world):
         mesh.place(linear(6), Linear(spec, P(), None, None), world)
 
 
-@pytest.mark.parametrize("specs", [(P(),), (P(), {"b": P()}), (P(), {"a": P(), "b": P()}), (P(), P(), P())], ids=str)
+@pytest.mark.parametrize(
+    "specs", [(P(),), (P(), {"b": P()}), (P(), {"a": P(), "b": P()}), (P(), P(), P())], ids=str
+)
 def test_specs_of_another_structure(world, specs):
     said = "^The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, or a tree "
     f = mesh.spmd(lambda x, tree: x, mesh=world, in_specs=specs, out_specs=P())

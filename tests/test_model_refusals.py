@@ -32,7 +32,10 @@ REFUSED = [
     ({"num_hidden_layers": 2}, r"n_layer and num_hidden_layers must agree"),
     ({"hidden_size": 24}, r"n_embd and hidden_size must agree"),
     ({"max_position_embeddings": 24}, r"n_positions and max_position_embeddings must agree"),
-    ({"transformers_weights": "other.safetensors"}, r"transformers_weights must be None; it is 'other\.safetensors'"),
+    (
+        {"transformers_weights": "other.safetensors"},
+        r"transformers_weights must be None; it is 'other\.safetensors'",
+    ),
     ({"pruned_heads": {"0": [1]}}, r"pruned_heads must be"),
     ({"auto_map": {"AutoModel": "x.py"}}, r"auto_map must be None"),
     ({"sliding_window": 4}, r"'sliding_window' is not known here, and may change"),
@@ -48,13 +51,28 @@ REFUSED = [
         {"n_head": 10**9},
         r"width=12 must divide by heads=1000000000. Take heads=12. In the file, heads is n_head, width is n_embd",
     ),
-    ({"n_layer": 10**9}, r"there are 40 tensors; needed 12000000004 for a GPT-2 of n_layer=1000000000"),
-    ({"n_layer": 10**18}, r"needs layers of 2147483647 or less; got 1000000000000000000. In the file, layers is n_layer"),
-    ({"n_embd": 10**9, "n_head": 1}, r"must be of shape \(.*000000000,?.*\) in a GPT-2 of .*n_embd=1000000000.*; it is"),
+    (
+        {"n_layer": 10**9},
+        r"there are 40 tensors; needed 12000000004 for a GPT-2 of n_layer=1000000000",
+    ),
+    (
+        {"n_layer": 10**18},
+        r"needs layers of 2147483647 or less; got 1000000000000000000. In the file, layers is n_layer",
+    ),
+    (
+        {"n_embd": 10**9, "n_head": 1},
+        r"must be of shape \(.*000000000,?.*\) in a GPT-2 of .*n_embd=1000000000.*; it is",
+    ),
     ({"vocab_size": 10**9}, r"wte\.weight must be of shape \(1000000000, 12\)"),
     ({"n_positions": 10**9}, r"wpe\.weight must be of shape \(1000000000, 12\)"),
-    ({"attn_pdrop": float("nan")}, r"attention_dropout from 0 up to.*got nan. In the file, attention_dropout is attn_pdrop"),
-    ({"layer_norm_epsilon": -1.0}, r"epsilon of 0 or more; got -1\.0. In the file, epsilon is layer_norm_epsilon"),
+    (
+        {"attn_pdrop": float("nan")},
+        r"attention_dropout from 0 up to.*got nan. In the file, attention_dropout is attn_pdrop",
+    ),
+    (
+        {"layer_norm_epsilon": -1.0},
+        r"epsilon of 0 or more; got -1\.0. In the file, epsilon is layer_norm_epsilon",
+    ),
     ({"model_type": "llama", "n_layer": "absent"}, r"model_type must be 'gpt2'; it is 'llama'"),
 ]
 
@@ -69,8 +87,18 @@ def test_fields_that_this_model_does_not_compute_are_refused_by_name(fields, mes
 
 
 TAKEN = {
-    "other names": {"num_attention_heads": 2, "num_hidden_layers": 3, "hidden_size": 12, "max_position_embeddings": 12},
-    "other names alone": {"num_attention_heads": 2, "n_head": "absent", "num_hidden_layers": 3, "n_layer": "absent"},
+    "other names": {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "hidden_size": 12,
+        "max_position_embeddings": 12,
+    },
+    "other names alone": {
+        "num_attention_heads": 2,
+        "n_head": "absent",
+        "num_hidden_layers": 3,
+        "n_layer": "absent",
+    },
     "n_ctx null": {"n_ctx": None},
     "the same activation": {"activation_function": "gelu_pytorch_tanh"},
     "causal": {"is_causal": True, "transformers_weights": None, "pruned_heads": {}},
@@ -95,10 +123,16 @@ def test_a_byte_order_mark_is_taken(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n_layer": ' + "9" * 400 + "}", r"an integer of 400 digits, 9999999999\.\.\.; needed 19 at most"),
+        (
+            '{"n_layer": ' + "9" * 400 + "}",
+            r"an integer of 400 digits, 9999999999\.\.\.; needed 19 at most",
+        ),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"config\.json is nested too deeply"),
         ('{"a": ' + "[" * 200 + "]" * 200 + "}", r"config\.json is nested too deeply"),
-        ('{"n_layer": "' + "x" * 10**6 + '"}', r"needs a number for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)"),
+        (
+            '{"n_layer": "' + "x" * 10**6 + '"}',
+            r"needs a number for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
+        ),
         ('{"model_type": "\\ud800"}', r"model_type must be 'gpt2'; it is '\\ud800'"),
     ],
 )
@@ -110,31 +144,57 @@ def test_damaged_configurations_are_told_in_a_sentence(text, message, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["../gpt2/model-00001-of-00002.safetensors", "/dev/zero", "..", "a/b", "\ud800", "", None, 3, "x\0"]
+    "name",
+    [
+        "../gpt2/model-00001-of-00002.safetensors",
+        "/dev/zero",
+        "..",
+        "a/b",
+        "\ud800",
+        "",
+        None,
+        3,
+        "x\0",
+    ],
 )
 def test_an_index_names_files_beside_it(name, folder):
     shard(folder)
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["transformer.wpe.weight"] = name
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"index\.json: 'transformer\.wpe\.weight' needs the name of a file beside it; got"):
+    with pytest.raises(
+        ValueError,
+        match=r"index\.json: 'transformer\.wpe\.weight' needs the name of a file beside it; got",
+    ):
         gpt2.load(folder)
 
 
 def test_adapters_and_heads_in_place_of_embeddings_are_called_so(folder):
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
-    change_tensors(folder, lambda t: t | {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": np.zeros((2, 12))})
-    with pytest.raises(ValueError, match=r"lora_A\.weight is of an adapter \(LoRA\). Merge it into its model first"):
+    change_tensors(
+        folder,
+        lambda t: (
+            t | {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": np.zeros((2, 12))}
+        ),
+    )
+    with pytest.raises(
+        ValueError, match=r"lora_A\.weight is of an adapter \(LoRA\). Merge it into its model first"
+    ):
         gpt2.load(folder)
     head = {name: value for name, value in tensors.items() if "wte" not in name} | {
         "lm_head.weight": tensors["transformer.wte.weight"]
     }
     change_tensors(folder, lambda _: head)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is there, and wte\.weight is not.*Store it under that name"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head\.weight is there, and wte\.weight is not.*Store it under that name",
+    ):
         gpt2.load(folder)
     wte = tensors["transformer.wte.weight"].copy()
     wte[0, 0] = np.nan
-    change_tensors(folder, lambda _: tensors | {"transformer.wte.weight": wte, "lm_head.weight": wte.copy()})
+    change_tensors(
+        folder, lambda _: tensors | {"transformer.wte.weight": wte, "lm_head.weight": wte.copy()}
+    )
     assert np.isnan(gpt2.load(folder).wte[0, 0])
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"adapter_config\.json is there, so .*Merge it"):
@@ -155,12 +215,22 @@ def told_or_equal(place, case):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, case  # kilobytes
     if model is None:
         return False
-    weights = [place / WEIGHTS] if (place / WEIGHTS).is_file() else sorted(place.glob("model-*.safetensors"))
-    stored = {name: value for file in weights for name, value in safetensors.numpy.load_file(file).items()}
-    np.testing.assert_array_equal(np.asarray(model.wte), stored["transformer.wte.weight"], err_msg=case)
+    weights = (
+        [place / WEIGHTS]
+        if (place / WEIGHTS).is_file()
+        else sorted(place.glob("model-*.safetensors"))
+    )
+    stored = {
+        name: value for file in weights for name, value in safetensors.numpy.load_file(file).items()
+    }
+    np.testing.assert_array_equal(
+        np.asarray(model.wte), stored["transformer.wte.weight"], err_msg=case
+    )
     for layer in range(model.config.layers):
         found = np.asarray(model.blocks.mlp.up.weight[layer])
-        np.testing.assert_array_equal(found, stored[f"transformer.h.{layer}.mlp.c_fc.weight"], err_msg=case)
+        np.testing.assert_array_equal(
+            found, stored[f"transformer.h.{layer}.mlp.c_fc.weight"], err_msg=case
+        )
     fields = json.loads((place / "config.json").read_text("utf-8-sig"))
     assert model.config.heads == fields.get("n_head", fields.get("num_attention_heads")), case
     return True

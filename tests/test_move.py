@@ -25,7 +25,9 @@ MESHES = {  # axes, and the first and last device
 }
 SPECS = [P(), P("a"), P("b", "a"), P(("a", "b")), P(None, "b")]
 PLACES = [(name, spec) for name in MESHES for spec in SPECS]
-BITS = np.random.default_rng(0).integers(0, 2**64, (24, 12), np.uint64).view(np.float64)  # nans of all kinds among them
+BITS = (
+    np.random.default_rng(0).integers(0, 2**64, (24, 12), np.uint64).view(np.float64)
+)  # nans of all kinds among them
 
 
 @functools.cache
@@ -66,7 +68,9 @@ def test_what_does_not_live_here_is_refused():
     wide = devices("all")
     with pytest.raises(ValueError, match=r"w: .*'b'.* must divide by 3"):
         mesh.move({"w": jnp.zeros((4, 4))}, {"w": P("b")}, devices("three"))
-    with pytest.raises(ValueError, match=r"mesh\.move takes arrays that live .*; w is traced by jax\.jit\. Inside"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.move takes arrays that live .*; w is traced by jax\.jit\. Inside"
+    ):
         jax.jit(lambda w: mesh.move({"w": w}, P(), wide).tree)(jnp.zeros(4))
     gone = jnp.zeros(4)
     gone.delete()
@@ -77,14 +81,38 @@ def test_what_does_not_live_here_is_refused():
 @pytest.mark.long
 def test_from_training_in_a_pipeline_to_writing():
     """The trained model, from stages of three devices' axes to heads over two, writes what it would on one device."""
-    config = llama.Config(layers=4, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=61, vocabulary_multiple=64)
-    layout, key = Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=3), jax.random.key(0)
-    prepared = decoder.train_step(llama.FAMILY, config, optax.sgd(1.0), layout, mesh.make(**layout.axes), batch=4, key=key)
-    state, _ = prepared.train(prepared.init(), np.random.default_rng(0).integers(0, 61, (4, 17)).astype(np.int32))
+    config = llama.Config(
+        layers=4,
+        heads=4,
+        groups=2,
+        width=8,
+        hidden=12,
+        context=16,
+        vocabulary=61,
+        vocabulary_multiple=64,
+    )
+    layout, key = (
+        Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=3),
+        jax.random.key(0),
+    )
+    prepared = decoder.train_step(
+        llama.FAMILY, config, optax.sgd(1.0), layout, mesh.make(**layout.axes), batch=4, key=key
+    )
+    state, _ = prepared.train(
+        prepared.init(), np.random.default_rng(0).integers(0, 61, (4, 17)).astype(np.int32)
+    )
     whole = decoder.joined(llama.FAMILY, layout, state.model)
     two = mesh.make(tensor=2, devices=jax.devices()[:2])
     moved = mesh.move(whole, rules.specs(whole, llama.rules("tensor"), two), two)
     assert moved.bytes > 0
-    write = jax.jit(lambda model: llama.sample(model, [3, 1, 4], tokens=10, temperature=0.5, key=key))
-    np.testing.assert_array_equal(write(moved.tree), write(jax.tree.map(jnp.asarray, jax.device_get(whole))))
-    jax.tree.map(np.testing.assert_array_equal, eqx.filter(moved.tree, eqx.is_array), eqx.filter(whole, eqx.is_array))
+    write = jax.jit(
+        lambda model: llama.sample(model, [3, 1, 4], tokens=10, temperature=0.5, key=key)
+    )
+    np.testing.assert_array_equal(
+        write(moved.tree), write(jax.tree.map(jnp.asarray, jax.device_get(whole)))
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        eqx.filter(moved.tree, eqx.is_array),
+        eqx.filter(whole, eqx.is_array),
+    )

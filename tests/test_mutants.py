@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 def test_a_text_that_is_gone_or_not_the_only_one_is_told():
     with pytest.raises(ValueError, match=r"nowhere_at_all: the package has no function"):
         place(Mutant("nowhere_at_all", "x", "y", ""), ROOT)
-    with pytest.raises(ValueError, match=r"pin_bits: needs 'no such text' once .* it is there 0 times \(none\)"):
+    with pytest.raises(
+        ValueError, match=r"pin_bits: needs 'no such text' once .* it is there 0 times \(none\)"
+    ):
         place(Mutant("pin_bits", "no such text", "y", ""), ROOT)
     with pytest.raises(ValueError, match=r"all_reduce: needs 'return' once"):
         place(Mutant("all_reduce", "return", "y", ""), ROOT)
@@ -51,11 +53,19 @@ def test_every_operator_is_drawn_and_messages_and_annotations_are_left_alone(tmp
         "-1": "0",
         '"tensor"': '"stage"',
     }
-    text = "".join(f"def f{k}(x):\n    return {old if old != ':x' else 'x[:x]'}\n" for k, old in enumerate(changes))
+    text = "".join(
+        f"def f{k}(x):\n    return {old if old != ':x' else 'x[:x]'}\n"
+        for k, old in enumerate(changes)
+    )
     root = written(tmp_path, "a.py", text + "def g(x):\n    x += x\n" + PACKAGE)
     changed = {(mutant.replaces, mutant.by) for mutant in drawn(root, 100, seed=0)}
     assert changed >= {*changes.items(), ("x += x", "pass")}
-    only = {mutant.key[1:] for seed in range(20) for mutant in drawn(root, 100, seed) if mutant.name == "scaled"}
+    only = {
+        mutant.key[1:]
+        for seed in range(20)
+        for mutant in drawn(root, 100, seed)
+        if mutant.name == "scaled"
+    }
     assert only == {
         ("n < 1", "n <= 1"),
         ("n < 1", "n < 2"),
@@ -67,8 +77,13 @@ def test_every_operator_is_drawn_and_messages_and_annotations_are_left_alone(tmp
 
 
 def test_a_draw_is_the_same_again_and_after_a_move(tmp_path):
-    here, there = written(tmp_path / "here", "a.py", PACKAGE), written(tmp_path / "there", "b.py", "import os\n" + PACKAGE)
-    assert [mutant.key for mutant in drawn(here, 1, 0)] == [mutant.key for mutant in drawn(there, 1, 0)]
+    here, there = (
+        written(tmp_path / "here", "a.py", PACKAGE),
+        written(tmp_path / "there", "b.py", "import os\n" + PACKAGE),
+    )
+    assert [mutant.key for mutant in drawn(here, 1, 0)] == [
+        mutant.key for mutant in drawn(there, 1, 0)
+    ]
     shutil.copytree(ROOT / "parallax" / "collectives", tmp_path / "part" / "parallax")
     (tmp_path / "part" / "tests").mkdir()
     first, again, other = (drawn(tmp_path / "part", 24, seed) for seed in (0, 0, 1))
@@ -91,7 +106,9 @@ def test_a_run_takes_those_of_what_changed_and_a_part_of_the_others():
     assert sum(mutant.key in of_file for mutant in first) == min(len(of_file), mutants.CHANGED)
 
 
-CAUGHT = Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came")
+CAUGHT = Mutant(
+    "gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"
+)
 
 
 @pytest.mark.programs

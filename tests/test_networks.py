@@ -49,7 +49,9 @@ def test_links_that_messages_share():
     spine = lambda shared: Nested((Level(8, Link(0.0, 0.0)), Level(64, Link(0.0, 1e-9), shared)))
     away = networks.destinations((64,), (8,), 64, Group(64))
     assert spine(2.0).round([(away, 1000)]) == pytest.approx(2 * spine(1.0).round([(away, 1000)]))
-    assert spine(8.0).round([(networks.destinations((64,), (1,), 64, Group(64)), 1000)]) == pytest.approx(1e-6)
+    assert spine(8.0).round(
+        [(networks.destinations((64,), (1,), 64, Group(64)), 1000)]
+    ) == pytest.approx(1e-6)
 
 
 def test_a_torus_by_its_own_table():
@@ -63,7 +65,9 @@ def events(routes, nbytes, network, group):
     """The same, a message at a time: each waits for its device's last round, then for the ports and links that it takes."""
     ports, done = {}, np.zeros(network.devices)
     for back in (False, True):
-        for each in messages(routes, [-(-nbytes // group.size // len(routes))] * len(routes), back=back):
+        for each in messages(
+            routes, [-(-nbytes // group.size // len(routes))] * len(routes), back=back
+        ):
             come = done.copy()
             queue = []
             for message in each.messages:
@@ -72,11 +76,19 @@ def events(routes, nbytes, network, group):
                     heapq.heappush(queue, (done[i], i, int(to[i]), message.bytes))
             while queue:
                 ready, i, j, size = heapq.heappop(queue)
-                level = next(k for k, level in enumerate(network.levels) if i // level.devices == j // level.devices)
+                level = next(
+                    k
+                    for k, level in enumerate(network.levels)
+                    if i // level.devices == j // level.devices
+                )
                 link, shared = network.levels[level].link, network.levels[level].shared
                 inside = network.levels[level - 1].devices if level else 1
                 taken = [(("port", i, level), size * link.beta)]
-                taken += [(("up", i // inside, level), size * link.beta * shared / inside)] if level else []
+                taken += (
+                    [(("up", i // inside, level), size * link.beta * shared / inside)]
+                    if level
+                    else []
+                )
                 for name, busy in taken:  # a message that waits for one link leaves the others free
                     ports[name] = max(ready, ports.get(name, 0.0)) + busy
                 end = link.alpha + max(ports[name] for name, _ in taken)
@@ -86,7 +98,9 @@ def events(routes, nbytes, network, group):
 
 
 @pytest.mark.parametrize(
-    "mover", [ring, two_rings, halving, pairs, machines(8), machines(8, halving)], ids=lambda mover: mover.name
+    "mover",
+    [ring, two_rings, halving, pairs, machines(8), machines(8, halving)],
+    ids=lambda mover: mover.name,
 )
 @pytest.mark.parametrize("shared", [1.0, 4.0])
 def test_message_by_message(mover, shared):
@@ -97,7 +111,11 @@ def test_message_by_message(mover, shared):
         fold = networks.seconds(routes, SIZE, network, group)
         one_by_one = events(routes, SIZE, network, group)
         # Where links are shared unevenly, devices that wait for none go on before the round is over: up to 30 % sooner.
-        assert one_by_one == pytest.approx(fold) if shared == 1.0 else 0.7 * fold < one_by_one < 1.0001 * fold
+        assert (
+            one_by_one == pytest.approx(fold)
+            if shared == 1.0
+            else 0.7 * fold < one_by_one < 1.0001 * fold
+        )
 
 
 @pytest.mark.parametrize("n", [6, 8])
@@ -113,7 +131,9 @@ def test_halving_between_machines_is_psum(n):
 
 def test_the_search_of_movers():
     """On few devices of a machine anything will do; on 2,048 machines a ring's rounds are most of the time."""
-    wide = planned(gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048)
+    wide = planned(
+        gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048
+    )
     better, found = movers.replanned(wide, networks.of(hardware.A100, 2048))
     (data,) = found
     assert data.axis == "data"

@@ -38,15 +38,24 @@ def exported():
         return "GradientTransformation" in said
 
     with warnings.catch_warnings(action="ignore"):  # of deprecated names
-        found = {name: getattr(module, name) for module in (optax, contrib) for name in dir(module) if not name.startswith("_")}
+        found = {
+            name: getattr(module, name)
+            for module in (optax, contrib)
+            for name in dir(module)
+            if not name.startswith("_")
+        }
     return {name for name, each in found.items() if makes_one(each)}
 
 
 def test_the_table_has_all_that_optax_exports():
     known = {*TABLE, *UNUSABLE}
     unknown = sorted(exported() - known)
-    assert not unknown, f"optax exports {unknown}: give each a line in BARE or WRAPPED, or a reason in UNUSABLE"
-    gone = sorted(known - exported() - {"skip_large_updates", "skip_not_finite"})  # arguments of MultiSteps
+    assert not unknown, (
+        f"optax exports {unknown}: give each a line in BARE or WRAPPED, or a reason in UNUSABLE"
+    )
+    gone = sorted(
+        known - exported() - {"skip_large_updates", "skip_not_finite"}
+    )  # arguments of MultiSteps
     assert not gone, f"optax no longer exports {gone}: drop their lines"
     assert not set(TABLE) & set(UNUSABLE)
     assert not set(BARE) & set(WRAPPED)
@@ -74,7 +83,9 @@ def test_five_steps_are_those_of_one_device(way, part):
     plain, table, way = part_on_one_device(part), part_of_table(part), WAYS[way]
     for name in table.keys() & WRAPPED:
         assert_names_leaf_axis_and_cure(refusal(way, {name: way.bare(table[name])}), way.axis)
-    wrapped = {name: way.bare(each) if name in BARE else whole(way, each) for name, each in table.items()}
+    wrapped = {
+        name: way.bare(each) if name in BARE else whole(way, each) for name, each in table.items()
+    }
     for name, (params, state) in on_shards(way, wrapped).items():
         assert_close(params, plain[name][0], EXACT)
         if name in BARE:
@@ -90,7 +101,11 @@ OF_WHAT_IS_NOT_FINITE = ("apply_if_finite", "skip_not_finite", "zero_nans")
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_is_refused_would_train_something_else(part):
-    table = {name: each for name, each in part_of_table(part).items() if name in WRAPPED and name not in OF_WHAT_IS_NOT_FINITE}
+    table = {
+        name: each
+        for name, each in part_of_table(part).items()
+        if name in WRAPPED and name not in OF_WHAT_IS_NOT_FINITE
+    }
     table = {name: each for name, each in table.items() if name not in EXTRA}
     assert_trains_something_else(table, part_on_one_device(part))
 

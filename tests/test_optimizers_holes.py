@@ -36,7 +36,9 @@ def sums_in_the_next_step():
         scaled = jax.tree.map(lambda g, s: -RATE * g / (1 + s), updates, state)
         return scaled, jax.tree.map(lambda g: jnp.sum(g**2), updates)
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(lambda w: jnp.zeros(()), params), update)
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda w: jnp.zeros(()), params), update
+    )
 
 
 def state_of(shape):
@@ -45,7 +47,9 @@ def state_of(shape):
     def update(updates, state, params=None):
         return jax.tree.map(lambda g, s: -RATE * g * s.reshape(shape(g)), updates, state), state
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(lambda w: jnp.linspace(0, 1, shape(w)[0]), params), update)
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda w: jnp.linspace(0, 1, shape(w)[0]), params), update
+    )
 
 
 TABLE = jnp.linspace(0.5, 1.5, 64, dtype=jnp.float64)
@@ -57,16 +61,22 @@ def decayed_by_trips(g):
 
 
 def decayed_until(g):
-    return lax.while_loop(lambda carry: carry[0] < g.shape[-1], lambda carry: (carry[0] + 1, carry[1] * 0.9), (0, 1.0))[1]
+    return lax.while_loop(
+        lambda carry: carry[0] < g.shape[-1], lambda carry: (carry[0] + 1, carry[1] * 0.9), (0, 1.0)
+    )[1]
 
 
 def decayed_inside(g):
     """A loop whose body holds a number that follows from the shape."""
-    return lax.scan(lambda rate, _: (rate * (1 - 1 / g.shape[-1]), None), jnp.ones((), g.dtype), length=3)[0]
+    return lax.scan(
+        lambda rate, _: (rate * (1 - 1 / g.shape[-1]), None), jnp.ones((), g.dtype), length=3
+    )[0]
 
 
 def counted_inside(g):
-    return lax.scan(lambda rate, _: (rate + jnp.sum(jnp.ones(g.shape)), None), jnp.ones((), g.dtype), length=3)[0]
+    return lax.scan(
+        lambda rate, _: (rate + jnp.sum(jnp.ones(g.shape)), None), jnp.ones((), g.dtype), length=3
+    )[0]
 
 
 def from_host(rate):
@@ -82,9 +92,13 @@ RATES = {  # of a leaf, which differ with its size by a parameter of an operatio
     "a loop's numbers": decayed_inside,
     "a loop's sizes": counted_inside,
     "a callback": lambda g: from_host(lambda: np.float64(1 / g.shape[-1])),
-    "a callback's argument": lambda g: from_host(functools.partial(np.divide, 1.0, float(g.shape[-1]))),
+    "a callback's argument": lambda g: from_host(
+        functools.partial(np.divide, 1.0, float(g.shape[-1]))
+    ),
     "a callback's default": lambda g: from_host(lambda n=g.shape[-1]: np.float64(1 / n)),
-    "a switch's branch": lambda g: lax.switch(jnp.zeros((), int), [lambda: 1.0 / g.shape[-1], lambda: 1.0]),
+    "a switch's branch": lambda g: lax.switch(
+        jnp.zeros((), int), [lambda: 1.0 / g.shape[-1], lambda: 1.0]
+    ),
 }
 
 
@@ -94,8 +108,12 @@ def halves():
 
 SAME_RATES = {  # as those, and the same for shards and wholes
     "a slice's bounds": lambda g: TABLE[7],
-    "a loop's trips": lambda g: lax.fori_loop(0, g.ndim, lambda _, rate: rate * 0.9, jnp.ones((), g.dtype)),
-    "a loop until": lambda g: lax.while_loop(lambda rate: rate > 0.1, lambda rate: rate / 2, jnp.ones((), g.dtype)),
+    "a loop's trips": lambda g: lax.fori_loop(
+        0, g.ndim, lambda _, rate: rate * 0.9, jnp.ones((), g.dtype)
+    ),
+    "a loop until": lambda g: lax.while_loop(
+        lambda rate: rate > 0.1, lambda rate: rate / 2, jnp.ones((), g.dtype)
+    ),
     "a callback": lambda g: from_host(halves),
     "a callback of its own": lambda g: from_host(lambda rank=g.ndim: np.float64(0.5 + rank)),
     "a print": lambda g: jax.debug.callback(lambda size=g.size: None) or 1.0,
@@ -144,7 +162,9 @@ HOLES = {
     "a product with the transpose": of_leaves(lambda g, w: jnp.einsum("...ij,...kj,...kl->...il", g, g, g) if g.ndim > 1 else g),
 } | {f"a rate by {name}": of_leaves(lambda g, w, rate=rate: g * rate(g)) for name, rate in RATES.items()}
 # fmt: on
-LEFT_FOR_SHAPES = {"head": P(None, "tensor")}  # in place of its first dim, so that each hole above sees a split of the last
+LEFT_FOR_SHAPES = {
+    "head": P(None, "tensor")
+}  # in place of its first dim, so that each hole above sees a split of the last
 
 
 @pytest.mark.sweep(3)
@@ -177,7 +197,11 @@ def exchanged(*, delayed):
         other = {"a": updates["b"], "b": updates["a"]}
         return (state, other) if delayed else (jax.tree.map(jnp.negative, other), state)
 
-    init = functools.partial(jax.tree.map, jnp.zeros_like) if delayed else lambda params: optax.EmptyState()
+    init = (
+        functools.partial(jax.tree.map, jnp.zeros_like)
+        if delayed
+        else lambda params: optax.EmptyState()
+    )
     return optax.GradientTransformation(init, update)
 
 
@@ -189,13 +213,21 @@ ENTRIES = [(), ("x",), ("x", "y"), (None, "x"), ("y", "x"), (None, ("x", "y"))]
 @pytest.mark.parametrize("of_a", ENTRIES)
 def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed):
     specs = {"a": P(*of_a), "b": P(*of_b)}
-    model = {name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4))) for i, name in enumerate("ab")}
+    model = {
+        name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)))
+        for i, name in enumerate("ab")
+    }
     axes, optimizer = mesh.make(x=2, y=2, devices=jax.devices()[:4]), exchanged(delayed=delayed)
     state, state_specs = step.init(lambda: model, optimizer, lambda path, leaf: specs[path], axes)
     train = step.make(lambda params, batch: (jnp.zeros(()), params), optimizer, specs=specs)
-    train = jax.jit(mesh.spmd(train, mesh=axes, in_specs=(state_specs, P()), out_specs=(state_specs, P())))
+    train = jax.jit(
+        mesh.spmd(train, mesh=axes, in_specs=(state_specs, P()), out_specs=(state_specs, P()))
+    )
     if not of_a == of_b == ("x",) and not of_a == of_b == (None, "x"):
-        with pytest.raises(ValueError, match=r"is made of|combines|on shards, |on a whole leaf|nothing of the leaf's own"):
+        with pytest.raises(
+            ValueError,
+            match=r"is made of|combines|on shards, |on a whole leaf|nothing of the leaf's own",
+        ):
             train(state, 0.0)
         return
     plain = model, optimizer.init(model)
@@ -225,29 +257,43 @@ def test_a_rate_that_differs_between_devices_is_refused():
     assert_names_leaf_axis_and_cure(message, "tensor")
     assert "axis_index at test_optimizers_holes.py" in message
     assert "differs between devices" in message
-    theirs = refusal(WAYS["tensor"], {"": scaled_by(lambda value: value)}, extra=lambda info: {"value": its_number()})
+    theirs = refusal(
+        WAYS["tensor"],
+        {"": scaled_by(lambda value: value)},
+        extra=lambda info: {"value": its_number()},
+    )
     assert "it uses a value from outside that differs between devices" in theirs
 
 
 def test_a_rate_by_the_shape_is_right_where_specs_tell_that_the_dim_is_whole():
     by_rows = {"": of_leaves(lambda g, w: g / g.shape[0])}
     columns = SPECS["tensor"] | LEFT_FOR_SHAPES
-    assert_close(on_shards(WAYS["tensor"], by_rows, columns)[""][0], on_one_device(by_rows)[""][0], EXACT)
+    assert_close(
+        on_shards(WAYS["tensor"], by_rows, columns)[""][0], on_one_device(by_rows)[""][0], EXACT
+    )
     assert "Of head, which is split" in refusal(WAYS["tensor"], by_rows, SPECS["tensor"])
     by_columns = {"": HOLES["a rate by the shape"]}
     untold = [refusal(WAYS["tensor"], each, columns, told=False) for each in (by_rows, by_columns)]
     for message in (*untold, refusal(WAYS["tensor"], by_rows, SPECS["tensor"])):
         assert_names_leaf_axis_and_cure(message, "tensor")
-        assert re.search(r"dim_as_value at test_optimizers_holes.py:\d+ depends on the shard's size", message)
+        assert re.search(
+            r"dim_as_value at test_optimizers_holes.py:\d+ depends on the shard's size", message
+        )
 
 
 def test_a_wrapper_vouches_for_itself_alone():
     """What stands beside one in a chain is checked, before it and behind it."""
     specs = SPECS["tensor"] | LEFT_FOR_SHAPES
-    mixing = {"a rate by the shape": "depends on the shard's size", "the largest": "uses more than one element"}
+    mixing = {
+        "a rate by the shape": "depends on the shard's size",
+        "the largest": "uses more than one element",
+    }
     for wrapper in (optimizers.on_shards, lambda each: optimizers.whole(each, "tensor", specs)):
         for name, said in mixing.items():
-            for chain in ((wrapper(optax.identity()), HOLES[name]), (HOLES[name], wrapper(optax.identity()))):
+            for chain in (
+                (wrapper(optax.identity()), HOLES[name]),
+                (HOLES[name], wrapper(optax.identity())),
+            ):
                 assert said in refusal(WAYS["tensor"], {"": optax.chain(*chain)}, specs)
 
 
@@ -291,4 +337,6 @@ def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, ax
     with pytest.raises(ValueError, match=message):
         step.planned(lambda: model, optimizer, rule, axes)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mesh.spmd(optimizer.init, mesh=axes, in_specs=(specs,), out_specs=P()), model)
+        jax.eval_shape(
+            mesh.spmd(optimizer.init, mesh=axes, in_specs=(specs,), out_specs=P()), model
+        )

@@ -12,7 +12,9 @@ import pytest
 
 from parallax import draw, mesh
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 class Read(HTMLParser):
@@ -45,7 +47,10 @@ def written(tmp_path):
     table = draw.mesh(mesh.make(data=4, tensor=2), tmp_path / "mesh.svg")
     draw.mesh(mesh.make(data=8), tmp_path / "mesh.png")
     prose = "a sentence <b>that</b> is & stays what it is " * 10
-    sections = {"A mesh & more": [table, tmp_path / "mesh.svg"], "Another": [tmp_path / "mesh.png", prose]}
+    sections = {
+        "A mesh & more": [table, tmp_path / "mesh.svg"],
+        "Another": [tmp_path / "mesh.png", prose],
+    }
     draw.page(tmp_path / "page.html", "Title <1>", sections)
     return tmp_path / "page.html", table, prose
 
@@ -55,7 +60,10 @@ def test_a_page_has_all_that_it_was_given_and_loads_nothing(written):
     text = path.read_text()
     page = Read(text)
     assert {"Title <1>", "A mesh & more", "Another", table, prose} <= set(page.texts)
-    assert [picture.partition(";")[0] for picture in page.pictures] == ["data:image/svg+xml", "data:image/png"]
+    assert [picture.partition(";")[0] for picture in page.pictures] == [
+        "data:image/svg+xml",
+        "data:image/png",
+    ]
     kept = base64.b64decode(page.pictures[0].partition("base64,")[2])
     assert kept == (path.parent / "mesh.svg").read_bytes()
     assert page.links == [f"#{name}" for name in page.names]
@@ -76,14 +84,26 @@ def test_a_browser_draws_it(written, width, scheme, paper):
     """Where there is one: the colours of the mesh are on the picture that it makes, and the page is light or dark."""
     path, *_ = written
     seen = path.with_suffix(".png")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400", f"--screenshot={seen}"]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},1400",
+        f"--screenshot={seen}",
+    ]
     subprocess.run(
-        [*command, f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()], check=True, timeout=120, capture_output=True
+        [*command, f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()],
+        check=True,
+        timeout=120,
+        capture_output=True,
     )
     pixels = matplotlib.image.imread(seen)[..., :3]
     blue = np.asarray([0x00, 0x72, 0xB2]) / 255  # the first of `draw.canvas.COLOURS`
     assert (np.abs(pixels - blue).max(axis=-1) < 0.02).mean() > 0.01
-    np.testing.assert_allclose(pixels[3, 3], paper, atol=0.02)  # the browser's own colours of a page
+    np.testing.assert_allclose(
+        pixels[3, 3], paper, atol=0.02
+    )  # the browser's own colours of a page
 
 
 @pytest.mark.programs
@@ -94,7 +114,22 @@ def test_a_wide_picture_keeps_its_letters_on_a_phone(tmp_path, width, wider):
     draw.mesh(mesh.make(data=1, tensor=8), tmp_path / "mesh.svg")
     draw.page(tmp_path / "page.html", "", {"Mesh": [tmp_path / "mesh.svg"]})
     measure = "<script>document.title = document.querySelector('img').width</script>"
-    (tmp_path / "page.html").write_text((tmp_path / "page.html").read_text().replace("</body>", measure + "</body>"))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400", "--dump-dom"]
-    run = subprocess.run([*command, (tmp_path / "page.html").as_uri()], check=True, timeout=120, capture_output=True, text=True)
+    (tmp_path / "page.html").write_text(
+        (tmp_path / "page.html").read_text().replace("</body>", measure + "</body>")
+    )
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},1400",
+        "--dump-dom",
+    ]
+    run = subprocess.run(
+        [*command, (tmp_path / "page.html").as_uri()],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert (int(re.search(r"<title>(\d+)</title>", run.stdout).group(1)) > width) == wider

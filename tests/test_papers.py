@@ -35,13 +35,25 @@ def test_rows(papers):
     for row in rows:
         billions = float(row.source.split(": ")[1].split(" B")[0].replace("PaLM ", ""))
         config = row.config
-        more = (row.unlike.weights - 1) * 12 * config.layers * config.width**2  # of a layer that is no GPT-2's
-        embeddings = config.rows * config.width * (row.source.startswith("torchtitan"))  # Llama's head is a table of its own
+        more = (
+            (row.unlike.weights - 1) * 12 * config.layers * config.width**2
+        )  # of a layer that is no GPT-2's
+        embeddings = (
+            config.rows * config.width * (row.source.startswith("torchtitan"))
+        )  # Llama's head is a table of its own
         # Sources round: a Llama 2 of "70 B" has 69.0.
-        assert math.isclose((config.parameters + more + embeddings) / 1e9, billions, rel_tol=0.05), row.source
-    (first,) = (row for row in rows if "table 2" in row.source and row.devices == 384 and "ZeRO" not in row.source)
+        assert math.isclose(
+            (config.parameters + more + embeddings) / 1e9, billions, rel_tol=0.05
+        ), row.source
+    (first,) = (
+        row
+        for row in rows
+        if "table 2" in row.source and row.devices == 384 and "ZeRO" not in row.source
+    )
     tokens = 300e9 / (first.batch * 2048)
-    assert tokens * first.seconds / 86_400 == pytest.approx(84, rel=0.02)  # days for 300 billion tokens, in the same table
+    assert tokens * first.seconds / 86_400 == pytest.approx(
+        84, rel=0.02
+    )  # days for 300 billion tokens, in the same table
 
 
 def test_the_largest_is_planned(papers):
@@ -49,7 +61,9 @@ def test_the_largest_is_planned(papers):
     row = next(row for row in papers.rows() if "table 5: 530 B, selective" in row.source)
     found = papers.planned(row)
     assert (found.layout.stage, found.layout.chunks, row.config.layers) == (35, 3, 105)
-    assert 0.8 < papers.total(found.parts) / row.seconds < 1.2  # the paper's own time; without a single fitted number
+    assert (
+        0.8 < papers.total(found.parts) / row.seconds < 1.2
+    )  # the paper's own time; without a single fitted number
 
 
 def test_what_is_unlike_a_gpt2_is_counted(papers):
@@ -60,15 +74,22 @@ def test_what_is_unlike_a_gpt2_is_counted(papers):
     plain = type(row.unlike)()
     of = lambda unlike: papers.parts_of(row._replace(unlike=unlike), planned)
     seconds = planned.seconds
-    np.testing.assert_allclose(of(plain)[[0, 2, 3, 5]], [seconds.products, seconds.passes, seconds.messages, seconds.update])
-    changed = lambda **fields: np.flatnonzero(~np.isclose(of(plain._replace(**fields)), of(plain))).tolist()
+    np.testing.assert_allclose(
+        of(plain)[[0, 2, 3, 5]],
+        [seconds.products, seconds.passes, seconds.messages, seconds.update],
+    )
+    changed = lambda **fields: np.flatnonzero(
+        ~np.isclose(of(plain._replace(**fields)), of(plain))
+    ).tolist()
     assert changed(weights=1.5) == [0]  # nothing goes along data
     assert changed(scores=0.5) == [0]
     assert changed(sums=0.5) == [3]
     assert changed(kernel=True) == changed(fused=True) == [2]
     assert changed(at_ends=True) == [0, 3]
     head, layers = row.config.rows, 12 * row.config.layers * row.config.width
-    more = 34 * head / (layers + 2 * row.config.layers * row.config.context + head)  # 35 times a head in the place of one
+    more = (
+        34 * head / (layers + 2 * row.config.layers * row.config.context + head)
+    )  # 35 times a head in the place of one
     assert of(plain._replace(at_ends=True))[0] == pytest.approx((1 + more) * seconds.products)
 
 
@@ -76,7 +97,9 @@ def test_the_fit_finds_what_is_there(papers):
     draw = np.random.default_rng(0)
     parts = draw.uniform(0.5, 2, size=(20, 6))
     parts[:, 4] = 0.01  # beside the rest: hidden
-    factors = np.array([papers.PRODUCTS[2], papers.PRODUCTS[4], papers.OTHERS[10], papers.OTHERS[15]])
+    factors = np.array(
+        [papers.PRODUCTS[2], papers.PRODUCTS[4], papers.OTHERS[10], papers.OTHERS[15]]
+    )
     np.testing.assert_allclose(papers.fit(parts, papers.total(parts, factors)), factors)
     parts[:, 4] = 100.0  # longer than the rest, which then hides behind it
     np.testing.assert_allclose(papers.total(parts, factors), 100 * factors[3])
@@ -103,12 +126,19 @@ def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys,
         start = " | ".join(line[name] for name in ("published", "devices", "s"))
         shown = re.search(rf"^\| {re.escape(start)} \| \S+ \| (\S+) \|", page, re.MULTILINE)
         assert shown, start
-        assert float(shown[1]) == pytest.approx(ratio, rel=0.1)  # JAX 0.12 keeps one array less of a GELU
+        assert float(shown[1]) == pytest.approx(
+            ratio, rel=0.1
+        )  # JAX 0.12 keeps one array less of a GELU
     for told in papers.causes(found):
         assert told.split(": ")[-1] in page
         assert "not known" not in told
-    told = re.search(r"the score: in the\s+median (\S+) of the published time, and (\S+) to (\S+) of it at the ends", page)
+    told = re.search(
+        r"the score: in the\s+median (\S+) of the published time, and (\S+) to (\S+) of it at the ends",
+        page,
+    )
     assert told
     score = found.ratios[found.scored]
     of_score = (np.median(score), score.min(), score.max())
-    np.testing.assert_allclose(np.array(told.groups(), float), of_score, rtol=0.02)  # by JAX 0.12 the worst is 1.31
+    np.testing.assert_allclose(
+        np.array(told.groups(), float), of_score, rtol=0.02
+    )  # by JAX 0.12 the worst is 1.31

@@ -22,9 +22,22 @@ pytestmark = pytest.mark.parity
 
 BOUNDS = {"float64": 1e-11, "float32": 1e-5}
 SIZES = {  # no vocabulary divides by 128
-    "one layer, one head": {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 5, "vocab_size": 11},
+    "one layer, one head": {
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 8,
+        "n_positions": 5,
+        "vocab_size": 11,
+    },
     "many heads": {"n_layer": 2, "n_head": 8, "n_embd": 32, "n_positions": 33, "vocab_size": 131},
-    "deep": {"n_layer": 5, "n_head": 2, "n_embd": 24, "n_positions": 16, "vocab_size": 257, "layer_norm_epsilon": 1e-3},
+    "deep": {
+        "n_layer": 5,
+        "n_head": 2,
+        "n_embd": 24,
+        "n_positions": 16,
+        "vocab_size": 257,
+        "layer_norm_epsilon": 1e-3,
+    },
     "wide": {"n_layer": 2, "n_head": 3, "n_embd": 96, "n_positions": 20, "vocab_size": 1000},
 }
 
@@ -44,7 +57,11 @@ def case(theirs, sizes, dtype, folder, seed=0):
     from safetensors.torch import save_file
 
     model = theirs.reference(seed, getattr(torch, dtype), **sizes)
-    windows = np.random.default_rng(seed).integers(sizes["vocab_size"], size=(4, sizes["n_positions"] + 1)).astype(np.int32)
+    windows = (
+        np.random.default_rng(seed)
+        .integers(sizes["vocab_size"], size=(4, sizes["n_positions"] + 1))
+        .astype(np.int32)
+    )
     logits, loss, gradients = theirs.evaluate(model, windows)
     model.save_pretrained(folder)
     save_file(gradients, folder / "gradients.safetensors")
@@ -73,7 +90,9 @@ def test_mesh_equals_theirs(dtype, theirs, tmp_path):
     assert_close(actual, (expected_loss, expected), BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("attention", [gpt2.attention, functools.partial(jax.nn.dot_product_attention, is_causal=True)])
+@pytest.mark.parametrize(
+    "attention", [gpt2.attention, functools.partial(jax.nn.dot_product_attention, is_causal=True)]
+)
 def test_their_own_loss_equals_ours(attention, theirs, tmp_path):
     import torch
 
@@ -82,7 +101,11 @@ def test_their_own_loss_equals_ours(attention, theirs, tmp_path):
         windows = windows[:, :-1]
         tokens = torch.from_numpy(np.array(windows)).long()
         expected = model(input_ids=tokens, labels=tokens).loss.item()
-        assert_close(gpt2.loss(gpt2.load(tmp_path), (windows, None), attend=attention), np.array(expected), 1e-6)
+        assert_close(
+            gpt2.loss(gpt2.load(tmp_path), (windows, None), attend=attention),
+            np.array(expected),
+            1e-6,
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -106,19 +129,27 @@ def test_model_saved_by_us_is_theirs(dtype, theirs, tmp_path):
     loaded = loaded.to(getattr(torch, wide)).eval()
     logits, loss, _ = theirs.evaluate(loaded, np.array(windows))
     ours = jax.tree.map(lambda leaf: leaf.astype(wide), ours)
-    assert_close(evaluate(ours, windows)[:2], (jnp.asarray(logits), jnp.asarray(loss, wide)), BOUNDS[wide])
+    assert_close(
+        evaluate(ours, windows)[:2], (jnp.asarray(logits), jnp.asarray(loss, wide)), BOUNDS[wide]
+    )
 
 
 def test_model_made_here_comes_back_from_theirs_bit_for_bit(theirs, tmp_path):
     import transformers
 
-    config = gpt2.Config(layers=2, heads=2, width=16, context=9, vocabulary=50, dropout=0.1, attention_dropout=0.2)
+    config = gpt2.Config(
+        layers=2, heads=2, width=16, context=9, vocabulary=50, dropout=0.1, attention_dropout=0.2
+    )
     model = gpt2.GPT2(config, key=jax.random.key(0))
     gpt2.save(model, tmp_path / "ours")
-    transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs", max_shard_size="8kB")
+    transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs", max_shard_size="8kB"
+    )
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     loaded = gpt2.load(tmp_path / "theirs")
-    assert loaded.config.origin.generation is not None  # theirs, which the model made here did not have
+    assert (
+        loaded.config.origin.generation is not None
+    )  # theirs, which the model made here did not have
     assert dataclasses.replace(loaded.config, origin=config.origin) == config
     assert_same(jax.tree.leaves(loaded), jax.tree.leaves(model))
 

@@ -25,7 +25,14 @@ TOKENS = np.random.default_rng(0).integers(11, size=(2, 7))
 SIZES = [
     {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 11},
     {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 9, "vocab_size": 17},
-    {"n_layer": 1, "n_head": 4, "n_embd": 12, "n_positions": 7, "vocab_size": 11, "layer_norm_epsilon": 1e-3},
+    {
+        "n_layer": 1,
+        "n_head": 4,
+        "n_embd": 12,
+        "n_positions": 7,
+        "vocab_size": 11,
+        "layer_norm_epsilon": 1e-3,
+    },
     {"n_layer": 2, "n_head": 3, "n_embd": 12, "n_positions": 12, "vocab_size": 13},
 ]
 
@@ -59,11 +66,19 @@ def from_them(folder):
 
     try:
         model, report = transformers.GPT2LMHeadModel.from_pretrained(
-            folder, dtype=torch.float64, output_loading_info=True, attn_implementation="eager", local_files_only=True
+            folder,
+            dtype=torch.float64,
+            output_loading_info=True,
+            attn_implementation="eager",
+            local_files_only=True,
         )
     except Exception:  # whatever it raises, of its own or of the libraries under it
         return None
-    return None if any(report[each] for each in ("missing_keys", "mismatched_keys", "unexpected_keys")) else model.eval()
+    return (
+        None
+        if any(report[each] for each in ("missing_keys", "mismatched_keys", "unexpected_keys"))
+        else model.eval()
+    )
 
 
 def their_logits(model):
@@ -95,7 +110,15 @@ VALUES = {
     "n_inner": [None, 32, 48, 16],
     "layer_norm_epsilon": [1e-5, 1e-3, 0.5, 0.0, 1, -1.0, None],
     "resid_pdrop embd_pdrop attn_pdrop": [0.0, 0.1, 0.5, 1, 2.0, None],
-    "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "gelu_fast", "silu", None],
+    "activation_function": [
+        "gelu_new",
+        "gelu_pytorch_tanh",
+        "gelu",
+        "relu",
+        "gelu_fast",
+        "silu",
+        None,
+    ],
     "scale_attn_weights tie_word_embeddings is_causal use_cache is_decoder": SWITCHES,
     "scale_attn_by_inverse_layer_idx reorder_and_upcast_attn add_cross_attention": SWITCHES[:2],
     "bos_token_id eos_token_id pad_token_id": [None, 0, 3, 50256, -1],
@@ -129,24 +152,37 @@ def loaded_or_refused(folder, names):
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_three_hundred_drawn_configurations_equal_theirs_or_are_refused_by_field(part, saved, tmp_path):
+def test_three_hundred_drawn_configurations_equal_theirs_or_are_refused_by_field(
+    part, saved, tmp_path
+):
     names, equal = sorted(VALUES), 0
     for seed in range(30 * part, 30 * part + 30):
         draw = np.random.default_rng(seed)
         number = int(draw.integers(len(SIZES)))
         folder = tmp_path / str(seed)
         shutil.copytree(saved / str(number), folder)
-        changed = {name: VALUES[name][draw.integers(len(VALUES[name]))] for name in draw.choice(names, draw.integers(1, 4))}
-        fields = json.loads((folder / "config.json").read_text()) | {str(name): value for name, value in changed.items()}
+        changed = {
+            name: VALUES[name][draw.integers(len(VALUES[name]))]
+            for name in draw.choice(names, draw.integers(1, 4))
+        }
+        fields = json.loads((folder / "config.json").read_text()) | {
+            str(name): value for name, value in changed.items()
+        }
         (folder / "config.json").write_text(json.dumps(fields))
         ours = loaded_or_refused(folder, changed)
         if ours is None:
             continue
         model = from_them(folder)
-        assert model is not None or changed.get("layer_norm_epsilon") == 1, (seed, changed)  # they take no whole number there
+        assert model is not None or changed.get("layer_norm_epsilon") == 1, (
+            seed,
+            changed,
+        )  # they take no whole number there
         if model is not None:
             theirs = their_logits(model)
-            assert np.abs(our_logits(ours) - theirs).max() <= BOUND * np.abs(theirs).max(), (seed, changed)
+            assert np.abs(our_logits(ours) - theirs).max() <= BOUND * np.abs(theirs).max(), (
+                seed,
+                changed,
+            )
             equal += 1
     assert equal > 2  # of thirty: most are refused
 
@@ -159,16 +195,28 @@ def test_three_hundred_damaged_folders_are_refused_or_equal_theirs(part, theirs,
         if not told_or_equal(folder, case):
             continue
         ours, model = gpt2.load(folder, dtype=jnp.float64), from_them(folder)
-        if model is not None:  # they are told too, or refuse what they could read: a byte order mark
+        if (
+            model is not None
+        ):  # they are told too, or refuse what they could read: a byte order mark
             logits = their_logits(model)
-            np.testing.assert_allclose(our_logits(ours), logits, atol=BOUND * np.abs(logits).max(), err_msg=case)
+            np.testing.assert_allclose(
+                our_logits(ours), logits, atol=BOUND * np.abs(logits).max(), err_msg=case
+            )
 
 
 def drawn_tokens(draw):
     """Token ids of a configuration and of a `generation_config.json`, which may say other things, or nothing."""
-    end = lambda: [None, int(draw.integers(11)), [int(each) for each in draw.integers(11, size=2)]][draw.integers(3)]
-    config = {"bos_token_id": int(draw.integers(11)), "eos_token_id": end(), "pad_token_id": int(draw.integers(11))}
-    return config, draw.choice([None, {"eos_token_id": end(), "max_length": 90, "repetition_penalty": 1.5}])
+    end = lambda: [None, int(draw.integers(11)), [int(each) for each in draw.integers(11, size=2)]][
+        draw.integers(3)
+    ]
+    config = {
+        "bos_token_id": int(draw.integers(11)),
+        "eos_token_id": end(),
+        "pad_token_id": int(draw.integers(11)),
+    }
+    return config, draw.choice(
+        [None, {"eos_token_id": end(), "max_length": 90, "repetition_penalty": 1.5}]
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -185,7 +233,11 @@ def test_what_generate_writes_survives_a_round_trip(seed, theirs, tmp_path):
     (first / "generation_config.json").unlink()
     if generation is not None:
         (first / "generation_config.json").write_text(json.dumps(generation))
-    fields = json.loads((first / "config.json").read_text()) | config | {"task_specific_params": {"a": seed}}
+    fields = (
+        json.loads((first / "config.json").read_text())
+        | config
+        | {"task_specific_params": {"a": seed}}
+    )
     if seed % 3 == 0:
         fields.pop("eos_token_id")  # then theirs is 50256
     (first / "config.json").write_text(json.dumps(fields))
@@ -193,30 +245,47 @@ def test_what_generate_writes_survives_a_round_trip(seed, theirs, tmp_path):
     gpt2.save(gpt2.load(first, dtype=jnp.float64), second)
     written = []
     for folder in (first, second):
-        model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", local_files_only=True).eval()
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            folder, attn_implementation="eager", local_files_only=True
+        ).eval()
         assert model.dtype == torch.float64
         prompt = torch.tensor([[1, 2, 3]])
         mask = torch.ones_like(prompt)
-        ids = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=100)[0].tolist()
+        ids = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=100)[
+            0
+        ].tolist()
         written.append((ids, model.config.to_dict(), model.generation_config.to_dict()))
     (ids, config, generation), (ids_again, config_again, generation_again) = written
     assert ids_again == ids
     for one, other in ((config, config_again), (generation, generation_again)):
         differing = {
-            name: (one.get(name), other.get(name)) for name in one.keys() | other.keys() if one.get(name) != other.get(name)
+            name: (one.get(name), other.get(name))
+            for name in one.keys() | other.keys()
+            if one.get(name) != other.get(name)
         }
         assert not differing.keys() - {"n_ctx", "transformers_version", "_name_or_path"}, differing
 
 
-@pytest.mark.parametrize("types", [("float32", "float64"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "types", [("float32", "float64"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
 def test_mixed_types_are_theirs_without_a_digit_lost(types, theirs, saved, tmp_path):
     import equinox as eqx
     import torch
     import transformers
 
     model = gpt2.load(saved / "1", dtype=types[0])
-    mixed = eqx.tree_at(lambda m: m.norm.weight, model, replace_fn=lambda leaf: jnp.asarray(np.full(8, 1.001), types[1]))
+    mixed = eqx.tree_at(
+        lambda m: m.norm.weight,
+        model,
+        replace_fn=lambda leaf: jnp.asarray(np.full(8, 1.001), types[1]),
+    )
     gpt2.save(mixed, tmp_path)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, local_files_only=True)
-    for theirs_, ours in ((loaded.transformer.ln_f.weight, mixed.norm.weight), (loaded.transformer.wpe.weight, mixed.wpe)):
-        np.testing.assert_array_equal(theirs_.detach().to(torch.float64).numpy(), np.asarray(ours, np.float64))
+    for theirs_, ours in (
+        (loaded.transformer.ln_f.weight, mixed.norm.weight),
+        (loaded.transformer.wpe.weight, mixed.wpe),
+    ):
+        np.testing.assert_array_equal(
+            theirs_.detach().to(torch.float64).numpy(), np.asarray(ours, np.float64)
+        )

@@ -81,8 +81,15 @@ def at_once(*cases):
 
 @pytest.mark.programs
 def test_who_is_gone_is_named_and_the_others_end():
-    cases = (functools.partial(gone_is_named, *case) for case in itertools.product([0, 1], ["killed", "polite"]))
-    at_once(*cases, functools.partial(gone_at_the_end_is_named, 0), functools.partial(gone_at_the_end_is_named, 1))
+    cases = (
+        functools.partial(gone_is_named, *case)
+        for case in itertools.product([0, 1], ["killed", "polite"])
+    )
+    at_once(
+        *cases,
+        functools.partial(gone_at_the_end_is_named, 0),
+        functools.partial(gone_at_the_end_is_named, 1),
+    )
 
 
 def gone_is_named(gone, how):
@@ -106,7 +113,10 @@ def gone_at_the_end_is_named(gone):
         members.met()
         members.started[gone].kill()
         for rank in {0, 1, 2} - {gone}:
-            assert f"(process {members.started[gone].pid}) is gone: it was last in step 7" in members.said(rank)
+            assert (
+                f"(process {members.started[gone].pid}) is gone: it was last in step 7"
+                in members.said(rank)
+            )
 
 
 @pytest.mark.programs
@@ -121,7 +131,12 @@ def test_who_leaves_with_a_word_ends_nobody():
 @pytest.mark.programs
 def test_who_is_silent_is_named():
     """Or works while the others wait for it, or has left."""
-    at_once(functools.partial(silent_is_named, 0), functools.partial(silent_is_named, 1), working_is_named, left_is_named)
+    at_once(
+        functools.partial(silent_is_named, 0),
+        functools.partial(silent_is_named, 1),
+        working_is_named,
+        left_is_named,
+    )
 
 
 def silent_is_named(stopped):
@@ -158,7 +173,10 @@ def left_is_named():
 @pytest.mark.programs
 def test_who_does_not_come_in_time_is_named():
     nobody_at = r"rank 0 at 127\.0\.0\.1:\d+ did not come"
-    at_once(lambda: missing_is_named((0, 1), "rank 2 did not come"), lambda: missing_is_named((1, 2), nobody_at))
+    at_once(
+        lambda: missing_is_named((0, 1), "rank 2 did not come"),
+        lambda: missing_is_named((1, 2), nobody_at),
+    )
 
 
 def missing_is_named(start, missing):
@@ -181,7 +199,9 @@ here.coordinator()
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", program.replace("PORT", str(free_port()))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)  # 60 would be left
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )  # 60 would be left
     assert "did not come" in done.stderr, done.stderr
 
 
@@ -207,7 +227,12 @@ print(len(here.others), flush=True)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     said = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert said.stdout == "0\n"
 
@@ -219,7 +244,9 @@ def joined(port, token, processes=3, rank=1):
     """The answer to one that says that it is a rank of the job."""
     with socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
         job = launch.Job("test", rank, processes, f"127.0.0.1:{port}", secret=token)
-        return handshake.present(handshake.Line(connection), rank, handshake.secret(job), peers.about(job))[0]
+        return handshake.present(
+            handshake.Line(connection), rank, handshake.secret(job), peers.about(job)
+        )[0]
 
 
 def strangers(port):
@@ -240,7 +267,9 @@ def strangers(port):
         "fault": "",
         "gone": "you",
     }
-    with socket.create_connection(("127.0.0.1", port)) as connection:  # of the program before this one: it ended the job
+    with socket.create_connection(
+        ("127.0.0.1", port)
+    ) as connection:  # of the program before this one: it ended the job
         connection.send(json.dumps(message).encode() + b"\n")
     return [joined(port, "another token"), joined(port, "a token", processes=2), joined(port, "")]
 
@@ -259,10 +288,19 @@ def test_strangers_are_turned_away_in_a_line_and_the_job_goes_on():
         members.started[0].kill()
         said = "".join(met[0]) + members.said(0)
     for answer in [*early, *late]:
-        assert answer == "another job listens there, or another program, or PARALLAX_JOB_TOKEN is not the same"
+        assert (
+            answer
+            == "another job listens there, or another program, or PARALLAX_JOB_TOKEN is not the same"
+        )
     assert other == "a rank 1 has come already"
-    found = re.findall(r"rank 0 on \S+ turned away 127\.0\.0\.1 port \d+( \(.*\))?: (.*)\. The job goes on\.", said)
-    nothing, stranger, twice = "it left before it had shown anything", "it does not know this job's secret", other
+    found = re.findall(
+        r"rank 0 on \S+ turned away 127\.0\.0\.1 port \d+( \(.*\))?: (.*)\. The job goes on\.", said
+    )
+    nothing, stranger, twice = (
+        "it left before it had shown anything",
+        "it does not know this job's secret",
+        other,
+    )
     rank_1 = " (it says that it is rank 1)"
     assert set(found) == {("", nothing), ("", stranger), (rank_1, stranger), (rank_1, twice)}
     assert len(found) == len(set(found)) < peers.LINES  # once each
@@ -305,9 +343,18 @@ peers.Peers(launch.Job("test", 0, 3, "127.0.0.1:PORT", secret="a token"), 6.0)
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=2)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2),
 )
-STATUS = {"doing": "in step 7", "waits": True, "left": False, "over": False, "fault": "", "gone": "", "port": 50_000}
+STATUS = {
+    "doing": "in step 7",
+    "waits": True,
+    "left": False,
+    "over": False,
+    "fault": "",
+    "gone": "",
+    "port": 50_000,
+}
 ABOUT = {"rank": 1, "host": "node7", "process": 77}
 ODD = ["\x1b[2J", "\n", "x" * 70_000, -1, 0, 10**9, 2**31, "50000", True, 1.0, None]
 
@@ -336,7 +383,9 @@ def test_each_field_of_a_message_is_checked(status, about):
         newcomer = handshake.Newcomer(handshake.Line(connection), "127.0.0.1", 1)
         secret = handshake.secret(launch.Job("test", 0, 3, secret="a token"))
         assert newcomer.hear({"rank": 1, "nonce": "a"}, secret, range(1, 3)) is None
-        known = newcomer.hear({"about": about, "proof": secret.proof(1, 1, "a", newcomer._mine)}, secret, range(1, 3))
+        known = newcomer.hear(
+            {"about": about, "proof": secret.proof(1, 1, "a", newcomer._mine)}, secret, range(1, 3)
+        )
         if known:
             assert peers.Peer(newcomer.line, newcomer.about).why()[2].isprintable()
             assert [type(about[name]) for name in ABOUT] == [int, str, int]
@@ -351,7 +400,13 @@ def test_a_malformed_message_is_dropped_in_a_line_and_the_job_goes_on():
         for process in members.started.values():
             said_until(process, "met\n")
         line = handshake.Line(connection)
-        for name, value in [("port", 10**9), ("port", "\x1b"), ("doing", "\x1b[2J"), ("gone", 7), ("waits", "no")]:
+        for name, value in [
+            ("port", 10**9),
+            ("port", "\x1b"),
+            ("doing", "\x1b[2J"),
+            ("gone", 7),
+            ("waits", "no"),
+        ]:
             line.send(STATUS | {name: value})
         line.send({})
         time.sleep(2)
@@ -397,14 +452,19 @@ def test_two_jobs_given_one_port_stay_apart():
         with Members(IDLE, IDLE, IDLE, port=first.port, token="another") as second:
             for process in second.started.values():
                 said_until(process, "met\n")
-            assert all(process.poll() is None for process in [*first.started.values(), *second.started.values()])
-            refused = run(f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))")
-            assert refused.returncode == 2
-            words = (
-                rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port {first.port} is taken, by another job or"
+            assert all(
+                process.poll() is None
+                for process in [*first.started.values(), *second.started.values()]
             )
+            refused = run(
+                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))"
+            )
+            assert refused.returncode == 2
+            words = rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port {first.port} is taken, by another job or"
             assert re.match(words, refused.stderr), refused.stderr
-            refused = run(f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))")
+            refused = run(
+                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))"
+            )
             assert f"each of the ports {first.port} to {first.port + 1} is taken" in refused.stderr
 
 
@@ -412,7 +472,9 @@ def test_two_jobs_given_one_port_stay_apart():
 def test_a_rank_of_another_token_is_not_let_in_and_names_rank_0():
     with Members(IDLE, IDLE, IDLE, start=(0,)) as first:
         until(lambda: connects(first.port))
-        with Members(IDLE, IDLE, IDLE, start=(1,), port=first.port, token="another", limit=3.0) as stray:
+        with Members(
+            IDLE, IDLE, IDLE, start=(1,), port=first.port, token="another", limit=3.0
+        ) as stray:
             said = stray.said(1)
             assert stray.started[1].returncode == 1
         assert "was not let in at 127.0.0.1 port" in said
@@ -437,11 +499,19 @@ def test_all_learn_one_address_for_jax_which_is_free():
 
 @pytest.mark.parametrize(
     ("host", "where"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("node7", None), ("10.0.0.1", None)],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("::1", "::1"),
+        ("node7", None),
+        ("10.0.0.1", None),
+    ],
 )
 def test_on_one_machine_others_do_not_reach_it(host, where):
     try:
-        with handshake.listen(launch.Job("test", 0, 2, f"[{host}]:0" if ":" in host else f"{host}:0")) as server:
+        with handshake.listen(
+            launch.Job("test", 0, 2, f"[{host}]:0" if ":" in host else f"{host}:0")
+        ) as server:
             bound = server.getsockname()[0]
     except SystemExit:
         pytest.skip("no such address here")

@@ -97,12 +97,22 @@ def perceptron_weights(key):
 def picky(x, part):
     """`x / |x|`: not a number at zero, which the first ticks compute on, nor for an x and a batch of different microbatches."""
     matches = jnp.sqrt(1 - (100 * (x[:, 0] - part["tag"])) ** 2)
-    return (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) * matches[:, None]).at[:, 0].set(x[:, 0])
+    return (
+        (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) * matches[:, None])
+        .at[:, 0]
+        .set(x[:, 0])
+    )
 
 
-pairs = Kind(pair_weights, pair, {"up": P(None, "stage", None, "tensor"), "down": P(None, "stage", "tensor")})
+pairs = Kind(
+    pair_weights, pair, {"up": P(None, "stage", None, "tensor"), "down": P(None, "stage", "tensor")}
+)
 perceptrons = Kind(perceptron_weights, perceptron)
-fragile = Kind(pair_weights, lambda x, w, part, **parallel: picky(x + NOT_TAG * jnp.tanh(x @ w["up"]), part), last=picky)
+fragile = Kind(
+    pair_weights,
+    lambda x, w, part, **parallel: picky(x + NOT_TAG * jnp.tanh(x @ w["up"]), part),
+    last=picky,
+)
 
 
 def functions(kind, axis=()):
@@ -112,9 +122,13 @@ def functions(kind, axis=()):
         arrays, static = eqx.partition(params.blocks, eqx.is_array)
         layer = lambda x, w: kind.layer(x, eqx.combine(w, static), part, axis=axis)
         x = lax.scan(lambda x, w: (layer(x, w), None), x, arrays)[0]
-        return x * (1 + NOT_TAG * jnp.cos(position.astype(x.dtype)) / 9)  # each chunk must know its place
+        return x * (
+            1 + NOT_TAG * jnp.cos(position.astype(x.dtype)) / 9
+        )  # each chunk must know its place
 
-    embed = lambda params, part: NOT_TAG * (part["x"] @ params.w_in) + (1 - NOT_TAG) * part["tag"][:, None]
+    embed = lambda params, part: (
+        NOT_TAG * (part["x"] @ params.w_in) + (1 - NOT_TAG) * part["tag"][:, None]
+    )
     head = lambda params, x, part: jnp.mean((kind.last(x, part) @ params.w_out - part["y"]) ** 2)
     return embed, stage, head
 
@@ -122,27 +136,44 @@ def functions(kind, axis=()):
 def model(kind, chunks, layers, seed=0):
     keys = jax.random.split(jax.random.key(seed), layers + 2)
     each = [kind.weights(key) for key in keys[2:]]
-    stack = lambda *leaves: jnp.stack(leaves).reshape(chunks, -1, *leaves[0].shape) if eqx.is_array(leaves[0]) else leaves[0]
-    return Model(jax.random.normal(keys[0], (5, WIDTH)), jax.tree.map(stack, *each), jax.random.normal(keys[1], (WIDTH, 3)))
+    stack = lambda *leaves: (
+        jnp.stack(leaves).reshape(chunks, -1, *leaves[0].shape)
+        if eqx.is_array(leaves[0])
+        else leaves[0]
+    )
+    return Model(
+        jax.random.normal(keys[0], (5, WIDTH)),
+        jax.tree.map(stack, *each),
+        jax.random.normal(keys[1], (WIDTH, 3)),
+    )
 
 
 def batch_of(rows, seed=0):
     keys = jax.random.split(jax.random.key(seed + 1), 3)
     shapes = {"x": (rows, 5), "y": (rows, 3), "gate": (rows,)}
-    normal = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    normal = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
     return normal | {"tag": jnp.arange(rows) / 64}
 
 
 def on(data, stages, tensor):
-    return mesh.make(data=data, stage=stages, tensor=tensor, devices=jax.devices()[: data * stages * tensor])
+    return mesh.make(
+        data=data, stage=stages, tensor=tensor, devices=jax.devices()[: data * stages * tensor]
+    )
 
 
 def pipelined(kind, table, data=1, tensor=1, *, remat=False, mover=xla):
     """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
-    grad = pipeline.value_and_grad(*functions(kind, mover("tensor")), table, mover("stage"), save=KEEP[remat])
+    grad = pipeline.value_and_grad(
+        *functions(kind, mover("tensor")), table, mover("stage"), save=KEEP[remat]
+    )
     grad = grads.averaged(grad, mover("data"))
     specs, mesh_ = Model(P(), kind.specs, P()), on(data, table.stages, tensor)
-    return eqx.filter_jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs)))
+    return eqx.filter_jit(
+        mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    )
 
 
 def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, mover=xla):
@@ -150,7 +181,9 @@ def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, mover=xla):
     positions, rows = table.stages * table.chunks, beside[0] * table.microbatches * 2
     params, batch = model(kind, table.chunks, layers * positions, seed), batch_of(rows, seed)
     loss, gradients = pipelined(kind, table, *beside, remat=remat, mover=mover)(params, batch)
-    plain = eqx.filter_jit(eqx.filter_value_and_grad(one_device(*functions(kind), positions)))(params, batch)
+    plain = eqx.filter_jit(eqx.filter_value_and_grad(one_device(*functions(kind), positions)))(
+        params, batch
+    )
     np.testing.assert_allclose(loss, plain[0], rtol=EXACT)
     assert_close(gradients, plain[1], EXACT)
 
@@ -179,7 +212,9 @@ def by_hand(draw, stages, microbatches, chunks):
             weight[next(t for t in itertools.count(late) if (t, s) not in weight), s] = job
         lanes.append(weight)
     busy = sorted({tick for cells in lanes for tick, _ in cells})
-    tables = [[[cells.get((tick, s), -1) for s in range(stages)] for tick in busy] for cells in lanes]
+    tables = [
+        [[cells.get((tick, s), -1) for s in range(stages)] for tick in busy] for cells in lanes
+    ]
     return functools.partial(Schedule, *np.array(tables), chunks=chunks)
 
 
@@ -190,7 +225,8 @@ def cases(draw, biggest=8):
     chunks = draw(st.sampled_from([1, 1, 2, 3])) if stages > 1 else 1
     microbatches = draw(st.integers(1, 6))
     tables = [
-        st.just(functools.partial(make, stages, microbatches, chunks)) for make in (one_f_one_b_lockstep, zero_bubble_lockstep)
+        st.just(functools.partial(make, stages, microbatches, chunks))
+        for make in (one_f_one_b_lockstep, zero_bubble_lockstep)
     ]
     tables += [by_hand(stages, microbatches, chunks)]
     tables += [st.just(functools.partial(gpipe, stages, microbatches))] if chunks == 1 else []
@@ -254,11 +290,16 @@ def test_garbage_never_leaks(table, remat):
     check(fragile, table, remat=remat)
 
 
-@pytest.mark.parametrize(("table", "beside"), [(one_f_one_b_lockstep(4, 3), (2, 1)), (zero_bubble_lockstep(2, 3), (1, 2))])
+@pytest.mark.parametrize(
+    ("table", "beside"),
+    [(one_f_one_b_lockstep(4, 3), (2, 1)), (zero_bubble_lockstep(2, 3), (1, 2))],
+)
 def test_slots_need_not_be_filled(table, beside, monkeypatch):
     """On accelerators what lies in a slot at first may be anything, such as not a number."""
     made = []
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: made.append(shape) or jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(
+        lax, "empty", lambda shape, dtype: made.append(shape) or jnp.full(shape, jnp.nan, dtype)
+    )
     check(pairs, table, beside)
     assert made
 
@@ -282,16 +323,23 @@ def test_the_naive_pipeline_computes_the_same(stages, microbatches):
 
 def naive(kind, stages, microbatches):
     loss = naive_pipeline(*functions(kind, "tensor"), microbatches, "stage")
-    loss = mesh.spmd(loss, mesh=on(1, stages, 1), in_specs=(Model(P(), kind.specs, P()), P()), out_specs=P())
+    loss = mesh.spmd(
+        loss, mesh=on(1, stages, 1), in_specs=(Model(P(), kind.specs, P()), P()), out_specs=P()
+    )
     return eqx.filter_jit(eqx.filter_value_and_grad(loss))
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("table", [one_f_one_b_lockstep(4, 3), one_f_one_b_lockstep(2, 4, chunks=3), gpipe(3, 2)])
+@pytest.mark.parametrize(
+    "table", [one_f_one_b_lockstep(4, 3), one_f_one_b_lockstep(2, 4, chunks=3), gpipe(3, 2)]
+)
 def test_the_forward_lane_alone_is_the_loss(table):
     """`pipeline.value`: the same loss, and no exchange but one a tick."""
     embed, stage, head = functions(perceptrons)
-    params, batch = model(perceptrons, table.chunks, table.stages * table.chunks), batch_of(2 * table.microbatches)
+    params, batch = (
+        model(perceptrons, table.chunks, table.stages * table.chunks),
+        batch_of(2 * table.microbatches),
+    )
     value = pipeline.value(embed, stage, head, table, "stage")
     specs = (Model(P(), perceptrons.specs, P()), P())
     value = mesh.spmd(value, mesh=on(1, table.stages, 1), in_specs=specs, out_specs=P())
@@ -299,7 +347,9 @@ def test_the_forward_lane_alone_is_the_loss(table):
     value_of = lambda arrays, batch: value(eqx.combine(arrays, static), batch)
     plain = one_device(embed, stage, head, table.stages * table.chunks)(params, batch)
     np.testing.assert_allclose(jax.jit(value_of)(arrays, batch), plain, rtol=EXACT)
-    permutes = [op for op in hlo.collectives(value_of, arrays, batch) if op.kind == "collective-permute"]
+    permutes = [
+        op for op in hlo.collectives(value_of, arrays, batch) if op.kind == "collective-permute"
+    ]
     assert len(permutes) == (table.forward >= 0).any(axis=1).sum()
 
 
@@ -313,8 +363,12 @@ def test_five_steps_of_adamw():
     specs = Model(P(), pairs.specs, P())
     specs = step.State(specs, rules.optimizer_specs(optimizer, params, specs), P())
     local = step.make(grad, optimizer, max_norm=1.0)
-    train = jax.jit(mesh.spmd(local, mesh=on(2, 2, 2), in_specs=(specs, P("data")), out_specs=(specs, P())))
-    plain = jax.jit(step.make(jax.value_and_grad(one_device(*functions(pairs), 4)), optimizer, max_norm=1.0))
+    train = jax.jit(
+        mesh.spmd(local, mesh=on(2, 2, 2), in_specs=(specs, P("data")), out_specs=(specs, P()))
+    )
+    plain = jax.jit(
+        step.make(jax.value_and_grad(one_device(*functions(pairs), 4)), optimizer, max_norm=1.0)
+    )
     ours = theirs = step.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     with jax.numpy_dtype_promotion("standard"):
         for number in range(5):
@@ -325,7 +379,14 @@ def test_five_steps_of_adamw():
 
 
 CONFIG = gpt2.Config(
-    layers=8, heads=4, width=16, context=8, vocabulary=30, vocabulary_multiple=8, dropout=0.1, attention_dropout=0.1
+    layers=8,
+    heads=4,
+    width=16,
+    context=8,
+    vocabulary=30,
+    vocabulary_multiple=8,
+    dropout=0.1,
+    attention_dropout=0.1,
 )
 BATCH = 16
 
@@ -333,7 +394,9 @@ BATCH = 16
 def train_gpt2(layout, table, seed, remat, mover):
     options = {"schedule": table, "mover": mover}
     layout = dataclasses.replace(layout, remat="stage" if remat else "none")
-    run = gpt2_on(layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options)
+    run = gpt2_on(
+        layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options
+    )
     assert_same_run(run, gpt2_on_one_device(CONFIG, seed, 5, BATCH))
 
 
@@ -360,7 +423,9 @@ def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, mover):
     sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]
     d, s, t = data.draw(st.sampled_from(sizes))
     chunks = data.draw(st.sampled_from([c for c in (1, 2, 4) if s * c <= 8]))
-    microbatches = data.draw(st.sampled_from([m for m in (1, 2, 4, 8) if d * m <= BATCH and (chunks == 1 or m % s == 0)]))
+    microbatches = data.draw(
+        st.sampled_from([m for m in (1, 2, 4, 8) if d * m <= BATCH and (chunks == 1 or m % s == 0)])
+    )
     make_table = data.draw(st.just(lambda: None) | by_hand(s, microbatches, chunks))
     train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, mover)
 
@@ -371,11 +436,20 @@ ROWS = 32  # of a microbatch, in the programs that are read
 @functools.cache
 def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, mover=xla):
     """A compiled pipeline; `layers` in each chunk."""
-    table = make(stages, microbatches) if make else one_f_one_b_lockstep(stages, microbatches, chunks)
+    table = (
+        make(stages, microbatches) if make else one_f_one_b_lockstep(stages, microbatches, chunks)
+    )
     arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
     grad = pipeline.value_and_grad(*functions(pairs), table, mover("stage"), save=KEEP[remat])
-    mesh_, specs = mesh.make(stage=stages, devices=jax.devices()[:stages]), Model(P(), P(None, "stage"), P())
-    return jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs))).lower(*arguments).compile()
+    mesh_, specs = (
+        mesh.make(stage=stages, devices=jax.devices()[:stages]),
+        Model(P(), P(None, "stage"), P()),
+    )
+    return (
+        jax.jit(mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P()), out_specs=(P(), specs)))
+        .lower(*arguments)
+        .compile()
+    )
 
 
 @pytest.mark.sweep(3)
@@ -389,7 +463,13 @@ def test_memory_does_not_grow_with_the_microbatches(options):
 def test_the_naive_pipelines_memory_grows_with_them():
     def bytes_of(microbatches):
         arguments = model(pairs, 1, 4), batch_of(ROWS * microbatches)
-        return naive(pairs, 4, microbatches).lower(*arguments).compile().compiled.memory_analysis().temp_size_in_bytes
+        return (
+            naive(pairs, 4, microbatches)
+            .lower(*arguments)
+            .compile()
+            .compiled.memory_analysis()
+            .temp_size_in_bytes
+        )
 
     eight, sixteen, sixty_four = (bytes_of(M) for M in (8, 16, 64))
     assert sixty_four - sixteen == pytest.approx(6 * (sixteen - eight), rel=0.1)
@@ -412,28 +492,40 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
     assert not re.search(r"\bconditional\(", text)
     found = collections.Counter((op.kind, op.bytes) for op in hlo.parse(text))
     ticks = sum((lane >= 0).any(axis=1).sum() for lane in (table.forward, table.backward))
-    ends = {8 * 5 * WIDTH: 1, 8 * WIDTH * 3: 1, 8: 1}  # w_in and w_out, which all stages have, and the loss
-    assert found == {("collective-permute", 8 * ROWS * WIDTH): ticks} | {("all-reduce", n): c for n, c in ends.items()}
+    ends = {
+        8 * 5 * WIDTH: 1,
+        8 * WIDTH * 3: 1,
+        8: 1,
+    }  # w_in and w_out, which all stages have, and the loss
+    assert found == {("collective-permute", 8 * ROWS * WIDTH): ticks} | {
+        ("all-reduce", n): c for n, c in ends.items()
+    }
     for body in re.split(r"\n\n", text):
         assert len(re.findall(r" collective-permute(?:-start)?\(", body)) <= 2
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"make": gpipe}, {"make": zero_bubble_lockstep}])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunks": 2}, {"make": gpipe}, {"make": zero_bubble_lockstep}]
+)
 def test_no_collective_overtakes_a_loop(options):
     """The loss is there before the last loop, whose exchanges its sum must not meet."""
     assert hlo.unordered(program(4, stages=2, mover=ring, **options)) == []
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"chunks": 2}, {"chunks": 2, "remat": True}, {"make": gpipe}])
+@pytest.mark.parametrize(
+    "options", [{}, {"remat": True}, {"chunks": 2}, {"chunks": 2, "remat": True}, {"make": gpipe}]
+)
 def test_the_program_does_not_grow_with_the_microbatches(options):
     few, many = (len(program(M, **options).as_text()) for M in (8, 64))
     assert many <= 1.2 * few
 
 
 def test_the_program_does_not_grow_with_the_layers():
-    few, many = (len(program(8, layers=layers).as_text()) for layers in (1, 12))  # on each of 4 stages
+    few, many = (
+        len(program(8, layers=layers).as_text()) for layers in (1, 12)
+    )  # on each of 4 stages
     assert many <= 1.5 * few
 
 
@@ -463,17 +555,26 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
     shard = lambda leaf: math.prod(leaf.addressable_shards[0].data.shape)
     reductions = [
         *[(t, activation)] * 2 * layers * ticks * 2,  # in the layers, forward and backward
-        *[(everywhere, activation), (P_, activation)] * ticks,  # the embedding, forward; what enters it, backward
+        *[(everywhere, activation), (P_, activation)]
+        * ticks,  # the embedding, forward; what enters it, backward
         *[(P_, activation), (everywhere, activation), (everywhere, 2 * tokens)]
         * M,  # the head: from the last stage, back, the sums
-        *[(P_, shard(leaf)) for leaf in (state.model.wpe, state.model.norm.weight, state.model.norm.bias)],
+        *[
+            (P_, shard(leaf))
+            for leaf in (state.model.wpe, state.model.norm.weight, state.model.norm.bias)
+        ],
         *[(d, shard(leaf)) for leaf in jax.tree.leaves(state.model)],
         (d, 1),  # the loss
-        *[(P_, 1), (everywhere, 1)],  # squared norms of what is split over the stages, and over both
+        *[
+            (P_, 1),
+            (everywhere, 1),
+        ],  # squared norms of what is split over the stages, and over both
         (everywhere, 1),  # whether what the step made is finite
     ]
     # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of the logits stay `lax.pmax`.
-    expected = collections.Counter({("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M})
+    expected = collections.Counter(
+        {("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M}
+    )
     for n, elements in reductions:
         if mover is xla:
             expected["all-reduce", 8 * elements] += 1
@@ -485,7 +586,11 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
 def test_sums_are_wider_than_bfloat16():
     """512 gradients of 1 have the mean 1; added up in bfloat16 they would stop at 256."""
     M = 512
-    params = Model(jnp.zeros((1,), jnp.bfloat16), jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.zeros((1,), jnp.bfloat16))
+    params = Model(
+        jnp.zeros((1,), jnp.bfloat16),
+        jnp.zeros((1, 2, 1), jnp.bfloat16),
+        jnp.zeros((1,), jnp.bfloat16),
+    )
     embed = lambda params, part: part + params.w_in[None]
     stage = lambda params, x, part, position: x + jnp.sum(params.blocks, axis=0, keepdims=True)
     head = lambda params, x, part: jnp.sum(x + params.w_out[None])
@@ -520,7 +625,13 @@ def test_sums_are_wider_than_bfloat16():
         ),
         (
             one_f_one_b_lockstep(4, 4),
-            *(lambda params: eqx.tree_at(lambda p: p.blocks["up"], params, params.blocks["up"][0]), 16, None),
+            *(
+                lambda params: eqx.tree_at(
+                    lambda p: p.blocks["up"], params, params.blocks["up"][0]
+                ),
+                16,
+                None,
+            ),
             "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first dim must be the schedule's "
             "chunks, 1. Reshape L layers to [1, L / 1, ...] and split dim 1 over 'stage'.",
         ),
@@ -542,7 +653,12 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
     embed, own, head = functions(pairs)
     specs = Model(P(), P(None, "stage"), P())
     for arrow in (pipeline.value_and_grad, pipeline.value):
-        f = mesh.spmd(arrow(embed, stage or own, head, table, "stage"), mesh=on(1, 4, 1), in_specs=(specs, P()), out_specs=P())
+        f = mesh.spmd(
+            arrow(embed, stage or own, head, table, "stage"),
+            mesh=on(1, 4, 1),
+            in_specs=(specs, P()),
+            out_specs=P(),
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}\n"):  # JAX adds a note
             jax.eval_shape(f, change(model(pairs, 1, 8)), batch_of(rows))
 
@@ -570,7 +686,11 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     params, batch = model(pairs, 1, 8), batch_of(16)
     found = jax.jit(on_stages(P(None, "stage")))(params, batch)
     plain = one_device(*functions(pairs), 4)
-    expected = plain(params, batch) if arrow is pipeline.value else jax.value_and_grad(plain)(params, batch)
+    expected = (
+        plain(params, batch)
+        if arrow is pipeline.value
+        else jax.value_and_grad(plain)(params, batch)
+    )
     assert_close(found, expected, EXACT)
 
 
@@ -582,23 +702,33 @@ def test_stages_may_be_two_axes(mover):
     embed, stage, head = functions(pairs)
     params, batch = model(pairs, 1, 8), batch_of(16)
     gathered = lambda params: eqx.tree_at(
-        lambda p: p.w_in, params, jnp.concatenate([tensor.leave(_at(params.w_in, k), "b") for k in range(2)])
+        lambda p: p.w_in,
+        params,
+        jnp.concatenate([tensor.leave(_at(params.w_in, k), "b") for k in range(2)]),
     )
 
     def _at(w, k):
         return jnp.where(lax.axis_index("b") == k, w, jnp.zeros((), w.dtype))
 
-    params = eqx.tree_at(lambda p: (p.w_in,), params, (jnp.concatenate([params.w_in, params.w_in[:1]]),))
+    params = eqx.tree_at(
+        lambda p: (p.w_in,), params, (jnp.concatenate([params.w_in, params.w_in[:1]]),)
+    )
     batch["x"] = jnp.concatenate([batch["x"], batch["x"][:, :1]], axis=1)
-    grad = pipeline.value_and_grad(lambda p, part: embed(gathered(p), part), stage, head, table, axis)
+    grad = pipeline.value_and_grad(
+        lambda p, part: embed(gathered(p), part), stage, head, table, axis
+    )
     specs = Model(P("b"), P(None, ("a", "b")), P())
     world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
-    found = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(params, batch)
+    found = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(
+        params, batch
+    )
     assert_close(found, jax.value_and_grad(one_device(embed, stage, head, 4))(params, batch), EXACT)
 
 
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b, zero_bubble])
+@pytest.mark.parametrize(
+    "make", [gpipe, one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b, zero_bubble]
+)
 @pytest.mark.parametrize("keep", KEEP.values(), ids=["residuals", "inputs"])
 def test_each_function_is_traced_once(arrow, make, keep):
     """Python runs embed, stage and head once for each program, in whatever number of jobs and loops they stand."""
@@ -615,6 +745,11 @@ def test_each_function_is_traced_once(arrow, make, keep):
     options = {"save": keep} if arrow is pipeline.value_and_grad else {}
     f = arrow(*map(counted, names, functions(pairs)), make(2, 3), "stage", **options)
     specs = Model(P(), P(None, "stage"), P())
-    run = mesh.spmd(f, mesh=on(1, 2, 1), in_specs=(specs, P()), out_specs=P() if arrow is pipeline.value else (P(), specs))
+    run = mesh.spmd(
+        f,
+        mesh=on(1, 2, 1),
+        in_specs=(specs, P()),
+        out_specs=P() if arrow is pipeline.value else (P(), specs),
+    )
     jax.eval_shape(run, model(pairs, 1, 2), batch_of(6))
     assert calls == dict.fromkeys(names, 1)

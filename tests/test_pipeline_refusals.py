@@ -48,7 +48,12 @@ OUT = (P(), SPECS)
 
 
 def mapped(f, out_specs=OUT):
-    return mesh.spmd(f, mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]), in_specs=(SPECS, P()), out_specs=out_specs)
+    return mesh.spmd(
+        f,
+        mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]),
+        in_specs=(SPECS, P()),
+        out_specs=out_specs,
+    )
 
 
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
@@ -65,7 +70,9 @@ def closing(of):
     def grad(params, batch):
         scale = of(params)
         own = lambda params, x, part, position: stage(params, x, part, position) * scale[None]
-        return pipeline.value_and_grad(embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"])(params, batch)
+        return pipeline.value_and_grad(
+            embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"]
+        )(params, batch)
 
     return grad
 
@@ -94,12 +101,15 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses the parameter scale by closure, so that part of the gradient would be missing. " + CURE,
+            "stage uses the parameter scale by closure, so that part of the gradient would be missing. "
+            + CURE,
         ),
     ),
     "whole on every stage": (
         mesh.spmd(
-            pipeline.value_and_grad(embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"]),
+            pipeline.value_and_grad(
+                embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"]
+            ),
             mesh=mesh.make(stage=STAGES, devices=jax.devices()[:STAGES]),
             in_specs=(P(), P()),
             out_specs=P(),
@@ -117,7 +127,8 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses a value made of the parameter scale by closure, so that part of the gradient would be missing. " + CURE,
+            "stage uses a value made of the parameter scale by closure, so that part of the gradient would be missing. "
+            + CURE,
         ),
     ),
 }
@@ -139,8 +150,12 @@ def test_a_parameter_from_before_a_cast_is_the_same_parameter():
     """The mean over replicas declares the parameters varying first; a stage may not close over what they were before."""
 
     def grad(params, batch):
-        own = lambda params_, x, part, position: stage(params_, x, part, position) * params["scale"][None]
-        inner = pipeline.value_and_grad(embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"])
+        own = lambda params_, x, part, position: (
+            stage(params_, x, part, position) * params["scale"][None]
+        )
+        inner = pipeline.value_and_grad(
+            embed, own, head, TABLE, "stage", blocks=lambda params: params["blocks"]
+        )
         return grads.averaged(inner, "data")(params, batch)
 
     world = mesh.make(data=2, stage=STAGES, devices=jax.devices()[: 2 * STAGES])
@@ -155,7 +170,11 @@ def test_what_is_not_trained_may_come_by_closure():
     where = lambda params: params["blocks"]
 
     def turned(params, x, scale):
-        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w) * (turn + scale)[None], None), x, params["blocks"]["w"])[0]
+        return jax.lax.scan(
+            lambda x, w: (x + jnp.tanh(x @ w) * (turn + scale)[None], None),
+            x,
+            params["blocks"]["w"],
+        )[0]
 
     def grad(params, batch):
         own = lambda own, x, part, position: turned(own, x, params["scale"])
@@ -165,7 +184,9 @@ def test_what_is_not_trained_may_come_by_closure():
     loss, gradients = jax.jit(mapped(grad, (P(), SPECS | {"scale": None})))(params(), batch())
     assert gradients["scale"] is None
     own = lambda params, x, part, position: turned(params, x, params["scale"])
-    expected = jax.value_and_grad(pipeline.unpipelined(embed, own, head, blocks=where))(params(), batch())
+    expected = jax.value_and_grad(pipeline.unpipelined(embed, own, head, blocks=where))(
+        params(), batch()
+    )
     np.testing.assert_allclose(loss, expected[0], rtol=EXACT)
     assert_close(gradients["blocks"], expected[1]["blocks"], EXACT)
 
@@ -175,30 +196,42 @@ def test_the_loss_alone_may_close_over_parameters():
 
     def value(params, batch):
         own = lambda _, x, part: head(params, x, part) * jnp.sum(params["scale"])
-        return pipeline.value(embed, stage, own, TABLE, "stage", blocks=lambda params: params["blocks"])(params, batch)
+        return pipeline.value(
+            embed, stage, own, TABLE, "stage", blocks=lambda params: params["blocks"]
+        )(params, batch)
 
     own = lambda params, x, part: head(params, x, part) * jnp.sum(params["scale"])
-    plain = pipeline.unpipelined(embed, stage, own, blocks=lambda params: params["blocks"])(params(), batch())
+    plain = pipeline.unpipelined(embed, stage, own, blocks=lambda params: params["blocks"])(
+        params(), batch()
+    )
     np.testing.assert_allclose(jax.jit(mapped(value, P()))(params(), batch()), plain, rtol=EXACT)
 
 
 def test_a_penalty_on_the_blocks_is_a_term_of_the_stage():
     """The cure: each stage adds its own part; it equals the sum in the head of one device."""
-    own = lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), loss=penalty(params))
+    own = lambda params, x, part, position: pipeline.Output(
+        stage(params, x, part, position), loss=penalty(params)
+    )
     found = jax.jit(arrow(stage=own))(params(), batch())
     whole = pipeline.unpipelined(embed, stage, head, blocks=lambda params: params["blocks"])
-    expected = jax.value_and_grad(lambda params, batch: whole(params, batch) + penalty(params))(params(), batch())
+    expected = jax.value_and_grad(lambda params, batch: whole(params, batch) + penalty(params))(
+        params(), batch()
+    )
     np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
     assert_close(found[1], expected[1], EXACT)
     value = jax.jit(arrow(stage=own, arrow=pipeline.value))(params(), batch())
     np.testing.assert_allclose(value, expected[0], rtol=EXACT)
-    plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])(params(), batch())
+    plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])(
+        params(), batch()
+    )
     np.testing.assert_allclose(plain, expected[0], rtol=EXACT)
 
 
 def test_blocks_that_are_read_without_an_effect_are_none_of_it():
     """A cast of all parameters, as mixed precision makes, of which the head uses the ends."""
-    cast = lambda f: lambda params, *others: f(jax.tree.map(lambda w: w.astype(jnp.float32), params), *others)
+    cast = lambda f: (
+        lambda params, *others: f(jax.tree.map(lambda w: w.astype(jnp.float32), params), *others)
+    )
     single = lambda f: lambda params, *others: cast(f)(params, *others).astype(FLOAT64)
     own = lambda params, x, part: head(params, x.astype(jnp.float32), part.astype(jnp.float32))
     first = lambda params, part: embed(params, part.astype(jnp.float32))
@@ -206,11 +239,15 @@ def test_blocks_that_are_read_without_an_effect_are_none_of_it():
 
 
 def output(**fields):
-    return lambda params, x, part, position: pipeline.Output(stage(params, x, part, position), **fields)
+    return lambda params, x, part, position: pipeline.Output(
+        stage(params, x, part, position), **fields
+    )
 
 
 NOT_A_SCALAR = "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or its sum."
-NO_NUMBER = "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
+NO_NUMBER = (
+    "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
+)
 REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
@@ -226,15 +263,30 @@ REFUSALS = {
         "returned skip: float64[2, 2]. Move what changes the shape into embed or head.",
     ),
     "auxiliary value": (
-        {"stage": lambda params, x, part, position: pipeline.Output(x, aux={"key": jax.random.key(0)})},
+        {
+            "stage": lambda params, x, part, position: pipeline.Output(
+                x, aux={"key": jax.random.key(0)}
+            )
+        },
         NO_NUMBER.format("the stage's auxiliary value key: key<fry>[]"),
     ),
     "auxiliary value of the head": (
-        {"head": lambda params, x, part: (head(params, x, part), {"keys": jax.random.split(jax.random.key(0), 2)})},
+        {
+            "head": lambda params, x, part: (
+                head(params, x, part),
+                {"keys": jax.random.split(jax.random.key(0), 2)},
+            )
+        },
         NO_NUMBER.format("the head's auxiliary value keys: key<fry>[2]"),
     ),
-    "stage's loss": ({"stage": output(loss=jnp.ones(2))}, NOT_A_SCALAR.format("the stage's loss", "float64[2]")),
-    "head's loss": ({"head": lambda params, x, part: x}, NOT_A_SCALAR.format("the head's loss", "float64[2, 4]")),
+    "stage's loss": (
+        {"stage": output(loss=jnp.ones(2))},
+        NOT_A_SCALAR.format("the stage's loss", "float64[2]"),
+    ),
+    "head's loss": (
+        {"head": lambda params, x, part: x},
+        NOT_A_SCALAR.format("the head's loss", "float64[2, 4]"),
+    ),
     "integers": (
         {"embed": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
         "pipeline: embed returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "
@@ -280,16 +332,25 @@ def test_nothing_to_compute_on_is_refused(change, rows, message):
 
 
 def test_a_scalar_in_the_batch_is_refused():
-    with pytest.raises(ValueError, match="is a scalar, and every leaf has the sequences as its first dim"):
+    with pytest.raises(
+        ValueError, match="is a scalar, and every leaf has the sequences as its first dim"
+    ):
         jax.eval_shape(arrow(), params(), jnp.ones(()))
 
 
 def test_a_head_that_some_stages_share_is_refused():
     table, axis = one_f_one_b_lockstep(4, 4), ("a", "b")
     summed = lambda params, x, part: jax.lax.psum(head(params, x, part), "a")
-    grad = pipeline.value_and_grad(embed, stage, summed, table, axis, blocks=lambda params: params["blocks"])
+    grad = pipeline.value_and_grad(
+        embed, stage, summed, table, axis, blocks=lambda params: params["blocks"]
+    )
     specs = SPECS | {"blocks": {"w": P(None, axis)}}
-    run = mesh.spmd(grad, mesh=mesh.make(a=2, b=2, devices=jax.devices()[:4]), in_specs=(specs, P()), out_specs=(P(), specs))
+    run = mesh.spmd(
+        grad,
+        mesh=mesh.make(a=2, b=2, devices=jax.devices()[:4]),
+        in_specs=(specs, P()),
+        out_specs=(P(), specs),
+    )
     message = "pipeline: what the head returns differs along ['b'], and is the same along the rest of ('a', 'b')."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         jax.eval_shape(run, params(), batch())

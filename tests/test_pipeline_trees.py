@@ -43,7 +43,11 @@ def net(layers, seed=0):
     """Blocks of [L, ...]."""
     keys = iter(jax.random.split(jax.random.key(seed), 6))
     normal = lambda *shape: jax.random.normal(next(keys), shape, FLOAT64) / 3
-    blocks = {"up": normal(layers, WIDTH, HIDDEN), "down": normal(layers, HIDDEN, WIDTH), "bias": normal(layers, HIDDEN)}
+    blocks = {
+        "up": normal(layers, WIDTH, HIDDEN),
+        "down": normal(layers, HIDDEN, WIDTH),
+        "bias": normal(layers, HIDDEN),
+    }
     blocks["number"] = jnp.arange(layers, dtype=jnp.int32) % 3
     return Net(normal(WORDS, WIDTH), normal(WIDTH), normal(WIDTH), blocks)
 
@@ -58,22 +62,37 @@ def embed(model, part):
     """A stream, a skip connection, a mask and a counter of integers, and a scalar that collects a penalty."""
     x = model.table[part["ids"]] * jnp.cos(model.turn)[None]
     counter = jnp.zeros(part["ids"].shape, jnp.int32)
-    return {"x": x, "skip": 2 * x, "odd": part["ids"] % 2 == 1, "layers": counter, "penalty": jnp.zeros((), FLOAT64)}
+    return {
+        "x": x,
+        "skip": 2 * x,
+        "odd": part["ids"] % 2 == 1,
+        "layers": counter,
+        "penalty": jnp.zeros((), FLOAT64),
+    }
 
 
 def layer(model, w, x, number, part, axis):
     """Two products over tensor, dropout computed again, a parameter of all stages, and all that travels beside the stream."""
 
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(part["key"])  # which `checkpoint` keeps as keys
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(
+        part["key"]
+    )  # which `checkpoint` keeps as keys
 
     @jax.checkpoint
     def dropped(y, keys):
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (WIDTH,)))(keys)
         return jnp.where(kept, y / 0.8, jnp.zeros((), y.dtype))
 
-    y = model.squash(tensor.column(x["x"] + 0.1 * x["skip"], w["up"], w["bias"], axis) * (1 + w["number"].astype(FLOAT64)))
+    y = model.squash(
+        tensor.column(x["x"] + 0.1 * x["skip"], w["up"], w["bias"], axis)
+        * (1 + w["number"].astype(FLOAT64))
+    )
     y = tensor.row(y, w["down"], None, axis) * jnp.sin(model.turn)[None] + model.frozen[None]
-    y = dropped(y, keys) * jnp.where(x["odd"], 1.0, 0.5)[:, None] * (1 + x["layers"][:, None].astype(FLOAT64) / 9)
+    y = (
+        dropped(y, keys)
+        * jnp.where(x["odd"], 1.0, 0.5)[:, None]
+        * (1 + x["layers"][:, None].astype(FLOAT64) / 9)
+    )
     penalty = tensor.leave(jnp.sum(w["up"] ** 2), axis) / 99
     return x | {"x": x["x"] + y, "layers": x["layers"] + 1, "penalty": x["penalty"] + penalty}
 
@@ -84,7 +103,14 @@ def stage_of(table, axis, gather=lambda blocks: blocks):
         x = pipeline.run_layers(of_layer, model.blocks, x, position, table)
         size = jnp.mean(x["x"] ** 2)
         return pipeline.Output(
-            x, loss=size / 7, aux={"size": size, "rows": len(part["ids"]), "big": size > 1, "columns": jnp.mean(x["x"], 0)}
+            x,
+            loss=size / 7,
+            aux={
+                "size": size,
+                "rows": len(part["ids"]),
+                "big": size > 1,
+                "columns": jnp.mean(x["x"], 0),
+            },
         )
 
     return stage
@@ -115,7 +141,14 @@ def on_one_device(table, model, batch):
     x, sizes, columns, number = embed(model, batch), [], [], 0
     for count in table.reshape(-1):
         for _ in range(count):
-            x = layer(model, jax.tree.map(lambda w: w[number], model.blocks), x, jnp.int32(number), batch, ())  # noqa: B023
+            x = layer(
+                model,
+                jax.tree.map(lambda w: w[number], model.blocks),
+                x,
+                jnp.int32(number),
+                batch,
+                (),
+            )  # noqa: B023
             number += 1
         sizes.append(jnp.mean(x["x"] ** 2))
         columns.append(jnp.mean(x["x"], 0))
@@ -143,24 +176,37 @@ class Case(NamedTuple):
         return np.array(self.layers)
 
 
-SPLIT = {"up": P(None, "stage", None, "tensor"), "down": P(None, "stage", "tensor"), "bias": P(None, "stage", "tensor")}
+SPLIT = {
+    "up": P(None, "stage", None, "tensor"),
+    "down": P(None, "stage", "tensor"),
+    "bias": P(None, "stage", "tensor"),
+}
 
 
 def plain_rule(path, leaf):
-    return SPLIT.get(path.removeprefix("blocks."), P(None, "stage") if path.startswith("blocks") else P())
+    return SPLIT.get(
+        path.removeprefix("blocks."), P(None, "stage") if path.startswith("blocks") else P()
+    )
 
 
 def shared_rule(case):
     """With ZeRO the replicas share all leaves; those that are frozen too, where parameters are shared (ZeRO-3)."""
     if not case.zero:
         return plain_rule
-    return rules.fsdp("data", size=case.data, min_size=1, keep={"blocks.**": (0, 1)}, inside=plain_rule)
+    return rules.fsdp(
+        "data", size=case.data, min_size=1, keep={"blocks.**": (0, 1)}, inside=plain_rule
+    )
 
 
 def pipelined(case, params):
     """The compiled grad arrow, the specs of its parameters, and those of its gradients."""
     v, stages = case.table.shape
-    world = mesh.make(data=case.data, stage=stages, tensor=case.tensor, devices=jax.devices()[: case.data * stages * case.tensor])
+    world = mesh.make(
+        data=case.data,
+        stage=stages,
+        tensor=case.tensor,
+        devices=jax.devices()[: case.data * stages * case.tensor],
+    )
     plain, shared = (rules.specs(params, rule, world) for rule in (plain_rule, shared_rule(case)))
     specs = shared if case.zero == 3 else plain
     axis, data = case.mover("tensor"), case.mover("data")
@@ -168,15 +214,23 @@ def pipelined(case, params):
     if case.zero == 3:
         of_layer = zero.part_specs(shared, "data", loops=2).layer
         gather = zero.gathered(lambda w: w, data, of_layer)
-    table = case.make(stages, case.microbatches) if v == 1 else case.make(stages, case.microbatches, v)
+    table = (
+        case.make(stages, case.microbatches) if v == 1 else case.make(stages, case.microbatches, v)
+    )
     options = {"save": case.keep, "aux": total, "trainable": TRAINABLE}
     options["send"] = pipeline.split_over(axis) if case.exchange else pipeline.whole
     if case.zero == 2:
         options["scatter"] = functools.partial(zero.reduce_scatter, axis=data, specs=shared)
-    grad = pipeline.value_and_grad(embed, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options)
+    grad = pipeline.value_and_grad(
+        embed, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options
+    )
     if case.zero == 3:
         grad = zero.gathered_once(grad, data, zero.part_specs(shared, "data", loops=2).ends)
-    wrap = functools.partial(zero.reduce_scattered, specs=shared) if case.zero in (1, 2) else grads.averaged
+    wrap = (
+        functools.partial(zero.reduce_scattered, specs=shared)
+        if case.zero in (1, 2)
+        else grads.averaged
+    )
     grad = wrap(grad, data, aux=of_devices)
     out = eqx.filter(shared, TRAINABLE)
     run = mesh.spmd(grad, mesh=world, in_specs=(specs, P("data")), out_specs=((P(), P()), out))
@@ -185,23 +239,34 @@ def pipelined(case, params):
 
 def check(case, seed=0):
     """Loss, auxiliary values and gradients are those of one device; what is frozen has none, and nor has padding."""
-    params, batch = net(int(case.table.sum()), seed), batch_of(2 * case.data * case.microbatches, seed)
+    params, batch = (
+        net(int(case.table.sum()), seed),
+        batch_of(2 * case.data * case.microbatches, seed),
+    )
     padded = eqx.tree_at(lambda p: p.blocks, params, pipeline.pad_layers(params.blocks, case.table))
     (loss, aux), gradients = pipelined(case, padded)(padded, batch)
     trained, rest = eqx.partition(params, TRAINABLE)
     of = lambda trained, batch: on_one_device(case.table, eqx.combine(trained, rest), batch)
-    (plain, plain_aux), expected = eqx.filter_jit(jax.value_and_grad(of, has_aux=True))(trained, batch)
+    (plain, plain_aux), expected = eqx.filter_jit(jax.value_and_grad(of, has_aux=True))(
+        trained, batch
+    )
     np.testing.assert_allclose(loss, plain, rtol=EXACT)
     assert_close(aux | {"layers": aux["layers"].astype(jnp.int32)}, plain_aux, EXACT)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)
-    unpadded = eqx.tree_at(lambda p: p.blocks, gradients, pipeline.unpad_layers(gradients.blocks, case.table))
+    unpadded = eqx.tree_at(
+        lambda p: p.blocks, gradients, pipeline.unpad_layers(gradients.blocks, case.table)
+    )
     assert_close(unpadded, expected, EXACT)
-    jax.tree.map(np.testing.assert_array_equal, only_real(gradients.blocks, case.table), gradients.blocks)
+    jax.tree.map(
+        np.testing.assert_array_equal, only_real(gradients.blocks, case.table), gradients.blocks
+    )
 
 
 def only_real(blocks, table):
     real = (np.arange(table.max()) < table[..., None]).reshape(len(table), -1)
-    return jax.tree.map(lambda w: np.where(real.reshape(*real.shape, *[1] * (w.ndim - 2)), np.asarray(w), 0), blocks)
+    return jax.tree.map(
+        lambda w: np.where(real.reshape(*real.shape, *[1] * (w.ndim - 2)), np.asarray(w), 0), blocks
+    )
 
 
 @st.composite
@@ -216,7 +281,9 @@ def cases(draw, biggest=8):
         microbatches=draw(st.integers(1, 5)),
         data=data,
         tensor=tensor,
-        make=draw(st.sampled_from([one_f_one_b_lockstep, zero_bubble_lockstep] + [gpipe] * (chunks == 1))),
+        make=draw(
+            st.sampled_from([one_f_one_b_lockstep, zero_bubble_lockstep] + [gpipe] * (chunks == 1))
+        ),
         keep=draw(st.sampled_from(KEEP)),
         exchange=draw(st.booleans()),
         zero=draw(st.sampled_from([0, 1, 2, 3])) if data > 1 else 0,
@@ -245,7 +312,11 @@ def test_everything_at_once_is_as_on_one_device_wherever(case, seed):
 def program(exchange, rows=4):
     """A compiled pipeline of stages 2 x tensor 2 that sends a stream, an odd array, and a counter."""
     table = one_f_one_b_lockstep(2, 4)
-    embed = lambda params, part: {"x": part, "odd": jnp.mean(part[:, :3], axis=0), "count": jnp.zeros((), jnp.int32)}
+    embed = lambda params, part: {
+        "x": part,
+        "odd": jnp.mean(part[:, :3], axis=0),
+        "count": jnp.zeros((), jnp.int32),
+    }
 
     def stage(params, at, part, position):
         return at | {"x": jnp.tanh(at["x"] @ params["blocks"][0]), "count": at["count"] + 1}
@@ -253,7 +324,10 @@ def program(exchange, rows=4):
     head = lambda params, at, part: jnp.mean(at["x"]) + jnp.mean(at["odd"])
     where = lambda params: params["blocks"]
     grad = pipeline.value_and_grad(embed, stage, head, table, "stage", blocks=where, send=exchange)
-    world, specs = mesh.make(stage=2, tensor=2, devices=jax.devices()[:4]), {"blocks": P(None, "stage")}
+    world, specs = (
+        mesh.make(stage=2, tensor=2, devices=jax.devices()[:4]),
+        {"blocks": P(None, "stage")},
+    )
     run = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))
     params = {"blocks": jax.random.normal(jax.random.key(0), (1, 2, WIDTH, WIDTH), FLOAT64)}
     batch = jax.random.normal(jax.random.key(1), (rows * table.microbatches, WIDTH), FLOAT64)
@@ -279,11 +353,23 @@ def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
 
     embed, head = lambda model, x: x @ model["in"], lambda model, x, part: jnp.mean((x - part) ** 2)
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape, FLOAT64)
-    model, x = {"in": normal(0, WIDTH, WIDTH), "blocks": normal(1, 1, 4, WIDTH, WIDTH)}, normal(2, 8, WIDTH)
-    grad = pipeline.value_and_grad(embed, stage, head, schedule(2, 4), ring("stage"), blocks=lambda model: model["blocks"])
-    over, specs = mesh.make(stage=2, devices=jax.devices()[:2]), {"in": P(), "blocks": P(None, "stage")}
-    loss, found = jax.jit(mesh.spmd(grad, mesh=over, in_specs=(specs, P()), out_specs=(P(), specs)))(model, x)
-    whole = lambda model: head(model, stage(model | {"blocks": model["blocks"][0]}, embed(model, x), x, 0), x)
+    model, x = (
+        {"in": normal(0, WIDTH, WIDTH), "blocks": normal(1, 1, 4, WIDTH, WIDTH)},
+        normal(2, 8, WIDTH),
+    )
+    grad = pipeline.value_and_grad(
+        embed, stage, head, schedule(2, 4), ring("stage"), blocks=lambda model: model["blocks"]
+    )
+    over, specs = (
+        mesh.make(stage=2, devices=jax.devices()[:2]),
+        {"in": P(), "blocks": P(None, "stage")},
+    )
+    loss, found = jax.jit(
+        mesh.spmd(grad, mesh=over, in_specs=(specs, P()), out_specs=(P(), specs))
+    )(model, x)
+    whole = lambda model: head(
+        model, stage(model | {"blocks": model["blocks"][0]}, embed(model, x), x, 0), x
+    )
     assert_close((loss, found), jax.value_and_grad(whole)(model), EXACT)
 
 
@@ -294,7 +380,10 @@ def test_a_split_exchange_sends_its_part():
     over = lambda found: sum(entry.bytes for entry in found if entry.kind == "collective-permute")
     # 5 ticks forward and 5 backward; what the last would send, nobody reads. No dim of `odd` divides by 2, nor of the counter.
     stream, odd, count = 8 * 4 * WIDTH, 8 * 3, 4
-    assert (over(sent), over(less)) == (9 * (stream + odd) + 5 * count, 9 * (stream // 2 + odd) + 5 * count)
+    assert (over(sent), over(less)) == (
+        9 * (stream + odd) + 5 * count,
+        9 * (stream // 2 + odd) + 5 * count,
+    )
 
 
 @pytest.mark.sweep(30, "steps")
@@ -309,7 +398,9 @@ def test_the_example_of_skip_connections_is_as_on_one_device():
         grad = pipeline.value_and_grad(*functions, one_f_one_b_lockstep(4, 3), "stage")
         specs = rules.specs(own, lambda path, leaf: P(None, "stage") if path == "blocks" else P())
         world = mesh.make(stage=4, devices=jax.devices()[:4])
-        (loss, _), gradients = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs)))(own, batch)
+        (loss, _), gradients = jax.jit(
+            mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs))
+        )(own, batch)
         expected = jax.value_and_grad(one_device(*functions, 4))(own, batch)
     np.testing.assert_allclose(loss, expected[0], rtol=EXACT)
     assert_close(gradients, expected[1], EXACT)
@@ -319,16 +410,27 @@ def test_a_state_of_any_model_goes_to_disk_and_back():
     """A dict with uneven layers, and AdamW's moments of it: stored as [L, ...], and read back with its padding."""
     table = np.array([[2, 1], [1, 1]])
     blocks = {"w": jnp.arange(5 * 3.0).reshape(5, 3)}
-    model = {"blocks": pipeline.pad_layers(blocks, table), "own": {"blocks": jnp.ones((2, 4))}, "name": "a net"}
+    model = {
+        "blocks": pipeline.pad_layers(blocks, table),
+        "own": {"blocks": jnp.ones((2, 4))},
+        "name": "a net",
+    }
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
     state = step.State(model, optimizer, jnp.zeros((), jnp.int32))
     form = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2), table=table)
     disk = form["to_disk"](state)
     np.testing.assert_array_equal(disk.model["blocks"]["w"], blocks["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == (5, 3)
-    assert disk.model["own"]["blocks"].shape == (2, 4)  # its path ends alike, and it is not one of them
+    assert disk.model["own"]["blocks"].shape == (
+        2,
+        4,
+    )  # its path ends alike, and it is not one of them
     back = form["from_disk"](disk)
-    jax.tree.map(np.testing.assert_array_equal, eqx.filter(back, eqx.is_array), eqx.filter(state, eqx.is_array))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        eqx.filter(back, eqx.is_array),
+        eqx.filter(state, eqx.is_array),
+    )
     even = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2))
     shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     assert shapes(even["from_disk"](even["to_disk"](state))) == shapes(state)

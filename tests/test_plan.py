@@ -26,14 +26,26 @@ from parallax.collectives import halving, ring, two_rings, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama, recipe
 from parallax.pipeline import lockstep, rows
-from parallax.plan import arguments, compilers, estimates, hardware, layouts, planned, temporaries, traffic
+from parallax.plan import (
+    arguments,
+    compilers,
+    estimates,
+    hardware,
+    layouts,
+    planned,
+    temporaries,
+    traffic,
+)
 from parallax.plan.jobs import jobs, table_of, timed_ticks
 from parallax.validate import CHOICES
 
 ROOT = Path(__file__).parent.parent
 TINY = gpt2.Config(layers=4, heads=4, width=64, context=64, vocabulary=500)
 MEDIAN, WORST = 0.10, 0.25  # of the temporaries: what the planner promises
-FEW = ("data=4,microbatches=2,zero=3,remat=products", "data=2,stage=2,tensor=2,microbatches=4,zero=2,sequence=True,remat=block")
+FEW = (
+    "data=4,microbatches=2,zero=3,remat=products",
+    "data=2,stage=2,tensor=2,microbatches=4,zero=2,sequence=True,remat=block",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +71,22 @@ def differences(benchmark, name, batch, layout):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", FEW)
 def test_bytes_are_those_of_the_program(benchmark, layout):
-    (batch,) = [batch for batch, listed in benchmark.read(benchmark.LAYOUTS) if str(listed) == str(Layout.parse(layout))]
+    (batch,) = [
+        batch
+        for batch, listed in benchmark.read(benchmark.LAYOUTS)
+        if str(listed) == str(Layout.parse(layout))
+    ]
     assert differences(benchmark, "mini", batch, Layout.parse(layout)) < WORST
 
 
 @pytest.mark.long
 def test_bytes_of_many_layouts_are_those_of_the_program(benchmark):
     """Every sixth of the 80 that `benchmarks/plan.py` compiles, which takes 20 minutes."""
-    cases = [(name, batch, layout) for name in benchmark.MODELS for batch, layout in benchmark.read(benchmark.LAYOUTS)]
+    cases = [
+        (name, batch, layout)
+        for name in benchmark.MODELS
+        for batch, layout in benchmark.read(benchmark.LAYOUTS)
+    ]
     assert len(cases) >= 60
     off = sorted(differences(benchmark, *case) for case in cases[::6])
     assert off[len(off) // 2] < MEDIAN
@@ -75,24 +95,55 @@ def test_bytes_of_many_layouts_are_those_of_the_program(benchmark):
 
 OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
     "ZeRO-2 in chunks": (16, Layout(data=2, stage=2, microbatches=4, chunks=2, zero=2)),
-    "ZeRO-3, a stage at a time": (16, Layout(data=2, stage=2, microbatches=4, zero=3, remat="stage")),
-    "ZeRO-3, one layer a stage": (16, Layout(data=2, stage=4, microbatches=4, zero=3, remat="gathers", schedule="gpipe")),
+    "ZeRO-3, a stage at a time": (
+        16,
+        Layout(data=2, stage=2, microbatches=4, zero=3, remat="stage"),
+    ),
+    "ZeRO-3, one layer a stage": (
+        16,
+        Layout(data=2, stage=4, microbatches=4, zero=3, remat="gathers", schedule="gpipe"),
+    ),
     "ZeRO-3 by tokens": (16, Layout(data=2, tensor=4, zero=3, sequence=True)),
     "chunks of one layer": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage")),
     "one microbatch": (8, Layout(stage=2, tensor=2)),
-    "zero bubble": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble_lockstep")),
+    "zero bubble": (
+        16,
+        Layout(data=2, stage=2, tensor=2, microbatches=4, zero=2, schedule="zero_bubble_lockstep"),
+    ),
     "zero bubble in chunks": (
         16,
-        Layout(stage=2, tensor=2, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble_lockstep"),
+        Layout(
+            stage=2,
+            tensor=2,
+            microbatches=4,
+            chunks=2,
+            sequence=True,
+            schedule="zero_bubble_lockstep",
+        ),
     ),
-    "1F1B per stage": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="one_f_one_b")),
-    "chunks per stage": (16, Layout(stage=2, tensor=4, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble")),
-    "zero bubble per stage": (16, Layout(data=2, stage=4, microbatches=4, zero=2, schedule="zero_bubble")),
-    "sends split over tensor": (16, Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True)),
+    "1F1B per stage": (
+        16,
+        Layout(data=2, stage=2, tensor=2, microbatches=4, schedule="one_f_one_b"),
+    ),
+    "chunks per stage": (
+        16,
+        Layout(stage=2, tensor=4, microbatches=4, chunks=2, sequence=True, schedule="zero_bubble"),
+    ),
+    "zero bubble per stage": (
+        16,
+        Layout(data=2, stage=4, microbatches=4, zero=2, schedule="zero_bubble"),
+    ),
+    "sends split over tensor": (
+        16,
+        Layout(data=2, stage=2, tensor=2, microbatches=4, zero=1, split_sends=True),
+    ),
     "context": (16, Layout(data=2, context=2, tensor=2, zero=1)),
     "context, blocks again": (8, Layout(context=4, remat="block", microbatches=2)),
     "context in stages": (16, Layout(data=2, context=2, stage=2, microbatches=4, zero=3)),
-    "sends split in chunks": (16, Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True)),
+    "sends split in chunks": (
+        16,
+        Layout(stage=2, tensor=2, microbatches=8, chunks=2, remat="stage", split_sends=True),
+    ),
 }
 
 
@@ -142,21 +193,35 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
     movers = {name: ALGORITHMS[algorithm](name) for name, algorithm in named}
     world = mesh.abstract(**layout.axes)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        options = {"batch": batch, "key": jax.random.key(0), "compute": decoder.Compute(axes=movers)}
+        options = {
+            "batch": batch,
+            "key": jax.random.key(0),
+            "compute": decoder.Compute(axes=movers),
+        }
         prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, **options)
         windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
-        traced = plan.trace(prepared.train, (prepared.shapes, windows), world, platform="cpu").messages
+        traced = plan.trace(
+            prepared.train, (prepared.shapes, windows), world, platform="cpu"
+        ).messages
     terms = [term for term in traffic.terms(TINY, layout, batch, axes=movers) if term.axes]
     # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts all.
     unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()
     for axes in {term.axes for term in terms} | {message.axes for message in traced}:
         if axes and not unclear & set(axes):
             here = [term for term in terms if term.axes == axes]
-            found = [(times, message.bytes) for message, times in traced.items() if message.axes == axes]
-            assert sum(term.times * term.cost.messages for term in here) == sum(times for times, _ in found), axes
-            assert sum(term.sent for term in here) == sum(times * nbytes for times, nbytes in found), axes
+            found = [
+                (times, message.bytes) for message, times in traced.items() if message.axes == axes
+            ]
+            assert sum(term.times * term.cost.messages for term in here) == sum(
+                times for times, _ in found
+            ), axes
+            assert sum(term.sent for term in here) == sum(
+                times * nbytes for times, nbytes in found
+            ), axes
             if all(movers.get(name, ring(name)).mover in (ring, halving) for name in axes):
-                assert sum(term.times * term.cost.chain for term in here) == sum(times for times, _ in found), axes
+                assert sum(term.times * term.cost.chain for term in here) == sum(
+                    times for times, _ in found
+                ), axes
 
 
 @pytest.mark.sweep(4)
@@ -174,7 +239,9 @@ def test_state_is_that_of_the_prepared_step():
     """Over every kind of split, with an optimizer of one moment and with weights that some replicas cannot split."""
     config = dataclasses.replace(TINY, width=48, heads=4)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    held = lambda tree: sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    held = lambda tree: sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
     for layout in (
         Layout(data=8, zero=1),
         Layout(data=4, tensor=2, zero=3),
@@ -182,9 +249,13 @@ def test_state_is_that_of_the_prepared_step():
         Layout(data=2, stage=4, microbatches=2, zero=3, precision="float16"),
     ):
         world = mesh.make(**layout.axes)
-        prepared = decoder.train_step(gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0))
+        prepared = decoder.train_step(
+            gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0)
+        )
         assert arguments.parameter_bytes(config, layout) == held(prepared.shapes.model)
-        assert arguments.optimizer_bytes(config, layout, optimizer) == held(prepared.shapes.optimizer)
+        assert arguments.optimizer_bytes(config, layout, optimizer) == held(
+            prepared.shapes.optimizer
+        )
         rest = held(prepared.shapes.step) + held(prepared.shapes.scale)
         assert arguments.batch_bytes(config, layout, 8) == 4 * 8 // layout.data * 65 + rest
 
@@ -192,7 +263,9 @@ def test_state_is_that_of_the_prepared_step():
 def residuals(layout, dtype):
     """Bytes that JAX's derivative keeps of each layer, beside the weights: stacked over the layers of the loop."""
     b, L, kept = 5, 3, []
-    config = gpt2.Config(layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8)
+    config = gpt2.Config(
+        layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8
+    )
     world = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
     rule, _ = recipe.rules_of(gpt2.FAMILY, layout)
@@ -208,7 +281,9 @@ def residuals(layout, dtype):
         def run(blocks, x):
             return stage(eqx.tree_at(gpt2.FAMILY.where, model, blocks), x, batch, 0).x
 
-        kept.extend(leaf for leaf in jax.tree.leaves(jax.vjp(run, blocks, x)[1]) if leaf.shape[:2] == (L, b))
+        kept.extend(
+            leaf for leaf in jax.tree.leaves(jax.vjp(run, blocks, x)[1]) if leaf.shape[:2] == (L, b)
+        )
         return jnp.zeros(())
 
     x = jax.ShapeDtypeStruct((b * layout.data, 40, 48), dtype)
@@ -222,8 +297,15 @@ def residuals(layout, dtype):
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(tensor=t, remat=remat) for t in (1, 4) for remat in ("none", "attention", "products", "block")),
-        *(Layout(tensor=4, sequence=True, remat=remat) for remat in ("none", "gathers", "attention", "products", "block")),
+        *(
+            Layout(tensor=t, remat=remat)
+            for t in (1, 4)
+            for remat in ("none", "attention", "products", "block")
+        ),
+        *(
+            Layout(tensor=4, sequence=True, remat=remat)
+            for remat in ("none", "gathers", "attention", "products", "block")
+        ),
         *(
             Layout(data=2, tensor=2, zero=3, sequence=s, remat=r)
             for s in (False, True)
@@ -249,18 +331,25 @@ def test_what_waits_is_what_the_pipeline_holds():
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test_zero_3_has_two_gathered_layers_at_a_time(layers):
-    config, layout = gpt2.Config(layers=layers, heads=2, width=32, context=8), Layout(data=2, zero=3)
+    config, layout = (
+        gpt2.Config(layers=layers, heads=2, width=32, context=8),
+        Layout(data=2, zero=3),
+    )
     blocks = 4 * sum(leaf.elements for leaf in arguments.leaves(config, layout) if leaf.block)
     assert temporaries.temporary(config, layout, batch=2).gathered == blocks * min(1, 2 / layers)
 
 
 BODY = gpt2.Config(layers=8, heads=2, width=32, context=16)
-ONCE = compilers.IN_PLACE._replace(scores=0.0, block=((0.0, 0.0),) * 3, slots=0.0)  # what is held but for cotangents
+ONCE = compilers.IN_PLACE._replace(
+    scores=0.0, block=((0.0, 0.0),) * 3, slots=0.0
+)  # what is held but for cotangents
 
 
 def block(layout, **constants):
     """The bytes of a layer's backward pass, of a compiler that needs nothing but `constants` say, and of no residual twice."""
-    return temporaries.temporary(BODY, Layout.parse(layout), 16, compiler=ONCE._replace(**constants)).block
+    return temporaries.temporary(
+        BODY, Layout.parse(layout), 16, compiler=ONCE._replace(**constants)
+    ).block
 
 
 @pytest.mark.parametrize(
@@ -303,7 +392,11 @@ def test_the_last_tick_has_its_place_early_where_it_is_no_loop(stages, early):
 )
 def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
     """One layer a stage, or two that the loop's body would hold: nothing is stacked, and nothing waits beside a backward pass."""
-    kept = BODY.layers // Layout.parse(layout).stage * temporaries.everything(BODY, Layout.parse(layout), 16)
+    kept = (
+        BODY.layers
+        // Layout.parse(layout).stage
+        * temporaries.everything(BODY, Layout.parse(layout), 16)
+    )
     ordinary = {"scores": compilers.XLA_H100.scores, "block": compilers.XLA_H100.block}
     assert block(layout, **ordinary, apart=(1.0, 2.0), early=1.0) == kept
 
@@ -351,16 +444,25 @@ def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
 
 def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
     layout = Layout(stage=4, microbatches=8, schedule="one_f_one_b", precision="bfloat16")
-    step = lambda **other: plan.plan(gpt2.SMALL, dataclasses.replace(layout, **other), hardware.A100, batch=8)
+    step = lambda **other: plan.plan(
+        gpt2.SMALL, dataclasses.replace(layout, **other), hardware.A100, batch=8
+    )
     turns, together = step(), step(schedule="one_f_one_b_lockstep")
     assert turns.bubble == pytest.approx(6 / 30)
     assert turns.work.device < together.work.device  # no stage works on garbage
-    assert turns.memory.temporary.kept < 5 / 7 * together.memory.temporary.kept  # 4 slots for 7, and one of what I hands on
+    assert (
+        turns.memory.temporary.kept < 5 / 7 * together.memory.temporary.kept
+    )  # 4 slots for 7, and one of what I hands on
     # I takes longer than W, and is the dearest job in more than M of the ticks.
-    size, waited = traffic.sizes(gpt2.SMALL, layout, 8), planned.waited(gpt2.SMALL, layout, 8, hardware.A100)
+    size, waited = (
+        traffic.sizes(gpt2.SMALL, layout, 8),
+        planned.waited(gpt2.SMALL, layout, 8, hardware.A100),
+    )
     assert size.backward == 8 < waited.backward
     assert waited.forward + waited.backward + waited.weights == 30
-    with pytest.raises(ValueError, match="computes or gathers again in the ticks of the input's gradient"):
+    with pytest.raises(
+        ValueError, match="computes or gathers again in the ticks of the input's gradient"
+    ):
         step(remat="block")
 
 
@@ -368,11 +470,17 @@ def test_the_collectives_of_lax_have_a_price():
     """As many bytes as the compiled program's results have, in the time of halving."""
     layout, lax = Layout(data=2, tensor=2, zero=1), {"data": "data", "tensor": "tensor"}
     halved = {name: halving(name) for name in lax}
-    moved, halved = (plan.plan(TINY, layout, hardware.A100, batch=8, axes=axes) for axes in (lax, halved))
+    moved, halved = (
+        plan.plan(TINY, layout, hardware.A100, batch=8, axes=axes) for axes in (lax, halved)
+    )
     assert moved.seconds == halved.seconds
     sent = lambda plan, what: sum(term.sent for term in plan.traffic if term.what == what)
-    assert sent(moved, "activations in layers") == sent(halved, "activations in layers")  # of two devices: 2 (n - 1)/n is 1
-    assert sent(moved, "parameters gathered") == 2 * sent(halved, "parameters gathered")  # the own part is in the result
+    assert sent(moved, "activations in layers") == sent(
+        halved, "activations in layers"
+    )  # of two devices: 2 (n - 1)/n is 1
+    assert sent(moved, "parameters gathered") == 2 * sent(
+        halved, "parameters gathered"
+    )  # the own part is in the result
 
 
 def test_search_chooses_among_schedules():
@@ -389,7 +497,10 @@ def test_search_chooses_among_schedules():
 
 def test_the_collectives_may_be_others():
     layout = Layout(data=8)
-    plans = [plan.plan(TINY, layout, hardware.A100, batch=8, axes={"data": mover("data")}) for mover in (ring, halving)]
+    plans = [
+        plan.plan(TINY, layout, hardware.A100, batch=8, axes={"data": mover("data")})
+        for mover in (ring, halving)
+    ]
     assert plans[0].sent == plans[1].sent  # as many bytes
     assert plans[0].seconds.messages > plans[1].seconds.messages  # in more hops
 
@@ -400,28 +511,44 @@ def test_operations_are_those_of_the_papers():
     s, h = c.context, c.width
     papers = 72 * batch * c.layers * s * h * h * (1 + s / (6 * h) + c.rows / (12 * h * c.layers))
     assert planned.model_flops(c, batch) == pytest.approx(papers, rel=1e-12)
-    for layout in (Layout(), Layout(data=4, tensor=2), Layout(tensor=4, microbatches=2, sequence=True)):
-        assert planned.device_flops(c, layout, batch) * layout.devices == pytest.approx(papers, rel=1e-12)
+    for layout in (
+        Layout(),
+        Layout(data=4, tensor=2),
+        Layout(tensor=4, microbatches=2, sequence=True),
+    ):
+        assert planned.device_flops(c, layout, batch) * layout.devices == pytest.approx(
+            papers, rel=1e-12
+        )
     head = 6 * batch * s * h * c.rows
     again = planned.device_flops(c, Layout(remat="block"), batch)
     assert again - head == pytest.approx((papers - head) * 4 / 3, rel=1e-12)
     idle = planned.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
     assert idle - head == pytest.approx((papers - head) * 11 / 8, rel=1e-12)
-    assert plan.plan(c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch).bubble == pytest.approx(3 / 11)
+    assert plan.plan(
+        c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch
+    ).bubble == pytest.approx(3 / 11)
     apart = Layout(
         stage=4, microbatches=8, schedule="zero_bubble_lockstep"
     )  # of the products of weights 8 / 11 less, a third of them
     products = 72 * batch * c.layers * s * h * h
-    assert planned.device_flops(c, apart, batch) * 4 == pytest.approx(idle + head - head - products / 3 * 3 / 8, rel=1e-12)
+    assert planned.device_flops(c, apart, batch) * 4 == pytest.approx(
+        idle + head - head - products / 3 * 3 / 8, rel=1e-12
+    )
     assert plan.plan(c, apart, hardware.A100, batch=batch).bubble == pytest.approx(6 / 30)
-    with pytest.raises(ValueError, match="computes or gathers again in the ticks of the input's gradient"):
+    with pytest.raises(
+        ValueError, match="computes or gathers again in the ticks of the input's gradient"
+    ):
         planned.check(c, dataclasses.replace(apart, remat="block"), batch)
 
 
 def test_what_is_computed_again_is_read_and_written_again():
     """A block's forward pass, its backward pass, and, with `remat="block"`, its forward pass once more."""
-    planned_of = lambda remat: plan.plan(gpt2.SMALL, Layout(data=4, remat=remat), hardware.TPU_V5E, batch=8)
-    assert planned_of("block").seconds.passes == pytest.approx(1.5 * planned_of("none").seconds.passes, rel=1e-12)
+    planned_of = lambda remat: plan.plan(
+        gpt2.SMALL, Layout(data=4, remat=remat), hardware.TPU_V5E, batch=8
+    )
+    assert planned_of("block").seconds.passes == pytest.approx(
+        1.5 * planned_of("none").seconds.passes, rel=1e-12
+    )
 
 
 def test_links_are_slow_where_a_group_leaves_its_machine():
@@ -432,18 +559,28 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
     assert hardware.A100.link(8) == hardware.A100.fast
     assert hardware.A100.link(9) == hardware.A100.slow
     assert hardware.named("TPU v5p") is hardware.TPU_V5P
-    with pytest.raises(ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Take one, or"):
+    with pytest.raises(
+        ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Take one, or"
+    ):
         hardware.named("b100")
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused():
-    with pytest.raises(ValueError, match=r"heads \(heads=16\) must divide by tensor=3. Take tensor=2, which divides it"):
+    with pytest.raises(
+        ValueError,
+        match=r"heads \(heads=16\) must divide by tensor=3. Take tensor=2, which divides it",
+    ):
         plan.plan(gpt2.MEDIUM, Layout(tensor=3), hardware.A100, batch=8)
 
 
 def test_the_table_has_every_number():
     text = str(plan.plan(gpt2.LARGE, Layout(data=8, tensor=4, zero=1), hardware.A100, batch=64))
-    for said in ("774,030,080 parameters, 32 x A100", "activations kept", "of                       80 GB", "s a step"):
+    for said in (
+        "774,030,080 parameters, 32 x A100",
+        "activations kept",
+        "of                       80 GB",
+        "s a step",
+    ):
         assert said in text
 
 
@@ -454,13 +591,20 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
     model = gpt2.SMALL
     found = layouts.search(model, 4, hardware.TPU_V5E, batch=64, sequences=(1, 16))
     assert [one.seconds.total for one in found] == sorted(one.seconds.total for one in found)
-    assert {(one.layout.tensor, one.layout.sequence) for one in found} == {(1, False), (2, True), (4, True)}
+    assert {(one.layout.tensor, one.layout.sequence) for one in found} == {
+        (1, False),
+        (2, True),
+        (4, True),
+    }
     for one in found:
         assert one.fits
         assert one.layout.devices == 4
         plan.check(model, one.layout, 64, 4)
     for one, other in itertools.permutations([one.layout for one in found], 2):
-        if dataclasses.replace(other, zero=one.zero, remat=one.remat) == one and one.zero < other.zero:
+        if (
+            dataclasses.replace(other, zero=one.zero, remat=one.remat) == one
+            and one.zero < other.zero
+        ):
             assert CHOICES["remat"].index(other.remat) < CHOICES["remat"].index(one.remat)
     assert "layout" in layouts.table(found, 3)
     assert len(layouts.table(found, 3).splitlines()) == 4
@@ -469,12 +613,18 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
 def test_what_cannot_be_found_is_told():
     with pytest.raises(ValueError, match="there is none"):
         layouts.search(gpt2.SMALL, 7, hardware.A100, batch=8)
-    with pytest.raises(ValueError, match=r"needs precision to be one of full, bfloat16, float16; got 'bf16'\. Take"):
+    with pytest.raises(
+        ValueError, match=r"needs precision to be one of full, bfloat16, float16; got 'bf16'\. Take"
+    ):
         layouts.search(gpt2.SMALL, 8, hardware.A100, batch=8, precision="bf16")
-    with pytest.raises(ValueError, match=r"^search needs 1 device and a batch of 1 or more; got devices=0 and batch=8\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^search needs 1 device and a batch of 1 or more; got devices=0 and batch=8\.$",
+    ):
         layouts.search(gpt2.SMALL, 0, hardware.A100, batch=8)
     with pytest.raises(
-        ValueError, match=r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more devices"
+        ValueError,
+        match=r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more devices",
     ):
         layouts.search(estimates.GPT3, 2, hardware.V100, batch=8)
 
@@ -486,14 +636,20 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert one.fits
     memory = lambda size: dataclasses.replace(hardware.V100, memory=size)
     assert layouts.largest_batch(estimates.GPT_300M, layout, memory(one.memory.peak)) == batch
-    assert layouts.largest_batch(estimates.GPT_300M, layout, memory(one.memory.peak - 1)) < batch  # the batch's bytes count
+    assert (
+        layouts.largest_batch(estimates.GPT_300M, layout, memory(one.memory.peak - 1)) < batch
+    )  # the batch's bytes count
     assert not plan.plan(estimates.GPT_300M, layout, hardware.V100, batch=batch + 8).fits
     assert layouts.largest_batch(estimates.GPT3, layout, hardware.V100) == 0
 
 
 def test_the_published_sums_are_reproduced():
     gpt3, small = estimates.gpt3_on_64(), estimates.gpt_300m_on_8()
-    for said in ("16 x 173.9e9 / 64 = 43.5 GB", "4.25 bytes    13.3 GB", "51.4% of peak"):  # 2205.05198, table 5
+    for said in (
+        "16 x 173.9e9 / 64 = 43.5 GB",
+        "4.25 bytes    13.3 GB",
+        "51.4% of peak",
+    ):  # 2205.05198, table 5
         assert said in gpt3
     for said in ("= 4.83 GB of state", "9 sequences a device, 72 in all", "remat products"):
         assert said in small
@@ -508,9 +664,17 @@ def test_planning_touches_no_device():
         "assert found[0].layout.devices == 4096 and found[0].fits\n"
         "assert 'of peak' in str(found[0])\n"
     )
-    environment = os.environ | {"JAX_PLATFORMS": "none_such", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "none_such",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
 
@@ -525,5 +689,8 @@ def test_measured_hardware_is_a_record_like_the_others():
 
 def test_the_sizes_of_another_model_are_refused():
     """They would be taken for a GPT-2's: their names are the same."""
-    with pytest.raises(ValueError, match=r"plan knows .* of a GPT-2 alone.*; got a Config of parallax\.models\.llama\.sizes"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan knows .* of a GPT-2 alone.*; got a Config of parallax\.models\.llama\.sizes",
+    ):
         planned.known(llama.B8)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from parallax.plan import faults
 
-LLAMA_3 = faults.mean_time(419 / (16_384 * 54 / 365.25), 16_384)  # 419 interruptions in 54 days on 16,384 devices
+LLAMA_3 = faults.mean_time(
+    419 / (16_384 * 54 / 365.25), 16_384
+)  # 419 interruptions in 54 days on 16,384 devices
 
 
 def test_llama_3():
@@ -18,7 +20,9 @@ def test_llama_3():
     found = faults.plan(LLAMA_3, save=20.0, restart=600.0)
     assert found.young == pytest.approx(math.sqrt(2 * 20 * LLAMA_3))
     assert 0.05 < found.lost < 0.15
-    assert found.lost == pytest.approx(1 - 1 / faults.wall(LLAMA_3, found.interval, save=20.0, restart=600.0))
+    assert found.lost == pytest.approx(
+        1 - 1 / faults.wall(LLAMA_3, found.interval, save=20.0, restart=600.0)
+    )
     assert "a failure every 3.09 h" in str(found)
 
 
@@ -64,7 +68,10 @@ def test_refusals_and_a_device_that_never_fails():
 
 @pytest.mark.parametrize(("rate", "devices"), [(1e300, 8), (1e9, 1), (1e305, 1000)])
 def test_a_rate_at_which_no_run_gets_on_is_refused(rate, devices):
-    with pytest.raises(ValueError, match=r"plan\.faults: a failure comes in every .* so no run gets on\. Check the rate"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan\.faults: a failure comes in every .* so no run gets on\. Check the rate",
+    ):
         faults.plan(faults.mean_time(rate, devices), save=20.0, restart=600.0)
     with pytest.raises(ValueError, match=r"so no run gets on"):
         faults.plan(faults.mean_time(rate, devices), save=20.0, restart=0.0)

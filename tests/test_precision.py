@@ -24,7 +24,10 @@ DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+
 CASES = {  # XLA's CPU backend has no float16 for jax.nn's attention
     "bfloat16": ("bfloat16", gpt2.attention),
     "float16": ("float16", gpt2.attention),
-    "bfloat16, jax.nn": ("bfloat16", functools.partial(jax.nn.dot_product_attention, is_causal=True)),
+    "bfloat16, jax.nn": (
+        "bfloat16",
+        functools.partial(jax.nn.dot_product_attention, is_causal=True),
+    ),
 }
 
 
@@ -43,7 +46,11 @@ def assert_no_wide_product(lowered, dtype):
 
 
 def windows(batch=4):
-    return np.random.default_rng(0).integers(0, CONFIG.vocabulary, (batch, CONFIG.context + 1)).astype(np.int32)
+    return (
+        np.random.default_rng(0)
+        .integers(0, CONFIG.vocabulary, (batch, CONFIG.context + 1))
+        .astype(np.int32)
+    )
 
 
 def model():
@@ -66,8 +73,13 @@ def test_gpt2_multiplies_narrow_numbers_alone(case):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_exponentials_and_roots_are_wide(dtype):
     """Those of softmax, norms and the loss."""
-    forward = jax.jit(lambda model, batch: gpt2.loss(precision.cast(model, jnp.dtype(dtype)), batch))
-    types = re.findall(r"stablehlo\.(?:exponential|rsqrt|log) .*tensor<(?:\d+x)*(\w+)>", forward.lower(*shapes()).as_text())
+    forward = jax.jit(
+        lambda model, batch: gpt2.loss(precision.cast(model, jnp.dtype(dtype)), batch)
+    )
+    types = re.findall(
+        r"stablehlo\.(?:exponential|rsqrt|log) .*tensor<(?:\d+x)*(\w+)>",
+        forward.lower(*shapes()).as_text(),
+    )
     assert len(types) >= 5
     assert set(types) == {"f32"}
 
@@ -75,24 +87,33 @@ def test_exponentials_and_roots_are_wide(dtype):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_its_gradients_do_too(dtype):
-    grad = precision.mixed(grads.accumulated(jax.value_and_grad(gpt2.loss), microbatches=2), jnp.dtype(dtype))
+    grad = precision.mixed(
+        grads.accumulated(jax.value_and_grad(gpt2.loss), microbatches=2), jnp.dtype(dtype)
+    )
     assert_no_wide_product(jax.jit(grad).lower(*shapes()), NARROW[dtype])
 
 
 def test_the_check_sees_a_wide_product():
-    wide = jax.jit(lambda x: x.astype(jnp.float32) @ x.astype(jnp.float32).T).lower(jnp.ones((2, 3), jnp.bfloat16))
+    wide = jax.jit(lambda x: x.astype(jnp.float32) @ x.astype(jnp.float32).T).lower(
+        jnp.ones((2, 3), jnp.bfloat16)
+    )
     with pytest.raises(AssertionError):
         assert_no_wide_product(wide, "bf16")
 
 
 def test_parameters_are_cast_once_a_step():
     """Outside the loop over microbatches: its body holds no conversion of a weight's shape."""
-    grad = precision.mixed(grads.accumulated(jax.value_and_grad(lambda w, x: jnp.mean(x @ w)), microbatches=4), jnp.bfloat16)
+    grad = precision.mixed(
+        grads.accumulated(jax.value_and_grad(lambda w, x: jnp.mean(x @ w)), microbatches=4),
+        jnp.bfloat16,
+    )
     jaxpr = jax.make_jaxpr(grad)(jnp.ones((5, 7)), jnp.ones((8, 5), jnp.bfloat16))
     (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     before = jaxpr.eqns[: jaxpr.eqns.index(loop)]
     to_narrow = lambda equations: [
-        e for e in equations if e.primitive.name == "convert_element_type" and str(e.outvars[0].aval) == "bfloat16[5,7]"
+        e
+        for e in equations
+        if e.primitive.name == "convert_element_type" and str(e.outvars[0].aval) == "bfloat16[5,7]"
     ]
     assert len(to_narrow(before)) == 1
     assert not to_narrow(loop.params["jaxpr"].eqns)
@@ -100,7 +121,11 @@ def test_parameters_are_cast_once_a_step():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_mixed_casts_in_and_back(dtype):
-    params = {"w": jnp.arange(3.0, dtype=jnp.float32), "count": jnp.ones((), jnp.int32), "name": "a name"}
+    params = {
+        "w": jnp.arange(3.0, dtype=jnp.float32),
+        "count": jnp.ones((), jnp.int32),
+        "name": "a name",
+    }
 
     def grad(params, batch):
         assert params["w"].dtype == dtype
@@ -124,7 +149,10 @@ def test_sums_are_wide_to_the_end():
 
 def test_mixed_gradients_are_near_the_wide_ones():
     draw = np.random.default_rng(0).normal
-    params = {"up": jnp.asarray(draw(size=(16, 64)) / 4, jnp.float32), "down": jnp.asarray(draw(size=(64, 16)) / 8, jnp.float32)}
+    params = {
+        "up": jnp.asarray(draw(size=(16, 64)) / 4, jnp.float32),
+        "down": jnp.asarray(draw(size=(64, 16)) / 8, jnp.float32),
+    }
     x = jnp.asarray(draw(size=(32, 16)), jnp.float32)
 
     def loss(params, x):
@@ -132,11 +160,18 @@ def test_mixed_gradients_are_near_the_wide_ones():
         return jnp.mean(jnp.square(y.astype(jnp.float32) - x))
 
     grad = jax.value_and_grad(loss)
-    (value, gradients), (right, expected) = precision.mixed(grad, jnp.bfloat16)(params, x), grad(params, x)
+    (value, gradients), (right, expected) = (
+        precision.mixed(grad, jnp.bfloat16)(params, x),
+        grad(params, x),
+    )
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     np.testing.assert_allclose(value, right, rtol=eps)
-    for name in params:  # each number on the way is rounded to 8 bits about five times, with random signs
-        assert jnp.linalg.norm(gradients[name] - expected[name]) < 2 * eps * jnp.linalg.norm(expected[name])
+    for (
+        name
+    ) in params:  # each number on the way is rounded to 8 bits about five times, with random signs
+        assert jnp.linalg.norm(gradients[name] - expected[name]) < 2 * eps * jnp.linalg.norm(
+            expected[name]
+        )
 
 
 POWERS = st.integers(0, 20).map(lambda k: 2.0**k)
@@ -147,7 +182,11 @@ POWERS = st.integers(0, 20).map(lambda k: 2.0**k)
 @given(scale=POWERS, x=st.floats(-4, 4, width=32))
 def test_scaled_then_unscaled_is_the_same_bits(scale, x):
     loss = lambda w, batch: jnp.sum(jnp.sin(w) * batch)
-    w, batch, scale = jnp.asarray([x, 1.0], jnp.float32), jnp.asarray(3.0, jnp.float32), jnp.asarray(scale, jnp.float32)
+    w, batch, scale = (
+        jnp.asarray([x, 1.0], jnp.float32),
+        jnp.asarray(3.0, jnp.float32),
+        jnp.asarray(scale, jnp.float32),
+    )
     grad = precision.unscaled(jax.value_and_grad(precision.scaled(loss, scale)), scale)
     jax.tree.map(np.testing.assert_array_equal, grad(w, batch), jax.value_and_grad(loss)(w, batch))
 
@@ -155,13 +194,22 @@ def test_scaled_then_unscaled_is_the_same_bits(scale, x):
 @pytest.mark.bits
 def test_a_pipeline_takes_a_scaled_head():
     """Its scale is a traced number, as in a step's state; scaled by a power of two, the gradients have the same bits."""
-    params, x = Stages(jnp.full((3, 3), 0.5), jnp.linspace(-1.0, 1.0, 18).reshape(1, 2, 3, 3)), jnp.linspace(0.0, 1.0, 12)
+    params, x = (
+        Stages(jnp.full((3, 3), 0.5), jnp.linspace(-1.0, 1.0, 18).reshape(1, 2, 3, 3)),
+        jnp.linspace(0.0, 1.0, 12),
+    )
     head = lambda params, x, part: jnp.mean(jnp.cos(x @ params.table))
-    enter, stage = lambda params, part: part, lambda params, x, part, position: jnp.tanh(x @ params.blocks[0])
+    enter, stage = (
+        lambda params, part: part,
+        lambda params, x, part, position: jnp.tanh(x @ params.blocks[0]),
+    )
 
     def grad_of(scale):
         table = schedule.one_f_one_b_lockstep(2, 2)
-        return precision.unscaled(pipeline.value_and_grad(enter, stage, precision.scaled(head, scale), table, "stage"), scale)
+        return precision.unscaled(
+            pipeline.value_and_grad(enter, stage, precision.scaled(head, scale), table, "stage"),
+            scale,
+        )
 
     specs, world = Stages(P(), P(None, "stage")), mesh.make(stage=2, devices=jax.devices()[:2])
     run = jax.jit(
@@ -172,7 +220,10 @@ def test_a_pipeline_takes_a_scaled_head():
             out_specs=(P(), specs),
         )
     )
-    results = [jax.block_until_ready(run(params, x.reshape(4, 3), precision.Scale(k).value)) for k in (1.0, 2.0**15)]
+    results = [
+        jax.block_until_ready(run(params, x.reshape(4, 3), precision.Scale(k).value))
+        for k in (1.0, 2.0**15)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -196,7 +247,9 @@ def history(scale, finite, **options):
 
 
 def test_the_scale_falls_at_an_overflow_and_rises_after_an_interval():
-    scale, values = history(precision.Scale(8.0), [1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1], interval=3)
+    scale, values = history(
+        precision.Scale(8.0), [1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1], interval=3
+    )
     assert values == [8, 8, 16, 8, 8, 8, 4, 2, 2, 2, 4, 4, 4, 8]
     assert (int(scale.skipped), int(scale.good)) == (3, 0)
     assert [leaf.dtype for leaf in jax.tree.leaves(scale)] == [jnp.float32, jnp.int32, jnp.int32]
@@ -207,7 +260,9 @@ def test_its_defaults_are_those_of_torch():
     assert float(scale.value) == 2**15
     almost = precision.adjusted(precision.Scale(), jnp.asarray(True))
     assert float(almost.value) == 2**15
-    run = jax.jit(lambda s: lax.fori_loop(0, 1999, lambda _, s: precision.adjusted(s, jnp.asarray(True)), s))
+    run = jax.jit(
+        lambda s: lax.fori_loop(0, 1999, lambda _, s: precision.adjusted(s, jnp.asarray(True)), s)
+    )
     assert float(run(scale).value) == 2**15
     assert float(precision.adjusted(run(scale), jnp.asarray(True)).value) == 2**16
     assert float(precision.adjusted(run(scale), jnp.asarray(False)).value) == 2**14
@@ -235,7 +290,10 @@ def test_the_scale_settles_below_what_overflows(limit):
 
 
 def test_select_keeps_what_is_not_arrays_and_what_is_not_a_number():
-    new, old = {"w": jnp.asarray([jnp.nan, 1.0]), "f": jnp.sin}, {"w": jnp.asarray([2.0, 3.0]), "f": jnp.sin}
+    new, old = (
+        {"w": jnp.asarray([jnp.nan, 1.0]), "f": jnp.sin},
+        {"w": jnp.asarray([2.0, 3.0]), "f": jnp.sin},
+    )
     np.testing.assert_array_equal(precision.select(jnp.asarray(False), new, old)["w"], old["w"])
     np.testing.assert_array_equal(precision.select(jnp.asarray(True), new, old)["w"], new["w"])
     assert precision.select(jnp.asarray(True), new, old)["f"] is jnp.sin
@@ -262,15 +320,32 @@ def test_an_overflow_on_one_device_skips_the_step_on_all():
     rule = rules.match("w", P("tensor"))
     make_model = lambda: {"w": jnp.ones(2, jnp.float32)}
     state, specs = step.init(make_model, OPTIMIZER, rule, world, scale=precision.Scale(2.0**15))
-    run = jax.jit(mesh.spmd(float16_step, mesh=world, in_specs=(specs, P("data", "tensor")), out_specs=(specs, P())))
+    run = jax.jit(
+        mesh.spmd(
+            float16_step, mesh=world, in_specs=(specs, P("data", "tensor")), out_specs=(specs, P())
+        )
+    )
     usual, huge = np.full((8, 2), 0.5, np.float16), np.full((8, 2), 0.5, np.float16)
-    huge[5, 1] = 6e4  # of 16 numbers, which one device of eight sees: times 2^15 / 2 it is beyond float16
+    huge[5, 1] = (
+        6e4  # of 16 numbers, which one device of eight sees: times 2^15 / 2 it is beyond float16
+    )
     with jax.numpy_dtype_promotion("standard"):
         after, info = jax.block_until_ready(run(state, huge))
-        jax.tree.map(np.testing.assert_array_equal, (after.model, after.optimizer), (state.model, state.optimizer))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            (after.model, after.optimizer),
+            (state.model, state.optimizer),
+        )
         assert (float(after.scale.value), int(info.skipped), int(after.step)) == (2.0**14, 1, 1)
         then, info = jax.block_until_ready(run(after, usual))
-    assert (float(then.scale.value), int(then.scale.skipped), int(then.scale.good), int(then.step)) == (2.0**14, 1, 1, 2)
+    assert (
+        float(then.scale.value),
+        int(then.scale.skipped),
+        int(then.scale.good),
+        int(then.step),
+    ) == (2.0**14, 1, 1, 2)
     assert not info.skipped
     assert np.isfinite(float(info.loss))
-    np.testing.assert_allclose(then.model["w"], 0.9, rtol=1e-6)  # Adam's first step is its learning rate
+    np.testing.assert_allclose(
+        then.model["w"], 0.9, rtol=1e-6
+    )  # Adam's first step is its learning rate

@@ -7,7 +7,15 @@ from faults import SCRIPT, Running
 from flags import quick
 
 EXAMPLE = SCRIPT.parent.parent / "examples" / "gpt2.py"
-SMALL = ["--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=6", "--evaluate-every=3", "--evaluate-tokens=512"]
+SMALL = [
+    "--layers=2",
+    "--width=32",
+    "--heads=2",
+    "--length=16",
+    "--steps=6",
+    "--evaluate-every=3",
+    "--evaluate-tokens=512",
+]
 EXACT = 1e-11  # float64; sums in another order
 pytestmark = [pytest.mark.programs, pytest.mark.long]
 
@@ -24,12 +32,22 @@ def train(tmp_path_factory):
             patch.setenv("JAX_ENABLE_X64", "1")
             patch.setenv("JAX_PLATFORMS", "cpu")
             job = Running(
-                folder, *options, processes=processes, cache=folder / "cache", program=EXAMPLE, flags=quick(), **launcher
+                folder,
+                *options,
+                processes=processes,
+                cache=folder / "cache",
+                program=EXAMPLE,
+                flags=quick(),
+                **launcher,
             )
         with job:
             code, printed = job.wait(), job.printed()
         path = folder / "out" / "metrics.jsonl"
-        return code, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], printed
+        return (
+            code,
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [],
+            printed,
+        )
 
     return train
 
@@ -50,7 +68,9 @@ def test_four_processes_tell_of_themselves_once(four_processes):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "layout", [["--devices=8"], ["--devices=1", "--microbatches=2"]], ids=["one process, eight devices", "one device"]
+    "layout",
+    [["--devices=8"], ["--devices=1", "--microbatches=2"]],
+    ids=["one process, eight devices", "one device"],
 )
 def test_four_processes_compute_what_one_does(four_processes, train, layout):
     code, records, printed = train(1, *layout)
@@ -63,5 +83,10 @@ def test_four_processes_compute_what_one_does(four_processes, train, layout):
 def test_a_mistake_is_told_once(train):
     code, _, printed = train(4, "--layers=3")
     assert code == 2
-    assert printed.count("error: Layout: the model's layers (--layers 3) must divide by --stage 2 x --chunks 1.") == 1
+    assert (
+        printed.count(
+            "error: Layout: the model's layers (--layers 3) must divide by --stage 2 x --chunks 1."
+        )
+        == 1
+    )
     assert "Traceback" not in printed

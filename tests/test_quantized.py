@@ -32,7 +32,11 @@ def spmd(n, f, out_specs=STACKED):
 
     def local(tree):
         result = f(jax.tree.map(lambda leaf: leaf[0], tree))
-        return jax.tree.map(lambda leaf: varying(leaf, "x")[None], result) if out_specs == STACKED else result
+        return (
+            jax.tree.map(lambda leaf: varying(leaf, "x")[None], result)
+            if out_specs == STACKED
+            else result
+        )
 
     world = mesh.make(x=n, devices=jax.devices()[:n])
     return jax.jit(mesh.spmd(local, mesh=world, in_specs=(P("x"),), out_specs=out_specs))
@@ -43,7 +47,9 @@ def floats(dtype):
     largest = float(jnp.finfo(dtype).max) / 8
     width = jnp.finfo(dtype).bits
     ordinary = st.floats(-10, 10, width=width, allow_subnormal=False)
-    return ordinary | st.floats(-largest, largest, width=width, allow_subnormal=False) | st.just(0.0)
+    return (
+        ordinary | st.floats(-largest, largest, width=width, allow_subnormal=False) | st.just(0.0)
+    )
 
 
 # One device: numbers and their messages
@@ -54,18 +60,25 @@ SIZES, BLOCK_SIZES = (1, 31, 33, 70), (1, 8, 32)
 @functools.cache
 def there_and_back(size, dtype, block_size):
     send = lambda x: int8.quantize(x, block_size)
-    return jax.jit(lambda x: (send(x), int8.dequantize(send(x), size, jnp.dtype(dtype), block_size)))
+    return jax.jit(
+        lambda x: (send(x), int8.dequantize(send(x), size, jnp.dtype(dtype), block_size))
+    )
 
 
 def peaks(x, block_size):
     """The largest magnitude in the block of each number in the last dim."""
     parts = [x[..., i : i + block_size] for i in range(0, x.shape[-1], block_size)]
-    return np.concatenate([np.broadcast_to(abs(part).max(-1, keepdims=True), part.shape) for part in parts], -1)
+    return np.concatenate(
+        [np.broadcast_to(abs(part).max(-1, keepdims=True), part.shape) for part in parts], -1
+    )
 
 
 @settings(max_examples=40)
 @given(
-    data=st.data(), dtype=st.sampled_from(["float32", "float64"]), size=st.sampled_from(SIZES), block=st.sampled_from(BLOCK_SIZES)
+    data=st.data(),
+    dtype=st.sampled_from(["float32", "float64"]),
+    size=st.sampled_from(SIZES),
+    block=st.sampled_from(BLOCK_SIZES),
 )
 def test_a_message_is_near_its_numbers(data, dtype, size, block):
     x = data.draw(hnp.arrays(dtype, (2, size), elements=floats(dtype)))
@@ -73,7 +86,9 @@ def test_a_message_is_near_its_numbers(data, dtype, size, block):
     assert message.shape == (2, size + -(-size // block) * {"float32": 1, "float64": 2}[dtype])
     assert y.dtype == dtype
     exact = np.longdouble(x) - y
-    assert np.all(abs(exact) <= np.maximum(peaks(np.longdouble(x), block) / 127, np.finfo(dtype).tiny))
+    assert np.all(
+        abs(exact) <= np.maximum(peaks(np.longdouble(x), block) / 127, np.finfo(dtype).tiny)
+    )
     np.testing.assert_array_equal(x - y, exact)  # what is rounded away is itself a float
     np.testing.assert_array_equal(there_and_back(size, dtype, block)(y)[1], y)
     np.testing.assert_array_equal(there_and_back(size, dtype, block)(-x)[1], -y)
@@ -92,7 +107,13 @@ def test_a_block_that_is_not_finite_comes_out_as_nan(dtype, bad):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_largest_and_the_smallest_numbers_stay_finite_and_within_the_bound(dtype):
     kind = np.finfo(dtype)
-    x = np.stack([kind.max * np.linspace(-1, 1, 33, dtype=dtype), kind.tiny * np.arange(33, dtype=dtype), np.zeros(33, dtype)])
+    x = np.stack(
+        [
+            kind.max * np.linspace(-1, 1, 33, dtype=dtype),
+            kind.tiny * np.arange(33, dtype=dtype),
+            np.zeros(33, dtype),
+        ]
+    )
     y = np.asarray(there_and_back(33, dtype, 32)(x)[1])
     assert np.all(abs(y - x) <= np.maximum(peaks(x, 32) / 127, kind.tiny))
 
@@ -102,10 +123,20 @@ def test_the_largest_and_the_smallest_numbers_stay_finite_and_within_the_bound(d
 
 BLOCK = 4  # so that short arrays have several blocks, the last one not full
 OURS = {
-    name: functools.partial(getattr(quantized, name), block_size=BLOCK) for name in ("all_reduce", "all_gather", "reduce_scatter")
+    name: functools.partial(getattr(quantized, name), block_size=BLOCK)
+    for name in ("all_reduce", "all_gather", "reduce_scatter")
 }
 TWINS = {"all_reduce": lax.psum, "all_gather": lax.all_gather, "reduce_scatter": lax.psum_scatter}
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float32", "complex64", "int8", "float32")  # for n of 1, 2, ...
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "complex64",
+    "int8",
+    "float32",
+)  # for n of 1, 2, ...
 FORMS = {
     "all_reduce": lambda f, x: f(x, "x"),
     "all_gather": lambda f, x: f(x, "x", axis=1, tiled=True),
@@ -115,7 +146,10 @@ FORMS = {
 
 def called(module, tree):
     """The collectives of `module` on each leaf `[2n, 3n]`."""
-    return {name: jax.tree.map(functools.partial(form, module[name]), tree) for name, form in FORMS.items()}
+    return {
+        name: jax.tree.map(functools.partial(form, module[name]), tree)
+        for name, form in FORMS.items()
+    }
 
 
 @functools.cache
@@ -125,7 +159,10 @@ def both(n):
     def body(tree):
         ours, twins = called(OURS, tree), called(TWINS, tree)
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(twins), strict=True):
-            assert (jax.typeof(x), jax.typeof(x).mat.varying) == (jax.typeof(y), jax.typeof(y).mat.varying)
+            assert (jax.typeof(x), jax.typeof(x).mat.varying) == (
+                jax.typeof(y),
+                jax.typeof(y).mat.varying,
+            )
         return ours, twins
 
     return spmd(n, body)
@@ -148,7 +185,9 @@ def test_truth_values_and_empty_and_odd_leaves():
         "empty": np.zeros((8, 0)),
         "odd": np.ones((8, 5), np.float32),
     }
-    ours = spmd(8, lambda tree: (quantized.all_reduce(tree, "x"), ring.all_reduce(tree, "x")), out_specs=P())(tree)
+    ours = spmd(
+        8, lambda tree: (quantized.all_reduce(tree, "x"), ring.all_reduce(tree, "x")), out_specs=P()
+    )(tree)
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), *ours)
 
 
@@ -160,9 +199,9 @@ TRANSFORMED = {  # (f, x) -> what f becomes, on whole numbers
     "grad": lambda f, x: jax.grad(lambda x: energy(f(x)))(x),
     "vmap": lambda f, x: jax.vmap(f, in_axes=1, out_axes=1)(jnp.stack([x, 2 * x], 1)),
     "vmap of grad": lambda f, x: jax.vmap(jax.grad(lambda x: energy(f(x))))(jnp.stack([x, -x])),
-    "grad of scan": lambda f, x: jax.grad(lambda x: jnp.sum(lax.scan(lambda c, s: (c, f(s * x)), 0, jnp.array([1.0, -2.0]))[1]))(
-        x
-    ),
+    "grad of scan": lambda f, x: jax.grad(
+        lambda x: jnp.sum(lax.scan(lambda c, s: (c, f(s * x)), 0, jnp.array([1.0, -2.0]))[1])
+    )(x),
     "grad of checkpoint": lambda f, x: jax.grad(lambda x: energy(jax.checkpoint(f)(x)))(x),
     "jvp": lambda f, x: jax.jvp(f, (x,), (x + 1,))[1],
 }
@@ -175,7 +214,9 @@ def test_transformations(name):
     options = {} if name == "all_reduce" else {"tiled": True}
 
     def body(x):
-        rivals = [functools.partial(module[name], axis_name="x", **options) for module in (OURS, TWINS)]
+        rivals = [
+            functools.partial(module[name], axis_name="x", **options) for module in (OURS, TWINS)
+        ]
         return [[transform(f, x) for transform in TRANSFORMED.values()] for f in rivals]
 
     ours, twin = spmd(4, body)(np.random.default_rng(0).integers(-3, 4, (4, 8, 3)).astype(float))
@@ -184,10 +225,15 @@ def test_transformations(name):
 
 def test_several_axes():
     x = np.random.default_rng(0).integers(-3, 4, (4, 2, 6)).astype(float)
-    f = lambda x: (quantized.all_reduce(x[0, 0], ("b", "a")), quantized.all_gather(x, ("b", "a"), tiled=True)[:, 0])
-    reduced, gathered = jax.jit(mesh.spmd(f, mesh=mesh.make(a=4, b=2), in_specs=(P("a", "b"),), out_specs=(P(), P(("a", "b")))))(
-        x
+    f = lambda x: (
+        quantized.all_reduce(x[0, 0], ("b", "a")),
+        quantized.all_gather(x, ("b", "a"), tiled=True)[:, 0],
     )
+    reduced, gathered = jax.jit(
+        mesh.spmd(
+            f, mesh=mesh.make(a=4, b=2), in_specs=(P("a", "b"),), out_specs=(P(), P(("a", "b")))
+        )
+    )(x)
     np.testing.assert_array_equal(reduced, x.sum((0, 1)))
     np.testing.assert_array_equal(gathered.reshape(8, 8, 6)[0], x.swapaxes(0, 1).reshape(8, 6))
 
@@ -215,15 +261,22 @@ def test_bound(n, data):
     x = data.draw(hnp.arrays(dtype, (n, 6 * n), elements=floats(dtype)))
     total, part, gathered = map(np.asarray, reduced_and_gathered(n)(x))
     eps, tiny = np.finfo(dtype).eps, np.finfo(dtype).tiny
-    rounded = lambda x: np.maximum(peaks(np.longdouble(x), BLOCK) / 127, tiny) if n > 1 else np.longdouble(0)
+    rounded = lambda x: (
+        np.maximum(peaks(np.longdouble(x), BLOCK) / 127, tiny) if n > 1 else np.longdouble(0)
+    )
     wide = np.longdouble(x).reshape(n, n, 6)  # [from device, part of device, numbers]
-    others = sum((rounded(np.delete(wide, j, 0)[:, j]).sum(0) * np.eye(n)[j][:, None] for j in range(n)), np.zeros((n, 6)))
+    others = sum(
+        (rounded(np.delete(wide, j, 0)[:, j]).sum(0) * np.eye(n)[j][:, None] for j in range(n)),
+        np.zeros((n, 6)),
+    )
     allowed = others + n * (eps * (abs(wide).sum(0) + others) + tiny)  # XLA flushes sums below tiny
     assert np.all(abs(part - wide.sum(0)) <= allowed)
     assert np.all(abs(total[0].reshape(n, 6) - wide.sum(0)) <= allowed + rounded(part))
     assert np.all(abs(gathered[0] - np.longdouble(x)) <= rounded(x))
     for result in (total, gathered):
-        assert {block.tobytes() for block in result} == {result[0].tobytes()}  # the same bits on all devices
+        assert {block.tobytes() for block in result} == {
+            result[0].tobytes()
+        }  # the same bits on all devices
 
 
 @pytest.mark.sweep(8)
@@ -254,7 +307,10 @@ def feedback(x, error):
     """An all-reduce and a reduce-scatter of `[n, size]`, each with its own error; the latter of 16 bits."""
     total, errors = SMALL_BLOCKS.all_reduce({"x": x}, {"x": error["reduce"]})
     part, errors_of_part = SMALL_BLOCKS.reduce_scatter(x.astype(jnp.bfloat16), error["scatter"])
-    return (total["x"], part.astype(jnp.float32)), {"reduce": errors["x"], "scatter": errors_of_part}
+    return (total["x"], part.astype(jnp.float32)), {
+        "reduce": errors["x"],
+        "scatter": errors_of_part,
+    }
 
 
 @functools.cache
@@ -264,7 +320,9 @@ def run_with_feedback(n, size):
     def body(xs):
         start = {name: SMALL_BLOCKS.initial(xs[0]) for name in ("reduce", "scatter")}
         error, results = lax.scan(lambda error, x: feedback(x, error)[::-1], start, xs)
-        return jax.tree.map(lambda leaf: leaf.sum(0), results), jax.tree.map(lambda leaf: leaf[0], error)
+        return jax.tree.map(lambda leaf: leaf.sum(0), results), jax.tree.map(
+            lambda leaf: leaf[0], error
+        )
 
     return spmd(n, body)
 
@@ -292,11 +350,16 @@ def test_with_error_feedback_the_mean_of_the_results_converges():
             total, error = FEEDBACK.all_reduce(x, error)
             return error, total
 
-        return lax.scan(one, FEEDBACK.initial(x), None, length=T)[1].mean(0), quantized.all_reduce(x, "x")
+        return lax.scan(one, FEEDBACK.initial(x), None, length=T)[1].mean(0), quantized.all_reduce(
+            x, "x"
+        )
 
     mean, once = map(np.asarray, spmd(8, body, out_specs=P())(x))
     # each device's last error is below a/127, with a <= peak + a/127; the owner's is of the sum: together about 2 sum|x| / 127
-    bound = 2 * (abs(x).max(1).sum() + abs(exact).max()) / 127 / T + T * np.finfo(np.float32).eps * abs(exact).max()
+    bound = (
+        2 * (abs(x).max(1).sum() + abs(exact).max()) / 127 / T
+        + T * np.finfo(np.float32).eps * abs(exact).max()
+    )
     assert abs(mean - exact).max() <= bound
     assert abs(once - exact).max() > 3 * abs(mean - exact).max()
 
@@ -307,15 +370,23 @@ def test_the_error_state():
     tree = {"w": np.ones((4, 6), np.float16), "count": np.arange(3)}
     specs = {"w": P("y"), "count": P()}
     state = {"w": P("x", "y"), "count": P("x")}
-    start = jax.jit(mesh.spmd(FEEDBACK.initial, mesh=world, in_specs=(specs,), out_specs=state))(tree)
+    start = jax.jit(mesh.spmd(FEEDBACK.initial, mesh=world, in_specs=(specs,), out_specs=state))(
+        tree
+    )
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), start) == {
         "w": ((4, 4, 6), "float32"),
         "count": ((4, 3), "int64"),
     }
-    total, error = jax.jit(mesh.spmd(FEEDBACK.all_reduce, mesh=world, in_specs=(specs, state), out_specs=(specs, state)))(
-        tree, start
+    total, error = jax.jit(
+        mesh.spmd(
+            FEEDBACK.all_reduce, mesh=world, in_specs=(specs, state), out_specs=(specs, state)
+        )
+    )(tree, start)
+    jax.tree.map(
+        functools.partial(np.testing.assert_array_equal, strict=True),
+        total,
+        jax.tree.map(lambda leaf: 4 * leaf, tree),
     )
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), total, jax.tree.map(lambda leaf: 4 * leaf, tree))
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), error, start)
 
 
@@ -355,18 +426,28 @@ def test_gradients_of_gpt2_are_a_quarter_of_the_bytes():
     """All leaves of the model, the short ones too."""
     model = jax.eval_shape(lambda: gpt2.GPT2(CONFIG, key=jax.random.key(0)))
     leaves = [jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(model)]
-    ops = hlo.collectives(spmd(2, functools.partial(quantized.all_reduce, axis_name="x"), out_specs=P()), leaves)
-    assert sum(op.bytes for op in ops) <= 0.27 * sum(leaf.size // 2 * 4 for leaf in leaves)  # 2 (n - 1)/n of the bytes
+    ops = hlo.collectives(
+        spmd(2, functools.partial(quantized.all_reduce, axis_name="x"), out_specs=P()), leaves
+    )
+    assert sum(op.bytes for op in ops) <= 0.27 * sum(
+        leaf.size // 2 * 4 for leaf in leaves
+    )  # 2 (n - 1)/n of the bytes
 
 
 ERRORS = {
-    "quantized: block_size must be 1 or more; got 0. The usual size is 32.": lambda x: quantized_in(0).all_reduce(x, "x"),
+    "quantized: block_size must be 1 or more; got 0. The usual size is 32.": lambda x: quantized_in(
+        0
+    ).all_reduce(x, "x"),
     "quantized: the error of a leaf of shape (6, 8) must have the shape (1, 6, 8), as ErrorFeedback.initial makes it; got (6, 8)"
-    ". Carry it in and out of mesh.spmd with the spec P('x', *spec of the leaf).": lambda x: FEEDBACK.all_reduce(x, x),
-    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4": lambda x: quantized.reduce_scatter(
-        x, "x", tiled=True
+    ". Carry it in and out of mesh.spmd with the spec P('x', *spec of the leaf).": lambda x: (
+        FEEDBACK.all_reduce(x, x)
     ),
-    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: quantized.all_gather(x, "x", axis=2, tiled=True),
+    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4": lambda x: (
+        quantized.reduce_scatter(x, "x", tiled=True)
+    ),
+    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: (
+        quantized.all_gather(x, "x", axis=2, tiled=True)
+    ),
 }
 
 
@@ -378,9 +459,14 @@ def test_errors(message):
 
 # Training
 
-CONFIG = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)  # the example's, as is how it is trained
+CONFIG = gpt2.Config(
+    layers=4, heads=4, width=128, context=64, vocabulary=256
+)  # the example's, as is how it is trained
 STEPS, BATCH, LENGTH = 200, 16, 64
-WELL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}  # it runs for longer than it compiles
+WELL = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}  # it runs for longer than it compiles
 LAYOUTS = {"data 8": Layout(data=8), "data 4 x tensor 2": Layout(data=4, tensor=2)}
 
 
@@ -413,29 +499,43 @@ def by_the_step(layout, mover):
     layout, compute = LAYOUTS[layout], decoder.Compute(axes={"data": mover("data")}, max_norm=1.0)
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):  # optax's
-        made = decoder.train_step(gpt2.FAMILY, CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options)
+        made = decoder.train_step(
+            gpt2.FAMILY, CONFIG, optimizer(), layout, mesh.make(**layout.axes), **options
+        )
         state, train = made.init(), made.train
         return held_out(layout, trained(state, train).model)
 
 
 def by_hand(all_reduce):
     """The weights after 40 steps of SGD with momentum on `data 8`; `all_reduce` of (gradients, error) gives both anew."""
-    world, momentum = mesh.make(**LAYOUTS["data 8"].axes), functools.partial(optax.sgd, 0.05, momentum=0.9)
-    make_model = functools.partial(gpt2.GPT2, CONFIG, key=jax.random.key(0), dtype=jnp.dtype(jnp.float32))
+    world, momentum = (
+        mesh.make(**LAYOUTS["data 8"].axes),
+        functools.partial(optax.sgd, 0.05, momentum=0.9),
+    )
+    make_model = functools.partial(
+        gpt2.GPT2, CONFIG, key=jax.random.key(0), dtype=jnp.dtype(jnp.float32)
+    )
     loss = functools.partial(gpt2.loss, axis="tensor")
 
     def local(state, error, windows):
         value, gradients = jax.value_and_grad(loss)(varying(state.model, "data"), (windows, None))
         sums, error = all_reduce(gradients, error)
-        means = lax.pmean(value, "data"), jax.tree.map(lambda leaf: leaf / lax.axis_size("data"), sums)
+        means = (
+            lax.pmean(value, "data"),
+            jax.tree.map(lambda leaf: leaf / lax.axis_size("data"), sums),
+        )
         state, info = step.make(lambda *_: means, momentum())(state, windows)
         return (state, error), info
 
     with jax.numpy_dtype_promotion("standard"):  # optax's
         state, specs = step.init(make_model, momentum(), gpt2.rules(), world)
         errors = jax.tree.map(lambda spec: P("data", *spec), specs.model, is_leaf=mesh.is_spec)
-        start = mesh.spmd(ErrorFeedback("data").initial, mesh=world, in_specs=(specs.model,), out_specs=errors)
-        both = mesh.spmd(local, mesh=world, in_specs=(specs, errors, P("data")), out_specs=((specs, errors), P()))
+        start = mesh.spmd(
+            ErrorFeedback("data").initial, mesh=world, in_specs=(specs.model,), out_specs=errors
+        )
+        both = mesh.spmd(
+            local, mesh=world, in_specs=(specs, errors, P("data")), out_specs=((specs, errors), P())
+        )
         train = jax.jit(lambda states, windows: both(*states, windows))
         return trained((state, jax.jit(start)(state.model)), train, steps=40)[0].model
 
@@ -447,7 +547,9 @@ def test_gpt2_learns_as_with_exact_sums():
     exact = by_the_step("data 8", ring)
     assert exact < 2.6  # nats a byte: it has learned, from 5.5
     assert by_the_step("data 8", quantized) == pytest.approx(exact, rel=0.01)
-    assert by_the_step("data 4 x tensor 2", quantized) == pytest.approx(exact, rel=0.01)  # whose exact run is the same
+    assert by_the_step("data 4 x tensor 2", quantized) == pytest.approx(
+        exact, rel=0.01
+    )  # whose exact run is the same
 
 
 @pytest.mark.sweep(2, "quantized")

@@ -23,7 +23,9 @@ def trained(layout, grad_of=None):
     compute = decoder.Compute(dtype=FLOAT64, max_norm=0.5, grad_of=grad_of)
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):
-        made = decoder.train_step(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices, **options)
+        made = decoder.train_step(
+            gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices, **options
+        )
         state, losses = made.init(), []
         for number in range(3):
             state, info = made.train(state, windows(CONFIG, 0, number, BATCH))
@@ -69,7 +71,9 @@ def test_a_copy_with_another_order_of_the_same_sums_trains_the_same(layout):
 def test_a_copy_with_a_line_changed_does_as_it_says():
     """Gradients of half the size: with clipping off, SGD takes half the step; here the losses begin the same and then differ."""
     layout = Layout(data=2)
-    halved = copied(("    return _with_aux_by_layer(grad)", "    return _with_gradients(grad, _halved)"))
+    halved = copied(
+        ("    return _with_aux_by_layer(grad)", "    return _with_gradients(grad, _halved)")
+    )
     halved.__globals__["_halved"] = lambda gradients: jax.tree.map(lambda g: g / 2, gradients)
     devices = mesh.make(**layout.axes, devices=jax.devices()[:2])
     norms = []

@@ -46,7 +46,9 @@ def loss(model, batch, wrap=lambda block: block):
     def block(weights, x):
         return model.activation(x @ weights["w"] + weights["b"][None])
 
-    x, _ = lax.scan(lambda x, weights: (block(weights, x), None), batch * model.enter[None], model.blocks)
+    x, _ = lax.scan(
+        lambda x, weights: (block(weights, x), None), batch * model.enter[None], model.blocks
+    )
     return jnp.mean(x**model.power)
 
 
@@ -83,19 +85,29 @@ MOVERS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis
 def test_gradients_are_those_of_one_device(mover, again):
     axis = MOVERS[mover]("data")
     wrap = lambda block: again(grads.reduced_in_backward(block, axis))
-    same(eqx.filter_jit(step(axis, wrap, data=8))(Model(), BATCH), eqx.filter_value_and_grad(loss)(Model(), BATCH))
+    same(
+        eqx.filter_jit(step(axis, wrap, data=8))(Model(), BATCH),
+        eqx.filter_value_and_grad(loss)(Model(), BATCH),
+    )
 
 
 def test_over_a_tuple_of_axes_inside_another_mean():
     """Groups of replicas: each sums as its gradients are made, and the mean over groups is taken at the end."""
     axis, split = ring(("a", "b")), ("group", "a", "b")
     inner = grads.averaged(
-        eqx.filter_value_and_grad(functools.partial(loss, wrap=lambda block: grads.reduced_in_backward(block, axis))),
+        eqx.filter_value_and_grad(
+            functools.partial(loss, wrap=lambda block: grads.reduced_in_backward(block, axis))
+        ),
         axis,
         reduced=blocks,
     )
     sizes = {"group": 2, "a": 2, "b": 2}
-    outer = mesh.spmd(grads.averaged(inner, "group"), mesh=mesh.make(**sizes), in_specs=(P(), P(split)), out_specs=P())
+    outer = mesh.spmd(
+        grads.averaged(inner, "group"),
+        mesh=mesh.make(**sizes),
+        in_specs=(P(), P(split)),
+        out_specs=P(),
+    )
     same(eqx.filter_jit(outer)(Model(), BATCH), eqx.filter_value_and_grad(loss)(Model(), BATCH))
 
 
@@ -111,7 +123,9 @@ def test_one_without_the_other_changes_no_gradient(wraps):
 def on_arrays(f, model, batch):
     """The lowered program of `f(model, batch)`."""
     arrays, static = eqx.partition(model, eqx.is_array)
-    return jax.jit(lambda arrays, batch: jax.tree.leaves(f(eqx.combine(arrays, static), batch))).lower(arrays, batch)
+    return jax.jit(
+        lambda arrays, batch: jax.tree.leaves(f(eqx.combine(arrays, static), batch))
+    ).lower(arrays, batch)
 
 
 def inside_loops(lowered):
@@ -124,7 +138,13 @@ def inside_loops(lowered):
 
 def test_each_layer_is_summed_in_the_loop_and_the_rest_after_it():
     """As many bytes as at the end, where the stacked layers are summed at once."""
-    made = inside_loops(on_arrays(step("data", lambda block: grads.reduced_in_backward(block, "data"), data=8), Model(), BATCH))
+    made = inside_loops(
+        on_arrays(
+            step("data", lambda block: grads.reduced_in_backward(block, "data"), data=8),
+            Model(),
+            BATCH,
+        )
+    )
     ends = inside_loops(on_arrays(step("data", None, made=None, data=8), Model(), BATCH))
     rest = {(): 1, (WIDTH,): 1}
     assert made == {True: {(WIDTH, WIDTH): LAYERS, (WIDTH,): LAYERS}, False: rest}
@@ -134,13 +154,17 @@ def test_each_layer_is_summed_in_the_loop_and_the_rest_after_it():
 def test_sums_are_wide():
     """In bfloat16 what travels is float32."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, Model())
-    f = step("data", lambda block: grads.reduced_in_backward(block, "data"), dtype=jnp.bfloat16, data=8)
+    f = step(
+        "data", lambda block: grads.reduced_in_backward(block, "data"), dtype=jnp.bfloat16, data=8
+    )
     text = on_arrays(f, narrow, BATCH.astype(jnp.bfloat16)).as_text()
     types = re.findall(r"\}\) : \(tensor<8x8x(\w+)>\) -> tensor<8x8x\w+>", text)
     assert types == ["f32"]
 
 
-CONFIG = gpt2.Config(layers=2, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1)
+CONFIG = gpt2.Config(
+    layers=2, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1
+)
 SEQUENCES = 8
 
 
@@ -157,7 +181,12 @@ def trains_as_one_device(text, mover=ring, **compute):
         pytest.param("data=4,tensor=2", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(text, marks=pytest.mark.long)
-            for text in ["data=8,remat=block", "data=4,tensor=2,sequence=True", "data=2,context=2,tensor=2", "data=1"]
+            for text in [
+                "data=8,remat=block",
+                "data=4,tensor=2,sequence=True",
+                "data=2,context=2,tensor=2",
+                "data=1",
+            ]
         ),
     ],
 )
@@ -171,7 +200,10 @@ def test_the_recipe_trains_as_one_device(text):
         pytest.param("tensor=4,sequence=True", marks=pytest.mark.sweep(30, "steps")),
         *(
             pytest.param(text, marks=pytest.mark.long)
-            for text in ["data=2,tensor=2,sequence=True,zero=3", "stage=2,tensor=2,sequence=True,microbatches=2"]
+            for text in [
+                "data=2,tensor=2,sequence=True,zero=3",
+                "stage=2,tensor=2,sequence=True,microbatches=2",
+            ]
         ),
     ],
 )
@@ -207,7 +239,9 @@ def test_products_while_tokens_travel_gather_nothing():
         op.kind for op in hlo.parse(lowered("tensor=4,sequence=True", **compute).compile())
     )
     plain, hops = kinds(), kinds(joins=sequence.overlapping)
-    assert plain["all-gather"] - hops["all-gather"] >= 4 * CONFIG.layers  # two before columns, two after rows, backward
+    assert (
+        plain["all-gather"] - hops["all-gather"] >= 4 * CONFIG.layers
+    )  # two before columns, two after rows, backward
     assert plain["reduce-scatter"] - hops["reduce-scatter"] >= 4 * CONFIG.layers
     assert not plain["collective-permute"]
     assert hops["collective-permute"]
@@ -220,9 +254,15 @@ REFUSED = {
         {"sums": grads.reduced_in_backward},
         f"{SUMS}; got Layout(data=2,microbatches=2). Leave `sums` out",
     ),
-    "data=2,zero=1": ({"sums": grads.reduced_in_backward}, f"{SUMS}; got Layout(data=2,zero=1). Leave `sums` out"),
+    "data=2,zero=1": (
+        {"sums": grads.reduced_in_backward},
+        f"{SUMS}; got Layout(data=2,zero=1). Leave `sums` out",
+    ),
     "stage=2,microbatches=2": ({"sums": grads.reduced_in_backward}, SUMS),
-    "tensor=2": ({"joins": sequence.overlapping}, "decoder: Compute(joins=...) says how blocks join whose tokens are split over"),
+    "tensor=2": (
+        {"joins": sequence.overlapping},
+        "decoder: Compute(joins=...) says how blocks join whose tokens are split over",
+    ),
 }
 
 

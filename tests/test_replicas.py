@@ -21,7 +21,9 @@ from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.plan import traffic
 
-CONFIG = gpt2.Config(layers=2, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1)
+CONFIG = gpt2.Config(
+    layers=2, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1
+)
 STEPS, BATCH = 4, 16
 
 
@@ -72,7 +74,8 @@ SIZES = [
 def test_they_do_whatever_is_combined(sizes, zero, microbatches, mover):
     replica, data, stage, tensor = sizes
     trains_as_one_device(
-        f"replica={replica},data={data},stage={stage},tensor={tensor},zero={zero},microbatches={microbatches}", mover
+        f"replica={replica},data={data},stage={stage},tensor={tensor},zero={zero},microbatches={microbatches}",
+        mover,
     )
 
 
@@ -80,7 +83,9 @@ def test_they_do_whatever_is_combined(sizes, zero, microbatches, mover):
 @pytest.mark.long
 def test_four_axes_on_sixteen_devices():
     command = [sys.executable, __file__, "replica=2,data=2,stage=2,tensor=2,zero=2,microbatches=2"]
-    done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"devices": 16}
 
@@ -97,7 +102,9 @@ def sent_along(text):
     )
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=8, key=jax.random.key(0))
+        prepared = decoder.train_step(
+            gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=8, key=jax.random.key(0)
+        )
         windows = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
         compiled = prepared.train.lower(prepared.shapes, windows).compile()
     found: dict[tuple[str, ...], int] = {}
@@ -108,7 +115,10 @@ def sent_along(text):
 
 @pytest.mark.parametrize(
     "zero",
-    [pytest.param(1, marks=pytest.mark.sweep(30, "steps")), *(pytest.param(zero, marks=pytest.mark.long) for zero in (2, 3))],
+    [
+        pytest.param(1, marks=pytest.mark.sweep(30, "steps")),
+        *(pytest.param(zero, marks=pytest.mark.long) for zero in (2, 3)),
+    ],
 )
 def test_between_groups_the_shares_move(zero):
     """An all-reduce between 2 groups of n = 4: of 1/n of what is split, of what is whole, and of the loss."""
@@ -116,8 +126,12 @@ def test_between_groups_the_shares_move(zero):
     assert found == planned
     shapes = jax.eval_shape(functools.partial(gpt2.GPT2, config, key=jax.random.key(0)))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    split = sum(leaf.size for leaf in jax.tree.leaves(shapes) if leaf.size >= 1024)  # `fsdp` leaves smaller ones whole
-    assert found["replica",] == 4 * (split // 4 + total - split + 2)  # the loss is one number, padded to two
+    split = sum(
+        leaf.size for leaf in jax.tree.leaves(shapes) if leaf.size >= 1024
+    )  # `fsdp` leaves smaller ones whole
+    assert found["replica",] == 4 * (
+        split // 4 + total - split + 2
+    )  # the loss is one number, padded to two
     assert split > 0.9 * total
 
 

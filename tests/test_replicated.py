@@ -27,7 +27,11 @@ def spmd(f, in_specs, out_specs):
 @functools.cache
 def copies():
     """What all_reduce declares to be the same everywhere, as each device has it."""
-    f = spmd(lambda x: varying(ring.all_reduce(x, ("x", "y")), ("x", "y"))[None], (P(("x", "y")),), P(("x", "y")))
+    f = spmd(
+        lambda x: varying(ring.all_reduce(x, ("x", "y")), ("x", "y"))[None],
+        (P(("x", "y")),),
+        P(("x", "y")),
+    )
     return jax.jit(f)
 
 
@@ -47,7 +51,9 @@ def test_the_cast_changes_the_type_alone():
         return y
 
     x = np.arange(16.0).reshape(16, 1)
-    f = jax.jit(spmd(body, (P(("y", "x")),), P("y")))  # out_specs without "x": JAX itself accepts the result
+    f = jax.jit(
+        spmd(body, (P(("y", "x")),), P("y"))
+    )  # out_specs without "x": JAX itself accepts the result
     np.testing.assert_array_equal(f(x), x)
     assert "collective-permute" not in f.lower(x).compile().as_text()
 
@@ -87,8 +93,12 @@ TRANSFORMED = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x + 1,)),
     "grad of vmap": lambda f, x: jax.grad(lambda x: energy(jax.vmap(f, in_axes=1), x))(x),
     "vmap of grad": lambda f, x: jax.vmap(jax.grad(functools.partial(energy, f)))(x),
-    "forward over reverse": lambda f, x: jax.jvp(jax.grad(functools.partial(energy, f)), (x,), (x + 1,)),
-    "reverse over reverse": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(functools.partial(energy, f))(x) ** 2))(x),
+    "forward over reverse": lambda f, x: jax.jvp(
+        jax.grad(functools.partial(energy, f)), (x,), (x + 1,)
+    ),
+    "reverse over reverse": lambda f, x: jax.grad(
+        lambda x: jnp.sum(jax.grad(functools.partial(energy, f))(x) ** 2)
+    )(x),
     "third": lambda f, x: jax.jacfwd(jax.jacfwd(jax.grad(functools.partial(energy, f))))(x[0, 0]),
     "transpose": lambda f, x: jax.linear_transpose(f, x)(f(x)),
 }
@@ -106,12 +116,16 @@ def both(transformation):
 @every_transformation
 @given(x=VALUES)
 def test_linear_is_the_function_it_wraps(transformation, x):
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), *both(transformation)(x))
+    jax.tree.map(
+        functools.partial(np.testing.assert_array_equal, strict=True), *both(transformation)(x)
+    )
 
 
 def test_linear_takes_the_stated_transpose():
     """The transpose is used, not derived: a wrong one shows."""
-    gradient = jax.grad(lambda x: jnp.sum(linear(x, forward=lambda x: 2 * x, backward=lambda ct: 5 * ct)))(np.ones(3))
+    gradient = jax.grad(
+        lambda x: jnp.sum(linear(x, forward=lambda x: 2 * x, backward=lambda ct: 5 * ct))
+    )(np.ones(3))
     np.testing.assert_array_equal(gradient, np.full(3, 5.0))
 
 
@@ -128,20 +142,34 @@ def test_varying_takes_equinox_trees():
     model = Model(jnp.ones((4, 2)), jnp.arange(4), jax.nn.relu, "model")
 
     def body(model, seen):
-        assert (varying_axes(model.weight), varying_axes(model.count), varying_axes(seen)) == (("x",), (), ("y",))
+        assert (varying_axes(model.weight), varying_axes(model.count), varying_axes(seen)) == (
+            ("x",),
+            (),
+            ("y",),
+        )
         result = varying(model, ("y", "x"))
-        assert (result.activation, result.name, result.kind, result.missing) == (jax.nn.relu, "model", "kind", None)
+        assert (result.activation, result.name, result.kind, result.missing) == (
+            jax.nn.relu,
+            "model",
+            "kind",
+            None,
+        )
         assert [varying_axes(leaf) for leaf in (result.weight, result.count)] == [("x", "y")] * 2
         assert varying(model.weight, "x") is model.weight  # nothing is missing, nothing happens
         arrays = eqx.filter(model, eqx.is_array)
         matched = like(arrays, eqx.tree_at(lambda m: m.count, arrays, seen))
         assert [varying_axes(leaf) for leaf in (matched.weight, matched.count)] == [("x",), ("y",)]
-        assert varying_axes(like(model.weight, seen)) == ("x", "y")  # what varies already goes on varying
+        assert varying_axes(like(model.weight, seen)) == (
+            "x",
+            "y",
+        )  # what varies already goes on varying
         return result.weight.sum(keepdims=True)
 
     f = spmd(body, (Model(P("x"), P(), P(), P()), P("y")), P("x", "y"))
     assert jax.eval_shape(
-        lambda weight, seen: f(eqx.tree_at(lambda m: m.weight, model, weight), seen), model.weight, jnp.arange(4)
+        lambda weight, seen: f(eqx.tree_at(lambda m: m.weight, model, weight), seen),
+        model.weight,
+        jnp.arange(4),
     )
 
 
@@ -152,7 +180,11 @@ def test_ordered_keeps_values_and_types():
         first = lax.psum(x, "x")
         tree = {"x": x, "y": varying(jnp.ones(2), "y"), "none": jnp.zeros(3)}
         result = ordered(tree, (first, x))
-        assert jax.tree.map(varying_axes, result) == {"x": ("x",), "y": ("y",), "none": ()} == jax.tree.map(varying_axes, tree)
+        assert (
+            jax.tree.map(varying_axes, result)
+            == {"x": ("x",), "y": ("y",), "none": ()}
+            == jax.tree.map(varying_axes, tree)
+        )
         return jax.tree.map(lambda leaf: varying(leaf, ("x", "y")), result)
 
     x = np.arange(8.0)
@@ -180,7 +212,9 @@ def test_ordered_keeps_a_collective_behind_a_loop():
 
 
 def test_ordered_has_a_gradient():
-    gradient = jax.grad(lambda x: jnp.sum(ordered(x, (x, jnp.full(2, jnp.nan))) ** 3))(jnp.arange(3.0))
+    gradient = jax.grad(lambda x: jnp.sum(ordered(x, (x, jnp.full(2, jnp.nan))) ** 3))(
+        jnp.arange(3.0)
+    )
     np.testing.assert_array_equal(gradient, 3 * np.arange(3.0) ** 2)
     assert ordered({"x": 1}, ()) == {"x": 1} == ordered({"x": 1}, jnp.zeros((0, 3)))
     key, n = jax.random.key(0), jnp.arange(3)
@@ -189,7 +223,11 @@ def test_ordered_has_a_gradient():
 
 
 def test_the_transpose_of_varying_is_a_sum():
-    gradient = spmd(jax.grad(lambda w: jnp.sum(varying(w, "x") * (lax.axis_index("x") + 1).astype(float))), (P(),), P())
+    gradient = spmd(
+        jax.grad(lambda w: jnp.sum(varying(w, "x") * (lax.axis_index("x") + 1).astype(float))),
+        (P(),),
+        P(),
+    )
     np.testing.assert_array_equal(jax.jit(gradient)(np.ones(2)), np.full(2, 1.0 + 2 + 3 + 4))
 
 
@@ -211,7 +249,9 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         with monkeypatch.context() as patch:
 
             def body(x, function=function, patch=patch):
-                patch.setattr(jax, "typeof", lambda x: Unknown())  # inside: mesh.spmd asks for layouts
+                patch.setattr(
+                    jax, "typeof", lambda x: Unknown()
+                )  # inside: mesh.spmd asks for layouts
                 return function(x)
 
             with pytest.raises(TypeError, match=fits_no_longer):
@@ -227,17 +267,25 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         lambda x: ring.all_reduce(x, "dtaa"),
         lambda x: ring.all_mean(x, "dtaa"),
         zero.gathered(jnp.sum, "dtaa", P("dtaa")),
-        lambda x: zero.reduce_scattered(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", P())(x, x)[0],
+        lambda x: zero.reduce_scattered(
+            jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", P()
+        )(x, x)[0],
         lambda x: sequence.own(x, "dtaa", dim=0),
         lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa")(x, x)[0],
     ],
 )
 def test_an_axis_that_is_not_there_is_named(use):
     misspelt = spmd(use, P("x"), P("x"))
-    with pytest.raises(ValueError, match=r"'dtaa' is not an axis of this code, which runs over 'x', 'y'\. Name one of those\."):
+    with pytest.raises(
+        ValueError,
+        match=r"'dtaa' is not an axis of this code, which runs over 'x', 'y'\. Name one of those\.",
+    ):
         misspelt(jnp.ones(8))
 
 
 def test_outside_a_map_there_is_no_axis():
-    with pytest.raises(ValueError, match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside"):
+    with pytest.raises(
+        ValueError,
+        match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside",
+    ):
         ring.all_reduce(jnp.ones(8), "x")

@@ -28,7 +28,9 @@ from parallax.collectives.types import varying
 
 
 def total(blocks):
-    return functools.reduce(np.add, [block.astype(np.int32) if block.dtype == bool else block for block in blocks])
+    return functools.reduce(
+        np.add, [block.astype(np.int32) if block.dtype == bool else block for block in blocks]
+    )
 
 
 def reduce_scatter(blocks, *, scatter_dimension, tiled):
@@ -44,7 +46,9 @@ def all_to_all(blocks, *, split_axis, concat_axis, tiled):
     received = zip(*[np.split(block, len(blocks), split_axis) for block in blocks], strict=True)
     if tiled:
         return [np.concatenate(parts, concat_axis) for parts in received]
-    return [np.stack([part.squeeze(split_axis) for part in parts], concat_axis) for parts in received]
+    return [
+        np.stack([part.squeeze(split_axis) for part in parts], concat_axis) for parts in received
+    ]
 
 
 MEANING = {  # on the list of all devices' blocks
@@ -61,7 +65,11 @@ TWIN = {
     "all_gather": lax.all_gather,
     "all_to_all": lax.all_to_all,
 }
-DIMS = {"reduce_scatter": ["scatter_dimension"], "all_gather": ["axis"], "all_to_all": ["split_axis", "concat_axis"]}
+DIMS = {
+    "reduce_scatter": ["scatter_dimension"],
+    "all_gather": ["axis"],
+    "all_to_all": ["split_axis", "concat_axis"],
+}
 COLLECTIVES = [getattr(ring, name) for name in MEANING]
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=spelt)
 
@@ -91,7 +99,9 @@ class Case(NamedTuple):
 
     @property
     def axis(self):
-        return LAYOUTS[self.layout][1]  # as the collective takes it: a name of one letter, or several
+        return LAYOUTS[self.layout][
+            1
+        ]  # as the collective takes it: a name of one letter, or several
 
     @property
     def name(self):
@@ -109,13 +119,21 @@ class Case(NamedTuple):
 
     def has_twin(self, leaf):
         """`lax` takes no tiled empty array and scatters no truth values; ours do."""
-        empty = dict(self.options).get("tiled") and 0 in leaf.shape and self.name in ("reduce_scatter", "all_gather")
+        empty = (
+            dict(self.options).get("tiled")
+            and 0 in leaf.shape
+            and self.name in ("reduce_scatter", "all_gather")
+        )
         return not empty and not (self.name == "reduce_scatter" and leaf.dtype == bool)
 
     def has_twin_gradient(self, leaf):
         """`lax` (0.12 too) cannot transpose an all_to_all that drops one dim and adds another; ours does."""
-        split, concat, tiled = (dict(self.options).get(key, 0) for key in ("split_axis", "concat_axis", "tiled"))
-        return self.has_twin(leaf) and (self.name != "all_to_all" or tiled or split % leaf.ndim == concat % leaf.ndim)
+        split, concat, tiled = (
+            dict(self.options).get(key, 0) for key in ("split_axis", "concat_axis", "tiled")
+        )
+        return self.has_twin(leaf) and (
+            self.name != "all_to_all" or tiled or split % leaf.ndim == concat % leaf.ndim
+        )
 
     def spmd(self, body):
         """`body` on a tree of blocks [*mesh, *shape]; every block of its result comes back."""
@@ -124,7 +142,10 @@ class Case(NamedTuple):
 
         def local(tree):
             result = body(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[depth:]), tree))
-            return jax.tree.map(lambda leaf: varying(leaf, tuple(self.sizes)).reshape((1,) * depth + leaf.shape), result)
+            return jax.tree.map(
+                lambda leaf: varying(leaf, tuple(self.sizes)).reshape((1,) * depth + leaf.shape),
+                result,
+            )
 
         return mesh.spmd(local, mesh=world, in_specs=(P(*self.sizes),), out_specs=P(*self.sizes))
 
@@ -136,7 +157,9 @@ class Case(NamedTuple):
         groups = np.moveaxis(blocks, order, range(depth))
         devices = groups.shape[:depth]
         groups = groups.reshape(math.prod(devices) // self.n, self.n, *blocks.shape[depth:])
-        result = np.stack([np.stack(MEANING[self.name](list(group), **dict(self.options))) for group in groups])
+        result = np.stack(
+            [np.stack(MEANING[self.name](list(group), **dict(self.options))) for group in groups]
+        )
         return np.moveaxis(result.reshape(*devices, *result.shape[2:]), range(depth), order)
 
 
@@ -146,14 +169,22 @@ def cases(draw, collective, dtypes=DTYPES, most=2):
     name, layout = collective.__name__, draw(st.sampled_from(range(len(LAYOUTS))))
     tiled = draw(st.booleans())
     needs_dim = name in DIMS and (tiled or name != "all_gather")
-    shapes = draw(st.lists(st.sampled_from([shape for shape in SHAPES if shape or not needs_dim]), min_size=1, max_size=most))
+    shapes = draw(
+        st.lists(
+            st.sampled_from([shape for shape in SHAPES if shape or not needs_dim]),
+            min_size=1,
+            max_size=most,
+        )
+    )
     rank = min(map(len, shapes)) + (name == "all_gather" and not tiled)
     options = [(key, draw(st.integers(-rank, rank - 1))) for key in DIMS.get(name, ())]
     case = Case(collective, layout, (), (*options, ("tiled", tiled)) if options else ())
     if needs_dim and name != "all_gather":
         shapes = [_splittable(shape, options[0][1], case.n, tiled) for shape in shapes]
     case = case._replace(leaves=tuple((shape, draw(st.sampled_from(dtypes))) for shape in shapes))
-    return case, [_whole_numbers(draw, (*case.sizes.values(), *shape), dtype) for shape, dtype in case.leaves]
+    return case, [
+        _whole_numbers(draw, (*case.sizes.values(), *shape), dtype) for shape, dtype in case.leaves
+    ]
 
 
 def _splittable(shape, dim, n, tiled):
@@ -163,12 +194,18 @@ def _splittable(shape, dim, n, tiled):
 
 def _whole_numbers(draw, shape, dtype):
     x = draw(hnp.arrays(np.int8, shape, elements=st.integers(-3, 3)))
-    return (x + 1j * x[::-1]).astype(dtype) if dtype.startswith("complex") else x.astype(jnp.dtype(dtype))
+    return (
+        (x + 1j * x[::-1]).astype(dtype)
+        if dtype.startswith("complex")
+        else x.astype(jnp.dtype(dtype))
+    )
 
 
 def energy(tree):
     """A real number whose gradient at whole numbers is exact."""
-    return sum(jnp.sum(jnp.real(leaf * leaf.conj())).astype(jnp.float64) for leaf in jax.tree.leaves(tree))
+    return sum(
+        jnp.sum(jnp.real(leaf * leaf.conj())).astype(jnp.float64) for leaf in jax.tree.leaves(tree)
+    )
 
 
 def same_type(x, y):
@@ -181,7 +218,10 @@ def values(case):
 
     def body(tree):
         ours = case.collective(tree, case.axis, **dict(case.options))
-        twins = [case.twin(leaf) if case.has_twin(leaf) else own for leaf, own in zip(tree, ours, strict=True)]
+        twins = [
+            case.twin(leaf) if case.has_twin(leaf) else own
+            for leaf, own in zip(tree, ours, strict=True)
+        ]
         jax.tree.map(same_type, ours, twins)
         return ours, twins
 
@@ -200,7 +240,9 @@ def test_meaning(collective, data):
         if case.name == "all_mean":  # which float the mean of integers is, the twin says
             # XLA multiplies by 1 / n and does not divide: 1 / n, the product and what is meant are rounded, by half an eps each.
             rounding = 2 * float(jnp.finfo(y.dtype).eps)
-            np.testing.assert_allclose(y.astype(complex), case.meant(x.astype(complex)), rtol=rounding)
+            np.testing.assert_allclose(
+                y.astype(complex), case.meant(x.astype(complex)), rtol=rounding
+            )
         else:
             np.testing.assert_array_equal(y, case.meant(x), strict=True)
 
@@ -212,7 +254,10 @@ def gradients(case):
             return jax.grad(lambda x: energy(f(x)))(x)
 
         ours = [one(lambda x: case.collective(x, case.axis, **dict(case.options)), x) for x in tree]
-        twins = [one(case.twin, x) if case.has_twin_gradient(x) else own for x, own in zip(tree, ours, strict=True)]
+        twins = [
+            one(case.twin, x) if case.has_twin_gradient(x) else own
+            for x, own in zip(tree, ours, strict=True)
+        ]
         jax.tree.map(same_type, ours, twins)
         return ours, twins
 
@@ -228,15 +273,23 @@ def test_gradient(collective, data):
     ours, twins = gradients(case)(blocks)
     for x, gradient, twin in zip(blocks, ours, twins, strict=True):
         np.testing.assert_array_equal(gradient, twin, strict=True)
-        if case.name != "all_mean":  # the gradient of |f(x)|^2 is 2 f^T f(x): <gradient, v> = 2 <f(x), f(v)> for any v
+        if (
+            case.name != "all_mean"
+        ):  # the gradient of |f(x)|^2 is 2 f^T f(x): <gradient, v> = 2 <f(x), f(v)> for any v
             u, v, g = (np.asarray(a).astype(complex) for a in (x, np.flip(x), gradient))
-            once = case.n if case.name == "all_reduce" else 1  # a result that all devices share counts once
-            assert np.sum(g * v).real == 2 * np.sum(case.meant(u) * case.meant(v).conj()).real / once
+            once = (
+                case.n if case.name == "all_reduce" else 1
+            )  # a result that all devices share counts once
+            assert (
+                np.sum(g * v).real == 2 * np.sum(case.meant(u) * case.meant(v).conj()).real / once
+            )
 
 
 def twice(f):
     """`f` in each step of a loop."""
-    return lambda x: lax.scan(lambda carry, scale: (carry, f(x * scale)), None, jnp.array([1.0, -2.0]))[1]
+    return lambda x: lax.scan(
+        lambda carry, scale: (carry, f(x * scale)), None, jnp.array([1.0, -2.0])
+    )[1]
 
 
 def tangent(f, x):
@@ -246,15 +299,21 @@ def tangent(f, x):
 TRANSFORMED = {  # (f, x) -> what f becomes, inside the map or around it; x has the batch in its last dim
     "jit": lambda f, x: jax.jit(f)(x),
     "vmap": lambda f, x: jax.vmap(f, in_axes=-1, out_axes=1)(x),
-    "vmap twice": lambda f, x: jax.vmap(jax.vmap(f, in_axes=-1), in_axes=-1)(jnp.stack([x, 2 * x], -1)),
+    "vmap twice": lambda f, x: jax.vmap(jax.vmap(f, in_axes=-1), in_axes=-1)(
+        jnp.stack([x, 2 * x], -1)
+    ),
     "scan": lambda f, x: twice(f)(x),
     "checkpoint": lambda f, x: jax.grad(lambda x: energy(jax.checkpoint(f)(x)))(x),
     "grad of scan": lambda f, x: jax.grad(lambda x: energy(twice(f)(x)))(x),
     "grad of vmap": lambda f, x: jax.grad(lambda x: energy(jax.vmap(f, in_axes=-1)(x)))(x),
-    "vmap of grad": lambda f, x: jax.vmap(jax.grad(lambda x: energy(f(x))), in_axes=-1, out_axes=-1)(x),
+    "vmap of grad": lambda f, x: jax.vmap(
+        jax.grad(lambda x: energy(f(x))), in_axes=-1, out_axes=-1
+    )(x),
     "jvp": tangent,
     "forward over reverse": lambda f, x: tangent(jax.grad(lambda x: energy(f(x) ** 2)), x),
-    "reverse over reverse": lambda f, x: jax.grad(lambda x: energy(jax.grad(lambda x: energy(f(x) ** 2))(x)))(x),
+    "reverse over reverse": lambda f, x: jax.grad(
+        lambda x: energy(jax.grad(lambda x: energy(f(x) ** 2))(x))
+    )(x),
 }
 OPTIONS = {
     "reduce_scatter": {"scatter_dimension": 0, "tiled": True},
@@ -277,7 +336,11 @@ def transformed(collective, where):
         return lambda x: transform(case.spmd(lambda x: f(x, case.axis, **options)), x)
 
     place = {"inside": inside, "around": around}[where]
-    return jax.jit(lambda x: {name: [place(f, t)(x) for f in (collective, twin)] for name, t in TRANSFORMED.items()})
+    return jax.jit(
+        lambda x: {
+            name: [place(f, t)(x) for f in (collective, twin)] for name, t in TRANSFORMED.items()
+        }
+    )
 
 
 @pytest.mark.sweep(3)
@@ -303,7 +366,9 @@ def test_types(collective):
             def body(x, axis=axis):
                 # psum and psum_scatter refuse an x that varies along some of the axes only: ours let it vary along all
                 y = varying(x, axis) if jax.typeof(x).mat.varying & set(axis) else x
-                same_type(collective(x, axis, **options), TWIN[collective.__name__](y, axis, **options))
+                same_type(
+                    collective(x, axis, **options), TWIN[collective.__name__](y, axis, **options)
+                )
                 return varying(x, names)
 
             spmd = mesh.spmd(body, mesh=world, in_specs=(P(given_axes),), out_specs=P(names))
@@ -320,7 +385,9 @@ def test_an_invariant_input_counts_once_a_device(collective):
         return varying((value, pull(value)), "x")
 
     spmd = functools.partial(mesh.spmd, mesh=mesh.make(x=8), in_specs=(P(),), out_specs=P("x"))
-    both = [jax.jit(spmd(functools.partial(body, f))) for f in (collective, TWIN[collective.__name__])]
+    both = [
+        jax.jit(spmd(functools.partial(body, f))) for f in (collective, TWIN[collective.__name__])
+    ]
     ours, twin = [f(np.arange(64.0).reshape(8, 8)) for f in both]
     jax.tree.map(np.testing.assert_array_equal, ours, twin)
 
@@ -333,15 +400,25 @@ def test_a_long_ring_is_a_loop(collective, monkeypatch):
     case = Case(collective, 4, (), tuple(options.items()))
     call = functools.partial(collective, axis_name=case.axis, **options)
     x = np.random.default_rng(0).integers(-3, 4, (8, 8, 3)).astype(float)
-    spmd = case.spmd(lambda x: [call(x), case.twin(x), *[jax.grad(lambda x: energy(f(x)))(x) for f in (call, case.twin)]])  # noqa: B023
+    spmd = case.spmd(
+        lambda x: [
+            call(x),
+            case.twin(x),
+            *[jax.grad(lambda x: energy(f(x)))(x) for f in (call, case.twin)],
+        ]
+    )  # noqa: B023
     ours, twin, ours_gradient, twin_gradient = jax.jit(spmd)(x)
     np.testing.assert_array_equal(ours, case.meant(x))
     np.testing.assert_array_equal(ours, twin)
     np.testing.assert_array_equal(ours_gradient, twin_gradient)
-    if collective in TRAFFIC and collective is not ring.all_to_all:  # whose hops have different distances
+    if (
+        collective in TRAFFIC and collective is not ring.all_to_all
+    ):  # whose hops have different distances
         phases = {ring.all_reduce: 2, ring.all_mean: 2}.get(collective, 1)
         program = jax.jit(case.spmd(call)).lower(x)
-        assert program.as_text().count("stablehlo.collective_permute") == phases  # one hop in the body of each loop
+        assert (
+            program.as_text().count("stablehlo.collective_permute") == phases
+        )  # one hop in the body of each loop
         assert len(hlo.parse(program.compile().as_text())) == phases * (case.n - 1)
 
 
@@ -357,9 +434,15 @@ def reduced(collective, dtype):
 
 @pytest.mark.bits
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("collective", [f for f in COLLECTIVES if f.__name__ in ("all_reduce", "all_mean", "reduce_scatter")])
+@pytest.mark.parametrize(
+    "collective",
+    [f for f in COLLECTIVES if f.__name__ in ("all_reduce", "all_mean", "reduce_scatter")],
+)
 @settings(max_examples=20)
-@given(dtype=st.sampled_from(FLOATS), x=hnp.arrays(np.float64, (8, 16), elements=st.floats(-1e3, 1e3, allow_subnormal=False)))
+@given(
+    dtype=st.sampled_from(FLOATS),
+    x=hnp.arrays(np.float64, (8, 16), elements=st.floats(-1e3, 1e3, allow_subnormal=False)),
+)
 def test_rounding(collective, dtype, x):
     """Each of the n - 1 additions is off by at most eps/2 of its result, which no sum of magnitudes exceeds."""
     case, f = reduced(collective, dtype)
@@ -370,13 +453,18 @@ def test_rounding(collective, dtype, x):
     bound = case.n * eps * magnitude + case.n * float(jnp.finfo(dtype).tiny)
     assert np.all(abs(got.astype(np.longdouble) - exact) <= bound)
     if collective.__name__ != "reduce_scatter":
-        assert {block.tobytes() for block in got} == {got[0].tobytes()}  # the same bits on all devices
+        assert {block.tobytes() for block in got} == {
+            got[0].tobytes()
+        }  # the same bits on all devices
 
 
 TRAFFIC = {  # (devices, elements of the array on one device) -> (hops, elements a device sends)
     ring.reduce_scatter: lambda n, size: (n - 1, (n - 1) * size // n),
     ring.all_gather: lambda n, size: (n - 1, (n - 1) * size),
-    ring.all_reduce: lambda n, size: (2 * (n - 1), 2 * (n - 1) * math.ceil(size / n)),  # padded to a multiple of n
+    ring.all_reduce: lambda n, size: (
+        2 * (n - 1),
+        2 * (n - 1) * math.ceil(size / n),
+    ),  # padded to a multiple of n
     ring.all_mean: lambda n, size: (2 * (n - 1), 2 * (n - 1) * math.ceil(size / n)),
     ring.all_to_all: lambda n, size: (n - 1, (n - 1) * size // n),
 }
@@ -449,19 +537,34 @@ ERRORS = {
     "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4, the number of devices on the axis. Pad it to 8,"
     " or choose another dim.": lambda x: ring.reduce_scatter(x, "x", tiled=True),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of devices on the axis, since tiled=False "
-    "drops it. Pass tiled=True to split a longer dim, or reshape.": lambda x: ring.reduce_scatter(x, "x", scatter_dimension=-1),
-    "all_to_all: dim 0 (split_axis) of shape (6, 8) must divide by 4": lambda x: ring.all_to_all(x, "x", 0, 1, tiled=True),
-    "all_to_all: dim 1 (split_axis) of shape (6, 8) must be 4": lambda x: ring.all_to_all(x, "x", 1, 0),
-    "scatter_dimension=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: ring.reduce_scatter(
-        x, "x", scatter_dimension=2
+    "drops it. Pass tiled=True to split a longer dim, or reshape.": lambda x: ring.reduce_scatter(
+        x, "x", scatter_dimension=-1
     ),
-    "concat_axis=-3 needs an array of more dims than 2: take one of [0, 1].": lambda x: ring.all_to_all(x, "x", 0, -3),
-    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: ring.all_gather(x, "x", axis=2, tiled=True),
+    "all_to_all: dim 0 (split_axis) of shape (6, 8) must divide by 4": lambda x: ring.all_to_all(
+        x, "x", 0, 1, tiled=True
+    ),
+    "all_to_all: dim 1 (split_axis) of shape (6, 8) must be 4": lambda x: ring.all_to_all(
+        x, "x", 1, 0
+    ),
+    "scatter_dimension=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: (
+        ring.reduce_scatter(x, "x", scatter_dimension=2)
+    ),
+    "concat_axis=-3 needs an array of more dims than 2: take one of [0, 1].": lambda x: (
+        ring.all_to_all(x, "x", 0, -3)
+    ),
+    "axis=2 needs an array of more dims than 2: take one of [0, 1].": lambda x: ring.all_gather(
+        x, "x", axis=2, tiled=True
+    ),
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
-    spmd = mesh.spmd(lambda x: ERRORS[message]({"weights": x}), mesh=mesh.make(x=4, y=2), in_specs=(P("x"),), out_specs=P("x"))
+    spmd = mesh.spmd(
+        lambda x: ERRORS[message]({"weights": x}),
+        mesh=mesh.make(x=4, y=2),
+        in_specs=(P("x"),),
+        out_specs=P("x"),
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(spmd, jax.ShapeDtypeStruct((24, 8), jnp.float32))

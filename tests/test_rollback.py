@@ -10,7 +10,15 @@ from faults import SCRIPT, Running
 
 PROGRAM = SCRIPT.with_name("flipping_gpt2.py")
 SMALL = [
-    *("--layers=2", "--width=32", "--heads=2", "--length=16", "--steps=12", "--evaluate-every=6", "--evaluate-tokens=512"),
+    *(
+        "--layers=2",
+        "--width=32",
+        "--heads=2",
+        "--length=16",
+        "--steps=12",
+        "--evaluate-every=6",
+        "--evaluate-tokens=512",
+    ),
     *("--data=8", "--microbatches=1", "--checkpoint-every=8", "--fingerprint-every=3"),
 ]
 LOSSES = ("step", "loss", "gradient_norm", "held_out")
@@ -24,11 +32,19 @@ def train(folder: Path, *options: str, faults=(), processes=1) -> tuple[int, lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         job = Running(
-            folder, *told, processes=processes, cache=folder.parent / "cache", program=PROGRAM, flags=flags.of_users(), **launcher
+            folder,
+            *told,
+            processes=processes,
+            cache=folder.parent / "cache",
+            program=PROGRAM,
+            flags=flags.of_users(),
+            **launcher,
         )
     with job:
         code, printed = job.wait(), job.printed()
-    records = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     return code, [tuple(record.get(name) for name in LOSSES) for record in records], printed
 
 
@@ -63,12 +79,18 @@ def test_a_run_goes_back_and_ends_as_if_nothing_had_been(undisturbed, tmp_path):
 
 
 def test_past_the_budget_it_stops_and_the_same_command_goes_on(undisturbed, tmp_path):
-    code, records, printed = train(tmp_path, "--rollback-budget=1", faults=["6:2:model.wpe:12", "6:2:model.wpe:12"])
+    code, records, printed = train(
+        tmp_path, "--rollback-budget=1", faults=["6:2:model.wpe:12", "6:2:model.wpe:12"]
+    )
     assert code == 1
     assert "Traceback" not in printed
     assert len(told(printed)) == 1
     line = "error: step 6: device 2 (process 0) holds other bits of model.wpe than 7 of the 8 devices that should hold the same. "
-    assert line + "Copies differed at the steps [6, 6], and --rollback-budget is 1. Leave that device out." in printed
+    assert (
+        line
+        + "Copies differed at the steps [6, 6], and --rollback-budget is 1. Leave that device out."
+        in printed
+    )
     code, records, printed = train(tmp_path)
     assert code == 0, printed
     assert "restored step 4" in printed
@@ -78,7 +100,9 @@ def test_past_the_budget_it_stops_and_the_same_command_goes_on(undisturbed, tmp_
 def test_a_bit_that_makes_the_loss_not_finite_is_told_as_what_it_is(undisturbed, tmp_path):
     """Before the learning rate is blamed, for a held-out loss or for steps that were skipped past their budget."""
     faults = ["5:2:model.norm.weight:30", "9:4:model.norm.weight:30"]
-    code, records, printed = train(tmp_path, "--skip-budget=1", "--fingerprint-every=50", faults=faults)
+    code, records, printed = train(
+        tmp_path, "--skip-budget=1", "--fingerprint-every=50", faults=faults
+    )
     assert code == 0, printed
     assert [(step, device) for step, device, _, _ in told(printed)] == [("6", "2"), ("11", "4")]
     assert "learning-rate" not in printed
@@ -95,7 +119,11 @@ def test_in_two_processes_all_go_back_together(tmp_path):
     assert code == 0, printed
     assert [(step, process) for step, _, process, _ in told(printed)] == [("8", "1")]
     assert records == expected
-    code, _, printed = train(tmp_path / "stopped", "--rollback-budget=0", faults=["7:5:model.wpe:12"], processes=2)
+    code, _, printed = train(
+        tmp_path / "stopped", "--rollback-budget=0", faults=["7:5:model.wpe:12"], processes=2
+    )
     assert code == 1
-    assert re.search(r"error: step 8: device \d+ \(process 1\) holds other bits of model\.wpe", printed)
+    assert re.search(
+        r"error: step 8: device \d+ \(process 1\) holds other bits of model\.wpe", printed
+    )
     assert "Traceback" not in printed

@@ -23,9 +23,19 @@ from parallax.collectives.types import varying
 
 ARGUMENTS = {"by": 4, "g": 2}  # what makers of movers are called with
 MOVERS = [each for each in vars(tables).values() if isinstance(each, Mover)]
-MAKERS = [each for each in vars(tables).values() if getattr(each, "__module__", "") == tables.__name__ and callable(each)]
+MAKERS = [
+    each
+    for each in vars(tables).values()
+    if getattr(each, "__module__", "") == tables.__name__ and callable(each)
+]
 MOVERS += [
-    maker(*(ARGUMENTS[name] for name, given in inspect.signature(maker).parameters.items() if given.default is given.empty))
+    maker(
+        *(
+            ARGUMENTS[name]
+            for name, given in inspect.signature(maker).parameters.items()
+            if given.default is given.empty
+        )
+    )
     for maker in MAKERS
     if inspect.signature(maker).return_annotation is Mover
 ]
@@ -44,7 +54,9 @@ def made(of, n):
 
 def judged(shape, rounds):
     """Whether a table is right: all devices send real blocks, scattered with their terms, gathered as copies."""
-    inside = lambda o: len(o) == len(shape) and all(0 <= x < length for x, length in zip(o, shape, strict=True))
+    inside = lambda o: (
+        len(o) == len(shape) and all(0 <= x < length for x, length in zip(o, shape, strict=True))
+    )
     points = all(inside(o) for sends in rounds for offsets in sends.values() for o in offsets)
     return points and scatters(shape, rounds) and gathers(shape, rounds)
 
@@ -56,7 +68,9 @@ def moved(shape, point, step):
 def scatters(shape, rounds):
     """Whether every device sends what it has to where it is awaited, and ends with its own block alone, with all terms."""
     devices = list(itertools.product(*map(range, shape)))
-    sums = {d: {owner: [d] for owner in devices} for d in devices}  # whose terms each device's block for an owner holds
+    sums = {
+        d: {owner: [d] for owner in devices} for d in devices
+    }  # whose terms each device's block for an owner holds
     for sends in rounds:
         mail = []
         for (step, offsets), d in itertools.product(sends.items(), devices):
@@ -116,7 +130,12 @@ def drawn(random):
 def spoilt(shape, rounds, random):
     """The table with one thing changed: a block gone, moved, doubled, sent elsewhere or to nowhere, or two rounds exchanged."""
     rounds = [{step: list(offsets) for step, offsets in sends.items()} for sends in rounds]
-    blocks = [(r, step, o) for r, sends in enumerate(rounds) for step, offsets in sends.items() for o in offsets]
+    blocks = [
+        (r, step, o)
+        for r, sends in enumerate(rounds)
+        for step, offsets in sends.items()
+        for o in offsets
+    ]
     r, step, o = blocks[random.integers(len(blocks))]
     other = tuple(int(random.integers(length)) for length in shape)
     later = int(random.integers(len(rounds)))
@@ -130,10 +149,16 @@ def spoilt(shape, rounds, random):
     elif change == 3:
         rounds[later].setdefault(other, []).append(o)
     elif change == 4:
-        rounds[r][step].append(tuple(x + length for x, length in zip(o, shape, strict=True)) if random.integers(2) else other)
+        rounds[r][step].append(
+            tuple(x + length for x, length in zip(o, shape, strict=True))
+            if random.integers(2)
+            else other
+        )
     elif change == 5:
         rounds[r], rounds[later] = rounds[later], rounds[r]
-    return shape, [{step: offsets for step, offsets in sends.items() if offsets} for sends in rounds]
+    return shape, [
+        {step: offsets for step, offsets in sends.items() if offsets} for sends in rounds
+    ]
 
 
 def test_wrong_tables_are_refused_and_right_ones_are_not():
@@ -160,17 +185,37 @@ def test_tables_are_right(of):
         for table in found:
             assert table.n == n
             assert judged(table.shape, table.rounds)
-            assert sum(len(offsets) for sends in table.rounds for offsets in sends.values()) == n - 1
+            assert (
+                sum(len(offsets) for sends in table.rounds for offsets in sends.values()) == n - 1
+            )
         assert len({len(table.rounds) for table in found}) <= 1
 
 
 REFUSED = {
-    "Route: round 1 sends block 2 a second time: it was sent away in round 0.": ((3,), [{1: [2]}, {1: [2]}, {1: [1]}]),
-    "Route: round 0 sends block 2 twice, so that its terms would be counted twice.": ((3,), [{1: [2], 2: [2]}, {1: [1]}]),
-    "Route: in round 1 block 2 arrives at offset 1, whose block was sent away in round 0.": ((3,), [{1: [1]}, {1: [2]}]),
-    "Route: in round 0 block 2 arrives at offset 1, whose block was sent away in round 0.": ((3,), [{1: [1, 2]}]),
-    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, and so never come home.": ((4,), [{1: [1]}]),
-    "Route: in 0 rounds the blocks (0, 1), (1, 0), (1, 1) of the box (2, 2) are never sent": ((2, 2), []),
+    "Route: round 1 sends block 2 a second time: it was sent away in round 0.": (
+        (3,),
+        [{1: [2]}, {1: [2]}, {1: [1]}],
+    ),
+    "Route: round 0 sends block 2 twice, so that its terms would be counted twice.": (
+        (3,),
+        [{1: [2], 2: [2]}, {1: [1]}],
+    ),
+    "Route: in round 1 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+        (3,),
+        [{1: [1]}, {1: [2]}],
+    ),
+    "Route: in round 0 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+        (3,),
+        [{1: [1, 2]}],
+    ),
+    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, and so never come home.": (
+        (4,),
+        [{1: [1]}],
+    ),
+    "Route: in 0 rounds the blocks (0, 1), (1, 0), (1, 1) of the box (2, 2) are never sent": (
+        (2, 2),
+        [],
+    ),
     "Route: round 0 sends block 3, which is no point of the box (3,).": ((3,), [{1: [3]}]),
     "Route: round 0 sends block 1, which is no point of the box (2, 2).": ((2, 2), [{(0, 1): [1]}]),
     "Route: round 0 has the step 3, which is outside the box (3,).": ((3,), [{3: [1]}]),
@@ -224,10 +269,15 @@ def test_right_tables_run_to_the_sum(seed, monkeypatch):
 def test_by_hand_is_the_ring_bit_for_bit(n):
     blocks = np.random.default_rng(0).standard_normal((n, n, 5)).astype(np.float32)
     names = ("all_reduce", "reduce_scatter", "all_gather")
-    found = sums(n, lambda x: [(getattr(by_hand, name)(x, "x"), getattr(ring, name)(x, "x")) for name in names])(blocks)
+    found = sums(
+        n,
+        lambda x: [(getattr(by_hand, name)(x, "x"), getattr(ring, name)(x, "x")) for name in names],
+    )(blocks)
     for ours, table in found:
         np.testing.assert_array_equal(ours, table, strict=True)
-    np.testing.assert_allclose(found[0][0][0], blocks.sum(0), rtol=1e-5, atol=1e-5)  # n additions of numbers near 1 in float32
+    np.testing.assert_allclose(
+        found[0][0][0], blocks.sum(0), rtol=1e-5, atol=1e-5
+    )  # n additions of numbers near 1 in float32
 
 
 def test_by_hand_fits_a_blackboard():
@@ -244,7 +294,9 @@ def test_makers_are_short(of):
 def lowered(of, n, shape, unrolled, monkeypatch):
     monkeypatch.setattr(execute, "UNROLLED", unrolled)
     world = mesh.make(x=n, devices=jax.devices()[:n])
-    program = jax.jit(mesh.spmd(lambda x: of.all_reduce(x, "x"), mesh=world, in_specs=(P(),), out_specs=P()))
+    program = jax.jit(
+        mesh.spmd(lambda x: of.all_reduce(x, "x"), mesh=world, in_specs=(P(),), out_specs=P())
+    )
     return program.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).as_text().splitlines()
 
 
@@ -291,10 +343,14 @@ def test_message_and_local_copy_are_one_instruction(name):
     """What a device sends and what it keeps are both read from the result of one loop, which nothing computes again."""
     world, spec = mesh.make(x=4, devices=jax.devices()[:4]), P("x") if name == "all_gather" else P()
     of = functools.partial(getattr(ring, name), **({"tiled": True} if name == "all_gather" else {}))
-    program = jax.jit(mesh.spmd(lambda x: of(x * 1.5 + 1, "x"), mesh=world, in_specs=(P("x"),), out_specs=spec))
+    program = jax.jit(
+        mesh.spmd(lambda x: of(x * 1.5 + 1, "x"), mesh=world, in_specs=(P("x"),), out_specs=spec)
+    )
     text = program.lower(jnp.ones((64, 8))).compile().as_text()
     entry = re.search(r"\nENTRY .*?\n}", text, re.DOTALL).group()
-    sent = re.findall(r" collective-permute\([^%)]*%([\w.\-]+)\)", entry)[-3]  # the first of the gather
+    sent = re.findall(r" collective-permute\([^%)]*%([\w.\-]+)\)", entry)[
+        -3
+    ]  # the first of the gather
     (maker,) = re.findall(rf"%{re.escape(sent)} = \S+ ([\w\-]+)\(", entry)
     users = re.findall(rf"%([\w.\-]+) = \S+ [\w\-]+\([^)\n]*%{re.escape(sent)}[,)]", entry)
     assert maker == "get-tuple-element"
@@ -309,13 +365,18 @@ def test_more_numbers_than_int32_counts_are_rows():
     world = mesh.make(x=8)
     both = lambda x: (ring.all_reduce(x, "x"), ring.reduce_scatter(x[: 2**31], "x", tiled=True))
     shapes = jax.eval_shape(
-        mesh.spmd(both, mesh=world, in_specs=(P(),), out_specs=(P(), P("x"))), jax.ShapeDtypeStruct((2**31 + 5,), jnp.int8)
+        mesh.spmd(both, mesh=world, in_specs=(P(),), out_specs=(P(), P("x"))),
+        jax.ShapeDtypeStruct((2**31 + 5,), jnp.int8),
     )
     assert [each.shape for each in shapes] == [(2**31 + 5,), (2**31,)]
     odd = lambda x: ring.all_gather(x, "x", tiled=True)
-    with pytest.raises(ValueError, match=r"^An array of 2147483656 numbers needs a dim of which 128 is a divisor\. Pad it"):
+    with pytest.raises(
+        ValueError,
+        match=r"^An array of 2147483656 numbers needs a dim of which 128 is a divisor\. Pad it",
+    ):
         jax.eval_shape(
-            mesh.spmd(odd, mesh=world, in_specs=(P("x"),), out_specs=P("x")), jax.ShapeDtypeStruct((2**31 + 8,), jnp.int8)
+            mesh.spmd(odd, mesh=world, in_specs=(P("x"),), out_specs=P("x")),
+            jax.ShapeDtypeStruct((2**31 + 8,), jnp.int8),
         )
 
 
@@ -347,11 +408,16 @@ def test_files_hold_tables(of, tmp_path):
 def test_files_that_are_no_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("round,step,offset\n0,1,1\n")
-    with pytest.raises(ValueError, match=r"^from_csv: .*table\.csv is no table\. It needs the lines 'box,SHAPE,ROUNDS'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^from_csv: .*table\.csv is no table\. It needs the lines 'box,SHAPE,ROUNDS'",
+    ):
         from_csv(path)
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([["box", "3", 1], ["round", "step", "offset"], [0, 1, 1]])
-    with pytest.raises(ValueError, match=r"^Route: in 1 rounds the blocks 2 of the box \(3,\) are never sent"):
+    with pytest.raises(
+        ValueError, match=r"^Route: in 1 rounds the blocks 2 of the box \(3,\) are never sent"
+    ):
         from_csv(path)
 
 

@@ -34,7 +34,10 @@ def model(seed=0):
     def array(*shape):
         return jnp.asarray(draw(size=shape))
 
-    return Model(Linear(array(4, 8, 16), array(4, 16)), {"norms": [array(16), array(6)], "weight": array(16, 8)})
+    return Model(
+        Linear(array(4, 8, 16), array(4, 16)),
+        {"norms": [array(16), array(6)], "weight": array(16, 8)},
+    )
 
 
 RULE = rules.first(
@@ -58,7 +61,12 @@ def leaves(tree):
 
 def place(tree, specs, mesh):
     arrays, rest = eqx.partition(tree, eqx.is_array)
-    return eqx.combine(jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), arrays, specs), rest)
+    return eqx.combine(
+        jax.tree.map(
+            lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), arrays, specs
+        ),
+        rest,
+    )
 
 
 # Globs
@@ -68,12 +76,16 @@ def oracle(pattern, path):
     """A regular expression on the path with a dot after each part."""
     inner = {"*": "[^.]*", "?": "[^.]"}
     parts = ["".join(inner.get(c, re.escape(c)) for c in part) for part in pattern.split(".")]
-    expression = "".join(r"(?:[^.]+\.)*" if part == "[^.]*[^.]*" else part + r"\." for part in parts)
+    expression = "".join(
+        r"(?:[^.]+\.)*" if part == "[^.]*[^.]*" else part + r"\." for part in parts
+    )
     return re.fullmatch(expression, path + ".") is not None
 
 
 @given(
-    pattern=st.lists(st.one_of(st.just("**"), st.text("ab*?", min_size=1, max_size=3)), min_size=1, max_size=5).map(".".join),
+    pattern=st.lists(
+        st.one_of(st.just("**"), st.text("ab*?", min_size=1, max_size=3)), min_size=1, max_size=5
+    ).map(".".join),
     path=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=5).map(".".join),
 )
 def test_globs_are_regular_expressions(pattern, path):
@@ -118,13 +130,19 @@ def test_paths_are_attributes_keys_and_indices():
     [
         model,
         lambda: eqx.filter_eval_shape(model),
-        lambda: jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, model()),
+        lambda: jax.tree.map(
+            lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, model()
+        ),
     ],
     ids=["arrays", "shapes", "numpy"],
 )
 def test_specs_of_arrays_shapes_and_numpy(make, mesh):
     tree = make()
-    for specs in (rules.specs(tree, RULE), rules.specs(tree, RULE, mesh), rules.specs(tree, RULE, mesh.abstract_mesh)):
+    for specs in (
+        rules.specs(tree, RULE),
+        rules.specs(tree, RULE, mesh),
+        rules.specs(tree, RULE, mesh.abstract_mesh),
+    ):
         assert type(specs) is Model
         assert leaves(specs) == SPECS
 
@@ -136,11 +154,15 @@ def test_specs_equal_the_rule_asked_leaf_by_leaf():
             "data",
             size=4,
             min_size=1,
-            inside=rules.first(rules.match("head.**", P()), lambda path, leaf: P(None, None, "tensor")),
+            inside=rules.first(
+                rules.match("head.**", P()), lambda path, leaf: P(None, None, "tensor")
+            ),
         ),
     )
     tree = eqx.filter(model(), eqx.is_array)
-    assert [spec for _, spec in rules.paths(rules.specs(tree, rule))] == [rule(path, leaf) for path, leaf in rules.paths(tree)]
+    assert [spec for _, spec in rules.paths(rules.specs(tree, rule))] == [
+        rule(path, leaf) for path, leaf in rules.paths(tree)
+    ]
 
 
 def test_a_tree_without_arrays_needs_no_rule():
@@ -149,7 +171,17 @@ def test_a_tree_without_arrays_needs_no_rule():
 
 def test_rules_are_values():
     assert rules.match("a", P("x")) == rules.match("a", P("x"))
-    assert len({rules.fsdp("data", size=4), rules.fsdp("data", size=4), rules.first(), rules.match("a", P())}) == 3
+    assert (
+        len(
+            {
+                rules.fsdp("data", size=4),
+                rules.fsdp("data", size=4),
+                rules.first(),
+                rules.match("a", P()),
+            }
+        )
+        == 3
+    )
 
 
 # fsdp
@@ -177,26 +209,44 @@ def test_fsdp_splits_the_largest_free_dim(shape, inside, keep, spec):
     assert rules.specs({"w": leaf}, rule) == {"w": spec}
 
 
-@given(shape=st.lists(st.integers(1, 12), max_size=4), size=st.integers(1, 6), min_size=st.integers(0, 100))
+@given(
+    shape=st.lists(st.integers(1, 12), max_size=4),
+    size=st.integers(1, 6),
+    min_size=st.integers(0, 100),
+)
 def test_fsdp_splits_whenever_it_can(shape, size, min_size):
     leaf = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
     spec = rules.fsdp("data", size=size, min_size=min_size)("w", leaf)
     fit = [n for n in shape if n % size == 0] if leaf.size >= min_size else []
-    assert [shape[dim] for dim, axis in enumerate(spec) if axis == "data"] == ([max(fit)] if fit else [])
+    assert [shape[dim] for dim, axis in enumerate(spec) if axis == "data"] == (
+        [max(fit)] if fit else []
+    )
 
 
 def test_layers_that_do_not_divide_are_never_advised_to_be_whole(mesh):
     """Each stage of a pipeline would run all of them: as many layers as stages divide are."""
-    tree = {"blocks": {"w": jnp.zeros((6, 8, 8)), "b": jnp.zeros((6, 8))}, "head": jnp.zeros((8, 4))}
+    tree = {
+        "blocks": {"w": jnp.zeros((6, 8, 8)), "b": jnp.zeros((6, 8))},
+        "head": jnp.zeros((8, 4)),
+    }
     rule = rules.first(rules.match("blocks.**", P("data")), rules.match("**", P()))
-    with pytest.raises(ValueError, match=r"dim 0 of shape \(6, 8\) must divide by 4.*make it 8, a multiple of 4") as refusal:
+    with pytest.raises(
+        ValueError, match=r"dim 0 of shape \(6, 8\) must divide by 4.*make it 8, a multiple of 4"
+    ) as refusal:
         rules.specs(tree, rule, mesh, batch_axes=())
     assert "P()" not in str(refusal.value).partition(";")[2]
-    assert rules.specs({**tree, "blocks": {"w": jnp.zeros((8, 8, 8)), "b": jnp.zeros((8, 8))}}, rule, mesh, batch_axes=())
+    assert rules.specs(
+        {**tree, "blocks": {"w": jnp.zeros((8, 8, 8)), "b": jnp.zeros((8, 8))}},
+        rule,
+        mesh,
+        batch_axes=(),
+    )
 
 
 def test_fsdp_over_two_axes(mesh):
-    specs = rules.specs({"w": jnp.zeros((3, 16))}, rules.fsdp(("data", "tensor"), size=8, min_size=1), mesh)
+    specs = rules.specs(
+        {"w": jnp.zeros((3, 16))}, rules.fsdp(("data", "tensor"), size=8, min_size=1), mesh
+    )
     assert specs == {"w": P(None, ("data", "tensor"))}
 
 
@@ -230,13 +280,18 @@ def a_plain_rule(path, leaf):
     return P("data")
 
 
-W = {"a": {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32)}, "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+W = {
+    "a": {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32)},
+    "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+}
 B = rules.match("b", P())
 
 
 def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
     every_leaf = rules.first(rules.match("a.**", P()), B)
-    assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(W, every_leaf)
+    assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(
+        W, every_leaf
+    )
     for idle in (rules.match("**", P("tensor")), rules.fsdp("data", size=4)):
         with pytest.raises(ValueError, match="places no leaf"):
             rules.specs(W, rules.first(every_leaf, idle))
@@ -248,9 +303,19 @@ REFUSALS = {
         "b: each leaf needs a rule, but none of the 1 rules (the nearest is match('a.**', P())) covers this leaf of shape (8,); "
         "add one, such as match('b', P()) to keep it whole.",
     ),
-    "no rules": (rules.first(), "a.w: each leaf needs a rule, but none of the 0 rules covers this leaf of shape (6, 8)"),
+    "no rules": (
+        rules.first(),
+        "a.w: each leaf needs a rule, but none of the 0 rules covers this leaf of shape (6, 8)",
+    ),
     "no match": (
-        rules.first(B, rules.fsdp("data", size=4, inside=rules.first(rules.match("a.v.w", P()), rules.match("**", P())))),
+        rules.first(
+            B,
+            rules.fsdp(
+                "data",
+                size=4,
+                inside=rules.first(rules.match("a.v.w", P()), rules.match("**", P())),
+            ),
+        ),
         "rule match('a.v.w', P()) inside fsdp('data', size=4) matches none of the 2 leaves (the nearest is a.w); "
         "correct the pattern, or remove the rule.",
     ),
@@ -288,7 +353,9 @@ REFUSALS = {
         "uses 'tensor' 2 times for shape (6, 8); keep it in one entry only.",
     ),
     "axis twice by fsdp": (
-        rules.fsdp("tensor", size=2, min_size=0, inside=rules.first(B, rules.match("a.w", P("tensor")))),
+        rules.fsdp(
+            "tensor", size=2, min_size=0, inside=rules.first(B, rules.match("a.w", P("tensor")))
+        ),
         f"(rule match('a.w', {P('tensor')}) inside fsdp('tensor', size=2)) uses 'tensor' 2 times",
     ),
     "data": (
@@ -327,7 +394,11 @@ REFUSALS_WITH_A_MESH = {
         "a.w: dim 0 of shape (6, 8) must divide by 4, the size of its mesh axes ('data' of size 4; rule match('a.w', ",
         "no other dim that is free does, or replicate this leaf with P().",
     ),
-    "data, with its size": (a_plain_rule, "a.w: dim 0 of shape (6, 8) is split over", "fsdp('data', size=4)"),
+    "data, with its size": (
+        a_plain_rule,
+        "a.w: dim 0 of shape (6, 8) is split over",
+        "fsdp('data', size=4)",
+    ),
 }
 DATA_IS_FREE = {"does not divide", "nothing divides"}
 
@@ -336,7 +407,12 @@ DATA_IS_FREE = {"does not divide", "nothing divides"}
 def test_refusals(name, mesh):
     rule, *says = {**REFUSALS, **REFUSALS_WITH_A_MESH}[name]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the whole message is read below
-        rules.specs(W, rule, mesh if name in REFUSALS_WITH_A_MESH else None, batch_axes=() if name in DATA_IS_FREE else ("data",))
+        rules.specs(
+            W,
+            rule,
+            mesh if name in REFUSALS_WITH_A_MESH else None,
+            batch_axes=() if name in DATA_IS_FREE else ("data",),
+        )
     for part in says:
         assert part in str(refusal.value)
 
@@ -359,7 +435,14 @@ def test_batch_axes_may_be_named():
 def test_specs_place_a_model_and_serve_as_in_specs(mesh):
     tree = model()
     specs = rules.specs(tree, ZERO_RULE, mesh)
-    assert leaves(specs) == [P(None, "data", "tensor"), P(None, "tensor"), None, P(), P(), P("tensor", "data")]
+    assert leaves(specs) == [
+        P(None, "data", "tensor"),
+        P(None, "tensor"),
+        None,
+        P(),
+        P(),
+        P("tensor", "data"),
+    ]
     placed = place(tree, specs, mesh)
     assert placed.blocks.weight.addressable_shards[0].data.shape == (4, 2, 8)
     params = eqx.filter(placed, eqx.is_array)
@@ -371,14 +454,20 @@ def test_specs_place_a_model_and_serve_as_in_specs(mesh):
 
     doubled = jax.jit(jax.shard_map(double, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
     assert shapes == [(4, 2, 8), (4, 8), (16,), (6,), (8, 2)]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), doubled, eqx.filter(tree, eqx.is_array))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, 2 * b),
+        doubled,
+        eqx.filter(tree, eqx.is_array),
+    )
 
 
 # Optimizer state
 
 
 def labels(params):
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: "adam" if "weight" in str(path) else "sgd", params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: "adam" if "weight" in str(path) else "sgd", params
+    )
 
 
 def masked_weights(params):
@@ -391,7 +480,9 @@ OPTIMIZERS = {
     "momentum": optax.sgd(1e-2, momentum=0.9),
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     "masked": optax.masked(optax.adam(1e-2), masked_weights),
-    "multi_transform": optax.multi_transform({"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}, labels),
+    "multi_transform": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}, labels
+    ),
     "every two steps": optax.MultiSteps(optax.adam(1e-2), 2),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
 }
@@ -412,7 +503,9 @@ def test_optimizer_state_follows_its_parameter(name, mesh):
     optimizer = OPTIMIZERS[name]
     params = eqx.filter(model(), eqx.is_array)
     specs = rules.specs(params, ZERO_RULE, mesh)
-    state_specs = rules.optimizer_specs(optimizer, model(), specs)  # of the model, with its leaves that are no arrays
+    state_specs = rules.optimizer_specs(
+        optimizer, model(), specs
+    )  # of the model, with its leaves that are no arrays
     assert state_specs == rules.optimizer_specs(optimizer, eqx.filter_eval_shape(model), specs)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
     state = jax.jit(optimizer.init, out_shardings=shardings)(place(params, specs, mesh))
@@ -423,10 +516,18 @@ def test_optimizer_state_follows_its_parameter(name, mesh):
     runs = [jax.jit(lambda params, state: steps(optimizer, params, state))]
     if name in ELEMENTWISE:
         both = (specs, state_specs)
-        runs += [jax.jit(jax.shard_map(lambda p, s: steps(optimizer, p, s), mesh=mesh, in_specs=both, out_specs=both))]
+        runs += [
+            jax.jit(
+                jax.shard_map(
+                    lambda p, s: steps(optimizer, p, s), mesh=mesh, in_specs=both, out_specs=both
+                )
+            )
+        ]
     for run in runs:
         got = run(place(params, specs, mesh), state)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), got, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), got, expected
+        )
 
 
 def test_moments_of_adam_have_the_specs_of_the_parameters():
@@ -442,14 +543,21 @@ def test_moments_of_adam_have_the_specs_of_the_parameters():
         ((8, 16), P("tensor", "data"), P("tensor"), P("data")),  # row: mean over the larger dim
         ((16, 8), P("tensor", "data"), P("data"), P("tensor")),
         ((4, 8, 16), P("stage", None, "tensor"), P("stage"), P("stage", "tensor")),
-        ((4, 8, 8), P("stage", None, "tensor"), P("stage"), P("stage")),  # which 8 is left? only "stage" is sure
+        (
+            (4, 8, 8),
+            P("stage", None, "tensor"),
+            P("stage"),
+            P("stage"),
+        ),  # which 8 is left? only "stage" is sure
         ((8, 8), P("tensor"), P(), P()),
         ((8, 8), P(), P(), P()),
     ],
 )
 def test_factored_moments_keep_the_splits_of_their_dims(shape, spec, row, column):
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    factored, *_ = rules.optimizer_specs(optax.adafactor(1e-2, min_dim_size_to_factor=8), params, {"w": spec})
+    factored, *_ = rules.optimizer_specs(
+        optax.adafactor(1e-2, min_dim_size_to_factor=8), params, {"w": spec}
+    )
     assert (factored.v_row, factored.v_col, factored.v) == ({"w": row}, {"w": column}, {"w": P()})
 
 
@@ -466,10 +574,15 @@ def test_state_of_a_foreign_shape_is_refused_unless_its_parameter_is_whole():
     params = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
     optimizer = outer_products()
     assert rules.optimizer_specs(optimizer, params, {"w": P(None)}) == {"w": P()}
-    with pytest.raises(ValueError, match=r"^w: the optimizer keeps an array of shape \(8, 8\) for this leaf of shape \(8, 16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^w: the optimizer keeps an array of shape \(8, 8\) for this leaf of shape \(8, 16\)",
+    ):
         rules.optimizer_specs(optimizer, params, {"w": P("tensor")})
 
 
 def test_optimizer_specs_need_the_specs_of_this_tree():
-    with pytest.raises(ValueError, match=r"one PartitionSpec for each of the 5 arrays .*; pass what rules\.specs"):
+    with pytest.raises(
+        ValueError, match=r"one PartitionSpec for each of the 5 arrays .*; pass what rules\.specs"
+    ):
         rules.optimizer_specs(optax.adam(1e-2), model(), P())

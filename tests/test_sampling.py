@@ -48,7 +48,11 @@ def by_hand(scores, temperature, top_k, top_p):
     order = sorted(range(len(scores)), key=lambda token: -scores[token])[:top_k]
     chances = np.exp(scores[order] - scores[order[0]])
     below = np.cumsum(chances / chances.sum()) - chances / chances.sum()  # of those before each
-    return {token for token, before in zip(order, below, strict=True) if token == order[0] or before < top_p}
+    return {
+        token
+        for token, before in zip(order, below, strict=True)
+        if token == order[0] or before < top_p
+    }
 
 
 filter_ = jax.jit(filtered, static_argnames="top_k")
@@ -68,7 +72,9 @@ def test_filtered_keeps_what_sets_keep(values, scale, temperature, top_k, top_p)
     kept = by_hand(scores, temperature, top_k, top_p)
     assert {*np.flatnonzero(np.isfinite(found)).tolist()} == kept
     inside = [*kept]
-    np.testing.assert_allclose(found[inside], (scores[inside] - scores.max()) / temperature, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        found[inside], (scores[inside] - scores.max()) / temperature, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parity
@@ -85,17 +91,23 @@ def test_filtered_equals_transformers():
             expected = generation.TopKLogitsWarper(top_k)(None, expected)
         if case % 4:
             expected = generation.TopPLogitsWarper(top_p)(None, expected)
-        found = np.asarray(filter_(scores, temperature, top_k=top_k, top_p=top_p if case % 4 else None))
+        found = np.asarray(
+            filter_(scores, temperature, top_k=top_k, top_p=top_p if case % 4 else None)
+        )
         expected = expected[0].numpy()
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
         kept = np.isfinite(found)
-        np.testing.assert_allclose(found[kept], expected[kept] - expected.max(), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(
+            found[kept], expected[kept] - expected.max(), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_temperature_0_is_greedy_and_a_small_one_too():
     for temperature in (0, 0.0, 1e-30, 5e-324):
         assert drawn(np.array([3]), temperature, None, KEY).tolist() == greedily(3, 12)
-    assert sampled(logits, [3], tokens=12, window=4, temperature=0, key=KEY).tolist() == greedily(3, 12)
+    assert sampled(logits, [3], tokens=12, window=4, temperature=0, key=KEY).tolist() == greedily(
+        3, 12
+    )
     assert drawn(np.array([3]), 1.0, None, KEY, top_k=1).tolist() == greedily(3, 12)
     assert drawn(np.array([3]), 1.0, 0.0, KEY).tolist() == greedily(3, 12)
     assert drawn(np.array([3]), 1.0, None, KEY).tolist() != greedily(3, 12)
@@ -106,37 +118,54 @@ def test_temperature_0_is_greedy_and_a_small_one_too():
 def test_draws_follow_the_chances():
     keys = jax.random.split(KEY, 20_000)
     first = jax.vmap(lambda key: drawn(np.array([3]), 0.7, 0.8, key, top_k=5, tokens=1))(keys)[:, 0]
-    chances = np.asarray(jax.nn.softmax(filtered(logits(jnp.asarray([[3]], jnp.int32))[0, 0], 0.7, top_k=5, top_p=0.8)))
+    chances = np.asarray(
+        jax.nn.softmax(
+            filtered(logits(jnp.asarray([[3]], jnp.int32))[0, 0], 0.7, top_k=5, top_p=0.8)
+        )
+    )
     found = np.bincount(first, minlength=V) / len(keys)
     assert not found[chances == 0].any()
-    np.testing.assert_allclose(found, chances, atol=5 * np.sqrt(0.25 / len(keys)))  # five standard deviations
+    np.testing.assert_allclose(
+        found, chances, atol=5 * np.sqrt(0.25 / len(keys))
+    )  # five standard deviations
 
 
 @pytest.mark.parametrize("bad", [-1, -100, V, 2**31, 2**32 + 3, -(2**32) + 3])
 def test_a_token_outside_is_refused_or_no_token_follows(bad):
     prompt = np.array([3, bad, 4])
-    with pytest.raises(ValueError, match=rf"sample needs tokens from 0 to 12; got {bad} at \[0, 1\]"):
+    with pytest.raises(
+        ValueError, match=rf"sample needs tokens from 0 to 12; got {bad} at \[0, 1\]"
+    ):
         sampled(logits, prompt, tokens=3, window=4, key=KEY)
     assert drawn(prompt, 1.0, None, KEY).tolist() == [-1] * 12  # though the window leaves it behind
-    assert drawn(np.array([bad, 3, 3, 3, 3]), 0.0, None, KEY).tolist() == greedily(3, 12)  # nothing sees it
+    assert drawn(np.array([bad, 3, 3, 3, 3]), 0.0, None, KEY).tolist() == greedily(
+        3, 12
+    )  # nothing sees it
 
 
 def test_no_token_follows_one_that_is_none():
-    wrapped = lambda tokens: logits(tokens % V)  # a family whose embedding takes -1 for the last row
+    wrapped = lambda tokens: logits(
+        tokens % V
+    )  # a family whose embedding takes -1 for the last row
     with_jit = jax.jit(lambda prompt: sampled(wrapped, prompt, tokens=3, window=4, key=KEY))
     assert with_jit(np.array([3, V])).tolist() == [-1] * 3
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, -1e-30, np.inf, -np.inf])
 def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
-    with pytest.raises(ValueError, match=rf"sample needs as temperature a finite number, .*; got {re.escape(str(value))}\."):
+    with pytest.raises(
+        ValueError,
+        match=rf"sample needs as temperature a finite number, .*; got {re.escape(str(value))}\.",
+    ):
         sampled(logits, [3], tokens=3, window=4, temperature=value, key=KEY)
     assert drawn(np.array([3]), value, None, KEY).tolist() == [-1] * 12
 
 
 @pytest.mark.parametrize("value", [np.nan, -0.1, 1.1, np.inf])
 def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
-    with pytest.raises(ValueError, match=rf"sample needs as top_p a number from 0 to 1; got {value}\."):
+    with pytest.raises(
+        ValueError, match=rf"sample needs as top_p a number from 0 to 1; got {value}\."
+    ):
         sampled(logits, [3], tokens=3, window=4, top_p=value, key=KEY)
     assert drawn(np.array([3]), 1.0, value, KEY).tolist() == [-1] * 12
 
@@ -151,7 +180,10 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tokens": -1}, "needs tokens of 0 or more and a window of 1 or more; got tokens -1, window 4"),
+        (
+            {"tokens": -1},
+            "needs tokens of 0 or more and a window of 1 or more; got tokens -1, window 4",
+        ),
         ({"window": 0}, "got tokens 3, window 0"),
         ({"top_k": 0}, "a top_k of 1 or more, or None for all; got 0"),
         ({"prompt": []}, "a prompt of one token or more; got none"),
@@ -165,7 +197,16 @@ def test_sampled_refuses(wrong, message):
 
 
 def test_numbers_may_be_numpys_and_prompts_lists():
-    expected = sampled(logits, jnp.asarray([3, 4]), tokens=5, window=4, temperature=0.5, top_k=3, top_p=0.5, key=KEY)
+    expected = sampled(
+        logits,
+        jnp.asarray([3, 4]),
+        tokens=5,
+        window=4,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        key=KEY,
+    )
     for kind in (np.uint8, np.int16, np.uint64, list):
         prompt = [3, 4] if kind is list else np.array([3, 4], kind)
         options = {"temperature": np.float32(0.5), "top_k": np.int64(3), "top_p": np.float64(0.5)}
@@ -180,7 +221,11 @@ def test_a_split_model_writes_what_one_device_writes():
     devices = mesh.make(data=2, tensor=4)
     split = mesh.place(model, rules.specs(model, gpt2.rules("tensor"), devices), devices)
     assert split.wte.sharding.spec == P("tensor")
-    write = jax.jit(lambda model, key: gpt2.sample(model, [3, 1, 4], tokens=20, temperature=0.9, top_k=40, top_p=0.95, key=key))
+    write = jax.jit(
+        lambda model, key: gpt2.sample(
+            model, [3, 1, 4], tokens=20, temperature=0.9, top_k=40, top_p=0.95, key=key
+        )
+    )
     found = write(split, KEY)
     np.testing.assert_array_equal(found, write(model, KEY))
     assert len({*found.tolist()}) > 4
@@ -192,7 +237,9 @@ WINDOWS = np.random.default_rng(0).integers(0, 61, (2, 6)).astype(np.int32)
 @functools.cache
 def compiled():
     model = gpt2.GPT2(CONFIG, key=KEY, dtype=jnp.float64)
-    grad = jax.value_and_grad(lambda model, windows, weights: gpt2.loss(model, gpt2.Batch(windows, None, weights)))
+    grad = jax.value_and_grad(
+        lambda model, windows, weights: gpt2.loss(model, gpt2.Batch(windows, None, weights))
+    )
     return model, jax.jit(grad)
 
 
@@ -208,25 +255,41 @@ def test_ids_outside_make_the_loss_nan_unless_nothing_that_counts_sees_them():
             value, wrong = grad(model, windows, ones)
             assert np.isnan(value)
             assert np.isnan(wrong.wpe).any() or t == 5  # a target alone
-            with pytest.raises(ValueError, match=rf"gpt2\.loss needs tokens from 0 to 60; got {bad} at \[1, {t}\]"):
+            with pytest.raises(
+                ValueError, match=rf"gpt2\.loss needs tokens from 0 to 60; got {bad} at \[1, {t}\]"
+            ):
                 gpt2.loss(model, gpt2.Batch(windows))
-            unweighted = grad(model, windows, ones * (np.arange(5) >= t))[0]  # it has no weight, and is seen, but for the last
+            unweighted = grad(model, windows, ones * (np.arange(5) >= t))[
+                0
+            ]  # it has no weight, and is seen, but for the last
             assert np.isnan(unweighted) == (t < 5)
     short = ones * (np.arange(5) < [[5], [3]])
     expected = grad(model, WINDOWS, short)
     filled = WINDOWS.copy()
     filled[1, 4:] = -100  # the first of weight 0, and what follows
     found = grad(model, filled, short)
-    jax.tree.map(np.testing.assert_array_equal, (found[0], found[1].blocks), (expected[0], expected[1].blocks))
-    np.testing.assert_allclose(gpt2.loss(model, gpt2.Batch(jnp.asarray(filled), None, jnp.asarray(short))), found[0], rtol=1e-12)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (found[0], found[1].blocks),
+        (expected[0], expected[1].blocks),
+    )
+    np.testing.assert_allclose(
+        gpt2.loss(model, gpt2.Batch(jnp.asarray(filled), None, jnp.asarray(short))),
+        found[0],
+        rtol=1e-12,
+    )
 
 
-@pytest.mark.parametrize("of", [gpt2.loss, gpt2.logits, functools.partial(gpt2.sample, tokens=2, key=jax.random.key(0))])
+@pytest.mark.parametrize(
+    "of", [gpt2.loss, gpt2.logits, functools.partial(gpt2.sample, tokens=2, key=jax.random.key(0))]
+)
 def test_a_model_that_lacks_a_leaf_is_refused_by_its_path(of):
     model, _ = compiled()
     half = eqx.tree_at(lambda model: model.blocks.mlp.up.weight, model, None)
     prompt = jnp.asarray(WINDOWS[0] if isinstance(of, functools.partial) else WINDOWS)
-    with pytest.raises(ValueError, match=r"gpt2\.\w+: \.blocks\.mlp\.up\.weight is None, where an array was needed"):
+    with pytest.raises(
+        ValueError, match=r"gpt2\.\w+: \.blocks\.mlp\.up\.weight is None, where an array was needed"
+    ):
         of(half, gpt2.Batch(prompt) if of is gpt2.loss else prompt)
 
 
@@ -237,14 +300,19 @@ def test_logits_are_nan_after_an_id_outside_and_refused_where_it_is_known():
     found = np.asarray(jax.jit(gpt2.logits)(model, windows))
     assert np.isnan(found[0, 3:]).all()
     assert np.isfinite(found[1]).all()
-    with pytest.raises(ValueError, match=r"gpt2\.logits needs tokens from 0 to 60; got 61 at \[0, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"gpt2\.logits needs tokens from 0 to 60; got 61 at \[0, 3\]"
+    ):
         gpt2.logits(model, jnp.asarray(windows))
 
 
 def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
     model, _ = compiled()
     for shape in ((0, 6), (2, 1)):
-        with pytest.raises(ValueError, match=r"gpt2 needs one sequence or more, of a token and the next; got inputs of shape"):
+        with pytest.raises(
+            ValueError,
+            match=r"gpt2 needs one sequence or more, of a token and the next; got inputs of shape",
+        ):
             gpt2.loss(model, (jnp.zeros(shape, jnp.int32), None))
     copy = jax.tree.map(jnp.copy, model)
     copy.blocks.mlp.up.weight.delete()
@@ -252,7 +320,12 @@ def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
         ("loss", lambda m: gpt2.loss(m, gpt2.Batch(WINDOWS))),
         ("logits", lambda m: gpt2.logits(m, jnp.asarray(WINDOWS))),
     ):
-        with pytest.raises(ValueError, match=rf"gpt2\.{name}: \.blocks\.mlp\.up\.weight of shape \(1, 8, 32\) was deleted"):
+        with pytest.raises(
+            ValueError,
+            match=rf"gpt2\.{name}: \.blocks\.mlp\.up\.weight of shape \(1, 8, 32\) was deleted",
+        ):
             use(copy)
-    with pytest.raises(ValueError, match=r"gpt2\.sample: \.blocks\.mlp\.up\.weight of shape .* was deleted"):
+    with pytest.raises(
+        ValueError, match=r"gpt2\.sample: \.blocks\.mlp\.up\.weight of shape .* was deleted"
+    ):
         gpt2.sample(copy, [3], tokens=2, key=KEY)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from parallax import draw, schedule
 from parallax.draw.schedules import lockstep
-from parallax.schedule import Schedule, from_csv, gpipe, one_f_one_b_lockstep, to_csv, zero_bubble_lockstep
+from parallax.schedule import (
+    Schedule,
+    from_csv,
+    gpipe,
+    one_f_one_b_lockstep,
+    to_csv,
+    zero_bubble_lockstep,
+)
 
 MAKERS = (gpipe, one_f_one_b_lockstep, zero_bubble_lockstep)
 COSTS = st.tuples(*[st.integers(0, 9)] * 3)
@@ -59,7 +66,10 @@ def test_a_table_to_read():
     assert (table.stages, table.microbatches, table.chunks, table.ticks) == (2, 3, 1, 5)
     assert table.slots["forward"].tolist() == [[0, -1], [1, 0], [2, 0], [-1, 0], [-1, -1]]
     assert table.slots["backward"].tolist() == [[-1, -1], [-1, 0], [0, 0], [1, 0], [2, -1]]
-    assert repr(table) == "Schedule(stages=2, microbatches=3, chunks=1, ticks=5, lanes=forward/backward)"
+    assert (
+        repr(table)
+        == "Schedule(stages=2, microbatches=3, chunks=1, ticks=5, lanes=forward/backward)"
+    )
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -85,18 +95,31 @@ def test_gpipe_goes_back_the_way_it_came():
 def test_phases():
     both = ("forward", "backward")
     assert gpipe(4, 8).phases == ((0, 11, ("forward",)), (11, 22, ("backward",)))
-    assert one_f_one_b_lockstep(4, 8).phases == ((0, 3, ("forward",)), (3, 11, both), (11, 14, ("backward",)))
-    stretches = ((0, 3, ("forward",)), (3, 6, both), (6, 11, (*both, "weight")), (11, 14, ("backward", "weight")))
+    assert one_f_one_b_lockstep(4, 8).phases == (
+        (0, 3, ("forward",)),
+        (3, 11, both),
+        (11, 14, ("backward",)),
+    )
+    stretches = (
+        (0, 3, ("forward",)),
+        (3, 6, both),
+        (6, 11, (*both, "weight")),
+        (11, 14, ("backward", "weight")),
+    )
     assert zero_bubble_lockstep(4, 8).phases == stretches
 
 
 @given(sizes())
 def test_phases_are_the_longest_stretches_of_the_same_lanes(size):
     table = make(*size)
-    assert [t for phase in table.phases for t in range(phase.start, phase.stop)] == list(range(table.ticks))
+    assert [t for phase in table.phases for t in range(phase.start, phase.stop)] == list(
+        range(table.ticks)
+    )
     for phase in table.phases:
         for t in range(phase.start, phase.stop):
-            assert phase.lanes == tuple(name for name, lane in table.lanes.items() if (lane[t] >= 0).any())
+            assert phase.lanes == tuple(
+                name for name, lane in table.lanes.items() if (lane[t] >= 0).any()
+            )
     assert all(a.lanes != b.lanes for a, b in itertools.pairwise(table.phases))
 
 
@@ -105,7 +128,9 @@ def test_the_bubble_is_the_formula(size, costs):
     table = make(*size)
     P, M, v, (F, B, W) = table.stages, table.microbatches, table.chunks, costs
     work = M * (F + B + (W if table.weight is not None else 0))
-    bubble = (P - 1 + -M % P * (v - 1)) * (F + B) / v  # the last group's empty places wait for every chunk but one
+    bubble = (
+        (P - 1 + -M % P * (v - 1)) * (F + B) / v
+    )  # the last group's empty places wait for every chunk but one
     assert table.bubble(F, B, W) == pytest.approx(bubble, abs=1e-9)
     assert table.makespan(F, B, W) == pytest.approx(work + bubble)
 
@@ -118,11 +143,16 @@ def test_default_costs_are_of_the_same_work(P, M, v):
     for table in (*in_step, *in_turns):
         assert table.makespan() - table.bubble() == pytest.approx(3 * M)
         given_costs = (1, 2) if table.weight is None else (1, 1, 1)
-        assert (table.makespan(), table.bubble()) == (table.makespan(*given_costs), table.bubble(*given_costs))
+        assert (table.makespan(), table.bubble()) == (
+            table.makespan(*given_costs),
+            table.bubble(*given_costs),
+        )
         assert table.lockstep() == table.lockstep(*given_costs) == lockstep(table)
         assert draw.summary(table) == draw.summary(table, *given_costs)
     for table in in_step:
-        assert table.asynchronous() == table.asynchronous(*((1, 2) if table.weight is None else (1, 1, 1)))
+        assert table.asynchronous() == table.asynchronous(
+            *((1, 2) if table.weight is None else (1, 1, 1))
+        )
     _, together, apart = in_step
     assert apart.makespan() <= together.makespan()
 
@@ -167,14 +197,28 @@ def test_a_hop_costs_time_where_there_is_a_next_stage():
 def test_in_flight_is_the_formula(size):
     table = make(*size)
     P, M, v, s = table.stages, table.microbatches, table.chunks, np.arange(table.stages)
-    jobs = {gpipe: np.full(P, M), one_f_one_b_lockstep: v * P + P - 1 - 2 * s, zero_bubble_lockstep: v * P + P - 1 - s}[size[0]]
+    jobs = {
+        gpipe: np.full(P, M),
+        one_f_one_b_lockstep: v * P + P - 1 - 2 * s,
+        zero_bubble_lockstep: v * P + P - 1 - s,
+    }[size[0]]
     most = np.minimum(M * v, jobs) / v
-    assert (table.in_flight == most).all() if v == 1 or M % P == 0 else (table.in_flight <= most).all()
+    assert (
+        (table.in_flight == most).all() if v == 1 or M % P == 0 else (table.in_flight <= most).all()
+    )
 
 
 def test_in_flight_of_1f1b_does_not_grow_with_microbatches():
-    assert one_f_one_b_lockstep(4, 8).in_flight.tolist() == one_f_one_b_lockstep(4, 64).in_flight.tolist() == [7, 5, 3, 1]
-    assert zero_bubble_lockstep(4, 8).in_flight.tolist() == zero_bubble_lockstep(4, 64).in_flight.tolist() == [7, 6, 5, 4]
+    assert (
+        one_f_one_b_lockstep(4, 8).in_flight.tolist()
+        == one_f_one_b_lockstep(4, 64).in_flight.tolist()
+        == [7, 5, 3, 1]
+    )
+    assert (
+        zero_bubble_lockstep(4, 8).in_flight.tolist()
+        == zero_bubble_lockstep(4, 64).in_flight.tolist()
+        == [7, 6, 5, 4]
+    )
     assert one_f_one_b_lockstep(4, 16, chunks=2).in_flight.max() == 4 + 3 / 2
     assert gpipe(4, 64).in_flight.tolist() == [64] * 4
 
@@ -238,8 +282,13 @@ def test_a_moved_forward_or_backward_is_refused(size, data):
     lane = data.draw(st.sampled_from(lanes[:2]))
     tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
     to = data.draw(st.sampled_from([t for t in range(table.ticks) if t != tick]))
-    lane[tick, s], lane[to, s] = lane[to, s], lane[tick, s]  # to a free cell, or two jobs change places
-    with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(needs what stage|comes before)"):
+    lane[tick, s], lane[to, s] = (
+        lane[to, s],
+        lane[tick, s],
+    )  # to a free cell, or two jobs change places
+    with pytest.raises(
+        ValueError, match=r"tick -?\d+, stage \d+: .*(needs what stage|comes before)"
+    ):
         Schedule(*lanes, chunks=table.chunks)
 
 
@@ -266,12 +315,18 @@ def test_a_weight_gradient_may_move_but_not_before_its_input_gradient(size, data
     forward, backward, weight = tables(table)
     s = data.draw(st.integers(0, table.stages - 1))
     job = data.draw(st.integers(0, table.microbatches * table.chunks - 1))
-    tick, to = ticks_of(weight, job)[s], data.draw(st.sampled_from(np.flatnonzero(weight[:, s] < 0).tolist()))
+    tick, to = (
+        ticks_of(weight, job)[s],
+        data.draw(st.sampled_from(np.flatnonzero(weight[:, s] < 0).tolist())),
+    )
     weight[tick, s], weight[to, s] = -1, job
     if to >= ticks_of(backward, job)[s]:
         assert Schedule(forward, backward, weight, table.chunks).in_flight[s] <= table.in_flight[s]
     else:
-        with pytest.raises(ValueError, match=rf"tick {to}, stage {s}: weight of microbatch .* comes before its backward"):
+        with pytest.raises(
+            ValueError,
+            match=rf"tick {to}, stage {s}: weight of microbatch .* comes before its backward",
+        ):
             Schedule(forward, backward, weight, table.chunks)
 
 
@@ -280,7 +335,10 @@ def test_two_jobs_that_change_places_with_all_their_walk_make_another_valid_tabl
     """The check asks for nothing but the rules: microbatches may run in any order."""
     table = make(*size)
     order = np.array(data.draw(st.permutations(range(table.microbatches))))
-    renamed = [np.where(lane < 0, -1, order[lane // table.chunks] * table.chunks + lane % table.chunks) for lane in tables(table)]
+    renamed = [
+        np.where(lane < 0, -1, order[lane // table.chunks] * table.chunks + lane % table.chunks)
+        for lane in tables(table)
+    ]
     assert Schedule(*renamed, chunks=table.chunks).in_flight.tolist() == table.in_flight.tolist()
 
 
@@ -291,7 +349,8 @@ def can_run(lanes, placement):
     """
     (v, P), last = placement.shape, placement.size - 1
     per_stage = "weight" in lanes and all(
-        sum(table[t, s] >= 0 for table in lanes.values()) < 2 for t, s in np.ndindex(lanes["forward"].shape)
+        sum(table[t, s] >= 0 for table in lanes.values()) < 2
+        for t, s in np.ndindex(lanes["forward"].shape)
     )
     if not per_stage and placement.tolist() != schedule.looped_placement(P, v).tolist():
         return False
@@ -361,7 +420,9 @@ def mutated(lanes, placement, random):
             a, b = (random.randrange(1 + max(table.max(), 0) // v) for _ in range(2))
             for name, each in lanes.items():
                 m, c = np.divmod(each, v)
-                lanes[name] = np.where(each < 0, -1, np.where(m == a, b, np.where(m == b, a, m)) * v + c)
+                lanes[name] = np.where(
+                    each < 0, -1, np.where(m == a, b, np.where(m == b, a, m)) * v + c
+                )
         else:  # chunks change places
             placement = np.array(placement)
             one, other = (random.randrange(placement.size) for _ in range(2))
@@ -373,13 +434,20 @@ def mutated(lanes, placement, random):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*LOCKSTEP, *PER_STAGE])
 @settings(max_examples=200)
-@given(P=st.integers(1, 4), M=st.integers(1, 5), v=st.integers(1, 2), random=st.randoms(use_true_random=True))
+@given(
+    P=st.integers(1, 4),
+    M=st.integers(1, 5),
+    v=st.integers(1, 2),
+    random=st.randoms(use_true_random=True),
+)
 def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name, P, M, v, random):
     """No broken table gets by, and none that runs is refused."""
     table = make((LOCKSTEP | PER_STAGE)[name], P, M, v)
     assert table.per_stage == (name in PER_STAGE)
     assert can_run(table.lanes, table.placed)
-    lanes, placement = mutated({lane: np.array(jobs) for lane, jobs in table.lanes.items()}, table.placed, random)
+    lanes, placement = mutated(
+        {lane: np.array(jobs) for lane, jobs in table.lanes.items()}, table.placed, random
+    )
     runs = placement[:, 0].min() == 0 and can_run(lanes, placement)
     if runs:
         assert Schedule(*lanes.values(), placement=placement).placed.tolist() == placement.tolist()
@@ -389,7 +457,13 @@ def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name
 
 
 def broken(change, maker=one_f_one_b_lockstep, **sizes):
-    lanes = dict(zip(schedule.LANES, tables(table := maker(**{"stages": 4, "microbatches": 4} | sizes)), strict=False))
+    lanes = dict(
+        zip(
+            schedule.LANES,
+            tables(table := maker(**{"stages": 4, "microbatches": 4} | sizes)),
+            strict=False,
+        )
+    )
     change(lanes)
     return lambda: Schedule(*lanes.values(), chunks=table.chunks)
 
@@ -441,7 +515,10 @@ MESSAGES = {
         "Move it to that tick or a later one.",
     ),
     "weight first": (
-        broken(lambda lanes: (put("weight", 6, 0, -1)(lanes), put("weight", 5, 0, 0)(lanes)), zero_bubble_lockstep),
+        broken(
+            lambda lanes: (put("weight", 6, 0, -1)(lanes), put("weight", 5, 0, 0)(lanes)),
+            zero_bubble_lockstep,
+        ),
         "tick 5, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 6. "
         "Move it to that tick or a later one.",
     ),
@@ -474,8 +551,14 @@ MESSAGES = {
         "A stage has at least one chunk, a whole number of them, got chunks=0.",
     ),
     "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
-    "microbatches": (lambda: one_f_one_b_lockstep(4, 0), "A schedule needs microbatches of at least 1, got microbatches=0."),
-    "chunk count": (lambda: zero_bubble_lockstep(4, 4, 0), "A schedule needs chunks of at least 1, got chunks=0."),
+    "microbatches": (
+        lambda: one_f_one_b_lockstep(4, 0),
+        "A schedule needs microbatches of at least 1, got microbatches=0.",
+    ),
+    "chunk count": (
+        lambda: zero_bubble_lockstep(4, 4, 0),
+        "A schedule needs chunks of at least 1, got chunks=0.",
+    ),
     "true in a table": (
         lambda: Schedule(np.ones((1, 1), bool), np.zeros((1, 1), int)),
         "The forward table must be whole numbers, ticks x stages, got bool of shape (1, 1). "
@@ -520,7 +603,12 @@ Write one row a tick and -1 where a stage rests.
 @pytest.mark.programs
 def test_what_is_no_number_is_refused():
     """In a process of its own: here beartype would refuse it first."""
-    assert subprocess.run([sys.executable, "-c", PLAIN], check=True, capture_output=True, text=True).stdout == REFUSED
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", PLAIN], check=True, capture_output=True, text=True
+        ).stdout
+        == REFUSED
+    )
 
 
 def test_tables_are_copied_and_cannot_be_written_to():
@@ -559,7 +647,9 @@ def test_a_csv_to_read(tmp_path):
 
 
 def test_a_csv_written_by_hand(tmp_path):
-    (tmp_path / "hand.csv").write_text("\ufefftick, stage 0\r\n0, 0F1 0B1\r\n1,  0F0  0B0\r\n", encoding="utf-8")
+    (tmp_path / "hand.csv").write_text(
+        "\ufefftick, stage 0\r\n0, 0F1 0B1\r\n1,  0F0  0B0\r\n", encoding="utf-8"
+    )
     assert from_csv(tmp_path / "hand.csv").forward.tolist() == [[1], [0]]
 
 
@@ -608,12 +698,18 @@ NO_TABLES = {
         "tick".encode("utf-16"),
         r"needed a table of text, as to_csv writes it, found something else \('utf-8' codec can't",
     ),
-    "an archive": (b"PK\x03\x04" * 5, r"line 1: needs the columns tick,stage 0 and so on; got 'PK\\x03\\x04PK.*'\.$"),
+    "an archive": (
+        b"PK\x03\x04" * 5,
+        r"line 1: needs the columns tick,stage 0 and so on; got 'PK\\x03\\x04PK.*'\.$",
+    ),
     "a long line": (
         b"x" * 10_000,
         r"line 1: needs the columns tick,stage 0 and so on; got 'x{79}\.\.\. \(10002 characters\)\.$",
     ),
-    "a long cell": (b'"' + b"x" * 200_000, r"needed a table of text, .* \(field larger than field limit \(131072\)\)\.$"),
+    "a long cell": (
+        b'"' + b"x" * 200_000,
+        r"needed a table of text, .* \(field larger than field limit \(131072\)\)\.$",
+    ),
 }
 
 
@@ -621,7 +717,9 @@ NO_TABLES = {
 def test_a_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, case):
     content, message = NO_TABLES[case]
     (tmp_path / "table.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / 'table.csv'))}[:,] {message}"):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(tmp_path / 'table.csv'))}[:,] {message}"
+    ):
         from_csv(tmp_path / "table.csv")
 
 
@@ -640,5 +738,7 @@ def test_a_table_is_read_of_a_regular_file_alone(tmp_path):
     (tmp_path / "device.csv").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe.csv")
     for name in ("device", "pipe"):
-        with pytest.raises(ValueError, match=rf"{name}\.csv: needed a table of text, found no regular file\."):
+        with pytest.raises(
+            ValueError, match=rf"{name}\.csv: needed a table of text, found no regular file\."
+        ):
             from_csv(tmp_path / f"{name}.csv")

@@ -77,15 +77,27 @@ LLAMA = Fields(
     model_type="llama",
     title="Llama",
     numbers=NUMBERS,
-    only=ONLY | {"attention_bias": (False,), "mlp_bias": (False,), "rope_parameters": (ROPE,), "pretraining_tp": (1,)},
+    only=ONLY
+    | {
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "rope_parameters": (ROPE,),
+        "pretraining_tp": (1,),
+    },
     derived=lambda numbers: {"head_dim": (numbers["width"] // numbers["heads"], None)},
     free={"bos_token_id": Free(1, (int,)), "eos_token_id": Free(2, (int,))},
 )
 MIXTRAL = Fields(
     model_type="mixtral",
     title="Mixtral",
-    numbers=NUMBERS | {"experts": Number(("num_local_experts",)), "chosen": Number(("num_experts_per_tok",))},
-    only=ONLY | {"sliding_window": (None,), "rope_parameters": (ROPE | {"rope_theta": 1e6},), "router_jitter_noise": (0.0,)},
+    numbers=NUMBERS
+    | {"experts": Number(("num_local_experts",)), "chosen": Number(("num_experts_per_tok",))},
+    only=ONLY
+    | {
+        "sliding_window": (None,),
+        "rope_parameters": (ROPE | {"rope_theta": 1e6},),
+        "router_jitter_noise": (0.0,),
+    },
     derived=lambda numbers: {"head_dim": (None, numbers["width"] // numbers["heads"])},
     free={"output_router_logits": Free(False), "router_aux_loss_coef": Free(0.001)},
 )
@@ -110,22 +122,45 @@ def leaves(config):
         "blocks.out": matrix("self_attn.o_proj", D, D),
     }
     if not c.experts:
-        feed = {"gate": ("mlp.gate_proj", F, D), "up": ("mlp.up_proj", F, D), "down": ("mlp.down_proj", D, F)}
+        feed = {
+            "gate": ("mlp.gate_proj", F, D),
+            "up": ("mlp.up_proj", F, D),
+            "down": ("mlp.down_proj", D, F),
+        }
         return table | {f"blocks.{ours}": matrix(*theirs) for ours, theirs in feed.items()}
-    feed, each = {"gate": ("w1", F, D), "up": ("w3", F, D), "down": ("w2", D, F)}, (*layer, ("expert", c.experts))
+    feed, each = (
+        {"gate": ("w1", F, D), "up": ("w3", F, D), "down": ("w2", D, F)},
+        (*layer, ("expert", c.experts)),
+    )
     table["blocks.router"] = matrix("block_sparse_moe.gate", c.experts, D)
     expert = "block_sparse_moe.experts.{expert}"
-    return table | {f"blocks.{ours}": matrix(f"{expert}.{name}", *shape, each) for ours, (name, *shape) in feed.items()}
+    return table | {
+        f"blocks.{ours}": matrix(f"{expert}.{name}", *shape, each)
+        for ours, (name, *shape) in feed.items()
+    }
 
 
 FAMILIES = {
     "llama": (
         Format(Model, Config, LLAMA, leaves, prefix="model."),
-        Config(layers=2, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=11, epsilon=1e-5),
+        Config(
+            layers=2, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=11, epsilon=1e-5
+        ),
     ),
     "mixtral": (
         Format(Model, Config, MIXTRAL, leaves, prefix="model."),
-        Config(layers=2, heads=4, groups=2, width=8, hidden=12, context=16, vocabulary=11, epsilon=1e-5, experts=3, chosen=2),
+        Config(
+            layers=2,
+            heads=4,
+            groups=2,
+            width=8,
+            hidden=12,
+            context=16,
+            vocabulary=11,
+            epsilon=1e-5,
+            experts=3,
+            chosen=2,
+        ),
     ),
 }
 
@@ -133,7 +168,9 @@ FAMILIES = {
 def random_model(format_, config):
     generator = np.random.default_rng(0)
     shapes = format_.shapes(config, np.dtype(np.float32))
-    return jax.tree.map(lambda shape: jnp.asarray(generator.normal(size=shape.shape), jnp.float32), shapes)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(generator.normal(size=shape.shape), jnp.float32), shapes
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,14 +184,18 @@ def test_a_second_family_is_read_and_written_by_its_table(family, tmp_path):
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(stored["lm_head.weight"], np.asarray(model.head).T)
     np.testing.assert_array_equal(
-        stored["model.layers.1.self_attn.k_proj.weight"], np.asarray(model.blocks["key"][1]).reshape(8, 4).T
+        stored["model.layers.1.self_attn.k_proj.weight"],
+        np.asarray(model.blocks["key"][1]).reshape(8, 4).T,
     )
     down = {"llama": "mlp.down_proj", "mixtral": "block_sparse_moe.experts.2.w2"}[family]
     of = model.blocks["down"][1] if family == "llama" else model.blocks["down"][1, 2]
     np.testing.assert_array_equal(stored[f"model.layers.1.{down}.weight"], np.asarray(of).T)
-    safetensors.numpy.save_file({n: x for n, x in stored.items() if down not in n}, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(
+        {n: x for n, x in stored.items() if down not in n}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(
-        ValueError, match=rf"missing, which .*a {format_.fields.title} of num_hidden_layers=2|config\.json asks for"
+        ValueError,
+        match=rf"missing, which .*a {format_.fields.title} of num_hidden_layers=2|config\.json asks for",
     ):
         files.load(format_, tmp_path, dtype=jnp.float32)
 
@@ -184,7 +225,9 @@ def test_transformers_reads_and_writes_the_same_files(family, tmp_path):
     format_, config = FAMILIES[family]
     model = random_model(format_, config)
     files.save(format_, model, tmp_path / "ours")
-    theirs = {"llama": transformers.LlamaForCausalLM, "mixtral": transformers.MixtralForCausalLM}[family]
+    theirs = {"llama": transformers.LlamaForCausalLM, "mixtral": transformers.MixtralForCausalLM}[
+        family
+    ]
     loaded, report = theirs.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     loaded.save_pretrained(tmp_path / "theirs")

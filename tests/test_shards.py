@@ -46,7 +46,11 @@ def test_any_cut_of_the_text_reads_as_the_text(tmp_path_factory, lengths, size, 
     assert all(isinstance(part, token_file.File) for part in found.parts)
 
 
-@given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 10**6), rows=st.tuples(st.integers(0, 7), st.integers(1, 8)))
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 10**6),
+    rows=st.tuples(st.integers(0, 7), st.integers(1, 8)),
+)
 def test_batches_are_those_of_one_array(folder, seed, step, rows):
     assume(rows[0] < rows[1])
     given_ = {"seed": seed, "step": step, "size": 8, "length": 12, "rows": slice(*rows)}
@@ -135,7 +139,9 @@ def text(folder):
 @pytest.mark.parametrize("number", [1, 2])
 def test_every_format_that_there_ever_was_is_read(tmp_path, number):
     """The fixtures were written by the program of their time (`tests/fixtures/make_tokens_fixture.py`)."""
-    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / f"tokens_format_{number}.zip") as stored:
+    with zipfile.ZipFile(
+        Path(__file__).parent / "fixtures" / f"tokens_format_{number}.zip"
+    ) as stored:
         stored.extractall(tmp_path)
     assert manifest.read(tmp_path / "shards" / "manifest.json").get("format", 1) == number
     assert manifest.read(tmp_path / "text.bin.json").get("format", 1) == number
@@ -148,7 +154,10 @@ def test_every_format_that_there_ever_was_is_read(tmp_path, number):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, r"json: it is of format 3, and this program reads formats up to 2\. Install a newer one\."),
+        (
+            {"format": 3},
+            r"json: it is of format 3, and this program reads formats up to 2\. Install a newer one\.",
+        ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
         ({"format": True}, "needed the number of a format, got True"),
         ({"dtype": "uint32"}, "dtype: needed uint16, as vocabulary 300 asks, got 'uint32'"),
@@ -170,14 +179,20 @@ def test_a_path_that_leads_out_is_refused(own, name):
     for entry in ("files", "tokens"):
         record[entry][name] = record[entry].pop("00000.bin")
     seal(own / "manifest.json", record)
-    with pytest.raises(manifest.Damaged, match=r"files: needed names of files inside the folder|other: needed a file of 300 "):
+    with pytest.raises(
+        manifest.Damaged,
+        match=r"files: needed names of files inside the folder|other: needed a file of 300 ",
+    ):
         shards.read(own, vocabulary=300)
 
 
 def test_a_link_that_leads_out_is_refused(own, tmp_path):
     (own / "00001.bin").rename(tmp_path / "outside")
     (own / "00001.bin").symlink_to(tmp_path / "outside")
-    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed a file of its folder, found a link that leads out of it"):
+    with pytest.raises(
+        manifest.Damaged,
+        match=r"00001\.bin: needed a file of its folder, found a link that leads out of it",
+    ):
         shards.read(own, vocabulary=300)
 
 
@@ -206,7 +221,9 @@ def test_what_is_no_token_is_refused_where_the_hash_is_right(own):
     record = unseal(own / "manifest.json")
     record["files"] |= manifest.hashes(own, ["00000.bin"])
     seal(own / "manifest.json", record)
-    with pytest.raises(ValueError, match=r"00000\.bin: needed tokens from 0 to 299, got 300 at index 77"):
+    with pytest.raises(
+        ValueError, match=r"00000\.bin: needed tokens from 0 to 299, got 300 at index 77"
+    ):
         shards.read(own, vocabulary=300)
 
 
@@ -240,7 +257,10 @@ def test_a_file_that_is_written_over_later_gives_a_line(own):
     found = shards.read(own, vocabulary=300)
     with (own / "00001.bin").open("r+b") as file:
         file.write(b"\xff\xff")
-    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed the file of 300 bytes that was checked; it was cut short or"):
+    with pytest.raises(
+        manifest.Damaged,
+        match=r"00001\.bin: needed the file of 300 bytes that was checked; it was cut short or",
+    ):
         found[np.array([150])]
     np.testing.assert_array_equal(found[np.arange(150)], TOKENS[:150])
 
@@ -256,7 +276,9 @@ from parallax.data import shards
 found = shards.read({str(tmp_path / "many")!r}, vocabulary=300)
 print(int(found[np.arange(300)].sum()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.stdout == f"{TOKENS[:300].sum()}\n", done.stderr
 
 
@@ -274,7 +296,10 @@ def test_only_regular_files_are_read_up_to_a_size(own, name, kind):
 
 
 def test_a_manifest_that_would_not_be_read_again_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"a manifest has 33554366 bytes at most; got 3355\d{4}\. Note less in it\."):
+    with pytest.raises(
+        ValueError,
+        match=r"a manifest has 33554366 bytes at most; got 3355\d{4}\. Note less in it\.",
+    ):
         manifest.write(tmp_path / "manifest.json", {"note": "x" * (32 << 20)})
     line = {"note": "x" * ((32 << 20) - manifest.SEAL - len('{"note": ""}'))}
     manifest.write(tmp_path / "manifest.json", line)
@@ -286,7 +311,9 @@ def test_a_name_that_is_too_long_is_refused(own):
     for entries in (record["files"], record["tokens"]):
         entries["x" * 300 + ".bin"] = entries.pop("00004.bin")
     seal(own / "manifest.json", record)
-    with pytest.raises(manifest.Damaged, match=r"x{300}\.bin: needed a file of 300 bytes, found none"):
+    with pytest.raises(
+        manifest.Damaged, match=r"x{300}\.bin: needed a file of 300 bytes, found none"
+    ):
         shards.read(own, vocabulary=300)
 
 
@@ -294,8 +321,13 @@ def test_a_name_that_is_too_long_is_refused(own):
 def test_four_bytes_a_token_without_a_record_are_refused(tmp_path_factory, vocabulary, count, seed):
     """Where the vocabulary asked for has room for every half too."""
     path = tmp_path_factory.mktemp("text") / "text.bin"
-    path.write_bytes(np.random.default_rng(seed).integers(0, vocabulary, count).astype("<u4").tobytes())
-    with pytest.raises(ValueError, match=r"needed tokens of 2 bytes .vocabulary 65536., but every second one is \d+ or less"):
+    path.write_bytes(
+        np.random.default_rng(seed).integers(0, vocabulary, count).astype("<u4").tobytes()
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"needed tokens of 2 bytes .vocabulary 65536., but every second one is \d+ or less",
+    ):
         data.read(path, vocabulary=65_536)
 
 
@@ -315,7 +347,9 @@ def test_an_error_of_the_disk_names_the_file(own, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(OSError, match=r"00001\.bin: the tokens cannot be read: Input/output error\.") as refused:
+    with pytest.raises(
+        OSError, match=r"00001\.bin: the tokens cannot be read: Input/output error\."
+    ) as refused:
         found[np.array([200])]
     assert refused.value.errno == errno.EIO
 
@@ -352,7 +386,10 @@ def test_a_file_is_hashed_once(own, tmp_path, reads):
         state = changed.stat()
         changed.write_bytes(changed.read_bytes()[::-1])
         os.utime(changed, ns=(state.st_atime_ns, state.st_mtime_ns))
-        with pytest.raises(manifest.Damaged, match=rf"{changed.name}: needed sha256 \w+\.\.\., the file has other bytes"):
+        with pytest.raises(
+            manifest.Damaged,
+            match=rf"{changed.name}: needed sha256 \w+\.\.\., the file has other bytes",
+        ):
             both()
 
 
@@ -362,7 +399,10 @@ def test_what_was_remembered_of_other_bytes_does_not_hold(own, reads):
     record = unseal(own / "manifest.json")
     record["files"]["00001.bin"][1] = "0" * 64
     seal(own / "manifest.json", record)
-    with pytest.raises(manifest.Damaged, match=r"00001\.bin: needed sha256 000000000000\.\.\., the file has other bytes"):
+    with pytest.raises(
+        manifest.Damaged,
+        match=r"00001\.bin: needed sha256 000000000000\.\.\., the file has other bytes",
+    ):
         shards.read(own, vocabulary=300)
 
 
@@ -392,9 +432,13 @@ def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
     path = tmp_path_factory.mktemp("file") / "text.bin"
     data.write(path, TOKENS[:100], vocabulary=300)
     file, array = data.read(path, vocabulary=300), TOKENS[:100]
-    asked = np.array([*places, *(place for start, size in runs for place in range(start, start + size))], int)
+    asked = np.array(
+        [*places, *(place for start, size in runs for place in range(start, start + size))], int
+    )
     np.testing.assert_array_equal(file[asked], array[asked])
-    np.testing.assert_array_equal(file[np.stack([asked, asked[::-1]])], array[np.stack([asked, asked[::-1]])])
+    np.testing.assert_array_equal(
+        file[np.stack([asked, asked[::-1]])], array[np.stack([asked, asked[::-1]])]
+    )
     start, stop = cut
     part = file[start:stop]
     assert isinstance(part, token_file.File)
@@ -413,11 +457,16 @@ def test_a_file_is_split_counted_and_copied_as_an_array_is(tmp_path):
     assert data.unigram(train, held_out, 300) == data.unigram(TOKENS[:900], TOKENS[900:], 300)
     assert data.bigram(train, held_out, 300) == data.bigram(TOKENS[:900], TOKENS[900:], 300)
     for given_, wanted in zip(
-        data.held_out_batches(held_out, size=2, length=8), data.held_out_batches(TOKENS[900:], size=2, length=8), strict=True
+        data.held_out_batches(held_out, size=2, length=8),
+        data.held_out_batches(TOKENS[900:], size=2, length=8),
+        strict=True,
     ):
         np.testing.assert_array_equal(given_, wanted)
     for other in (pickle.loads(pickle.dumps(held_out)), copy.deepcopy(held_out)):
         np.testing.assert_array_equal(other, TOKENS[900:])
     for wrong in (slice(0, 9, 2), np.array([0.5]), np.ones(1000, bool)):
-        with pytest.raises(IndexError, match=r"needed a slice of step 1, got 2|needed whole numbers as places, got "):
+        with pytest.raises(
+            IndexError,
+            match=r"needed a slice of step 1, got 2|needed whole numbers as places, got ",
+        ):
             file[wrong]

@@ -28,7 +28,12 @@ def test_each_is_counted_and_what_was_there_comes_back():
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
             assert came.acquire(timeout=60)
-    assert heard == [(signal.SIGINT, 1), (signal.SIGHUP, 2), (signal.SIGTERM, 3), (signal.SIGINT, 4)]
+    assert heard == [
+        (signal.SIGINT, 1),
+        (signal.SIGHUP, 2),
+        (signal.SIGTERM, 3),
+        (signal.SIGINT, 4),
+    ]
     assert [signal.getsignal(number) for number in signals.TO_END] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -87,7 +92,9 @@ with signals.listening(launch.interrupted, signal.SIGINT):
 def test_ctrl_c_ends_a_program_that_is_stuck_with_a_line():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", STUCK]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

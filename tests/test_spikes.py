@@ -35,10 +35,18 @@ def test_a_loss_above_the_limit_changes_nothing_and_compiles_nothing_anew(scale)
         return grad
 
     model = jnp.arange(1.0, 4.0)
-    state = step.State(model, optax.sgd(0.1, momentum=0.9).init(model), jnp.zeros((), jnp.int32), scale)
+    state = step.State(
+        model, optax.sgd(0.1, momentum=0.9).init(model), jnp.zeros((), jnp.int32), scale
+    )
     train = jax.jit(step.make_scaled(grad_of, optax.sgd(0.1, momentum=0.9)))
     batch = jnp.ones(3)  # the loss is 6
-    for limit, skipped in [(math.inf, False), (6.0, False), (5.9, True), (-math.inf, True), (math.nan, True)]:
+    for limit, skipped in [
+        (math.inf, False),
+        (6.0, False),
+        (5.9, True),
+        (-math.inf, True),
+        (math.nan, True),
+    ]:
         new, info = train(state, batch, limit)
         assert bool(info.skipped) is skipped
         assert float(info.loss) == 6.0
@@ -54,10 +62,14 @@ def test_a_loss_above_the_limit_changes_nothing_and_compiles_nothing_anew(scale)
 
 @pytest.mark.sweep(30, "steps")
 def test_a_decoders_step_over_a_mesh_takes_a_limit_as_data():
-    config = gpt2.Config(layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=8)
+    config = gpt2.Config(
+        layers=1, heads=2, width=8, context=4, vocabulary=16, vocabulary_multiple=8
+    )
     layout = Layout(data=2, tensor=2)
     axes = mesh.make(**layout.axes, devices=jax.devices()[:4])
-    prepared = decoder.train_step(gpt2.FAMILY, config, optax.sgd(0.1), layout, axes, batch=2, key=jax.random.key(0))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, config, optax.sgd(0.1), layout, axes, batch=2, key=jax.random.key(0)
+    )
     windows = jax.ShapeDtypeStruct((2, 5), jnp.int32, sharding=mesh.shardings(P("data"), axes))
     train = prepared.train.lower(prepared.shapes, windows, None, np.float32(0)).compile()
     batch = mesh.place(np.arange(10, dtype=np.int32).reshape(2, 5), P("data"), axes)
@@ -73,11 +85,16 @@ def test_a_decoders_step_over_a_mesh_takes_a_limit_as_data():
 
 
 def test_the_limit_is_a_multiple_of_the_running_median():
-    spikes, losses = Spikes(2.0, 3), [float(loss) for loss in np.random.default_rng(0).uniform(1, 1.9, 3 * WINDOW)]
+    spikes, losses = (
+        Spikes(2.0, 3),
+        [float(loss) for loss in np.random.default_rng(0).uniform(1, 1.9, 3 * WINDOW)],
+    )
     for number, loss in enumerate(losses, start=1):
         assert (spikes.limit == math.inf) == (number <= LEAST)
         if number > LEAST:
-            assert spikes.limit == np.float32(2 * statistics.median(losses[max(0, number - 1 - WINDOW) : number - 1]))
+            assert spikes.limit == np.float32(
+                2 * statistics.median(losses[max(0, number - 1 - WINDOW) : number - 1])
+            )
         assert not spikes.count(number, loss)
     before = spikes.limit
     assert spikes.count(len(losses) + 1, math.nextafter(before, math.inf))
@@ -101,7 +118,8 @@ def test_as_many_as_the_budget_among_the_last_64_steps_are_too_many():
     assert spikes.count(120, 9.0)
     assert spikes.count(101 + WINDOW, 9.0)  # the first is too long ago
     with pytest.raises(
-        Spiked, match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 .*\(120, 165, 180 last\)"
+        Spiked,
+        match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 .*\(120, 165, 180 last\)",
     ) as caught:
         spikes.count(180, 9.0)
     assert (caught.value.step, caught.value.first) == (180, 120)
@@ -134,7 +152,9 @@ def run(folder, capsys, *, until=None, **options):
     from parallax import data
 
     train, _ = data.split(np.frombuffer(untrained.TEXT.encode(), np.uint8))
-    number = {tuple(data.batch(train, seed=0, step=i, size=8, length=8).ravel()): i for i in range(200)}
+    number = {
+        tuple(data.batch(train, seed=0, step=i, size=8, length=8).ravel()): i for i in range(200)
+    }
     taken = []
 
     def losses(i, windows):
@@ -144,13 +164,19 @@ def run(folder, capsys, *, until=None, **options):
         return 9.0 if taken[-1][1] in BAD else 1 + 1 / i
 
     with contextlib.suppress(KeyboardInterrupt):
-        untrained.run(folder, losses=losses, **{"steps": 40, "checkpoint_every": 20, "spike_factor": 2.0} | options)
+        untrained.run(
+            folder,
+            losses=losses,
+            **{"steps": 40, "checkpoint_every": 20, "spike_factor": 2.0} | options,
+        )
     return taken, capsys.readouterr().out
 
 
 def test_the_example_skips_goes_back_and_past_the_batches(tmp_path, capsys):
     taken, printed = run(tmp_path / "one", capsys)
-    assert printed.count("a spike; the step is skipped") == 3  # the last of them after the run went back
+    assert (
+        printed.count("a spike; the step is skipped") == 3
+    )  # the last of them after the run went back
     assert (
         len(
             re.findall(
@@ -161,13 +187,15 @@ def test_the_example_skips_goes_back_and_past_the_batches(tmp_path, capsys):
         == 1
     )
     assert taken == [(i, i - 1) for i in range(1, 27)] + [(i, i + 5) for i in range(21, 41)]
-    records = [json.loads(line) for line in (tmp_path / "one/out/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "one/out/metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [*range(1, 41)]
     assert [record["step"] for record in records if record.get("skipped")] == [22]
     assert (
-        json.loads((tmp_path / "one/out/checkpoints/00000040/manifest.json").read_text().splitlines()[0])["note"]["spikes"][
-            "past"
-        ]
+        json.loads(
+            (tmp_path / "one/out/checkpoints/00000040/manifest.json").read_text().splitlines()[0]
+        )["note"]["spikes"]["past"]
         == 6
     )
 
@@ -180,8 +208,12 @@ def test_a_run_that_is_killed_takes_the_same_batches(until, tmp_path, capsys):
     again, _ = run(tmp_path / "two", capsys)
     assert again[-10:] == whole[-10:]
     assert again[0][0] == (21 if until < 31 else 31)
-    kept = lambda folder: [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-    numbers = lambda records: [(record["step"], record.get("loss"), record.get("skipped")) for record in records]
+    kept = lambda folder: [
+        json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()
+    ]
+    numbers = lambda records: [
+        (record["step"], record.get("loss"), record.get("skipped")) for record in records
+    ]
     assert numbers(kept(tmp_path / "two")) == numbers(kept(tmp_path / "one"))
 
 
@@ -190,6 +222,7 @@ def test_a_checkpoint_between_the_spikes_is_passed_over_and_the_budget_ends_it(t
     _, printed = run(tmp_path / "one", capsys, checkpoint_every=4, keep=4)
     assert "The run goes back to step 22, and past" in printed
     with pytest.raises(
-        SystemExit, match=r"Losses spiked at the steps \[26\], and --rollback-budget is 0\. Lower --learning-rate"
+        SystemExit,
+        match=r"Losses spiked at the steps \[26\], and --rollback-budget is 0\. Lower --learning-rate",
     ):
         run(tmp_path / "two", capsys, rollback_budget=0)

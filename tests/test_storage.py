@@ -64,7 +64,10 @@ def _quick(monkeypatch, faults):
 
 def state_of(step):
     axes = mesh.make(data=4, tensor=2)
-    arrays = {"split": np.arange(16.0, dtype=np.float32).reshape(8, 2) * step, "whole": np.full(3, step)}
+    arrays = {
+        "split": np.arange(16.0, dtype=np.float32).reshape(8, 2) * step,
+        "whole": np.full(3, step),
+    }
     placed = mesh.place(arrays, {"split": P("data"), "whole": P()}, axes)
     return placed | {"key": jax.random.key(step), "host": np.arange(3) * step, "number": 2 * step}
 
@@ -74,7 +77,9 @@ def assert_restored(folder, step):
     assert (restored.step, restored.state["number"]) == (step, 2 * step)
     for name in ("split", "whole", "host"):
         np.testing.assert_array_equal(restored.state[name], state_of(step)[name], err_msg=name)
-    assert (jax.random.key_data(restored.state["key"]) == jax.random.key_data(state_of(step)["key"])).all()
+    assert (
+        jax.random.key_data(restored.state["key"]) == jax.random.key_data(state_of(step)["key"])
+    ).all()
 
 
 @pytest.mark.sweep(6)
@@ -91,7 +96,12 @@ def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, f
         for operation in range(every + 1, 400, 12):
             step += 1
             state = state_of(step)
-            faults.at(tmp_path, operation, *[operation + 1] * (step % 2), number=FAULTS[step % len(FAULTS)])
+            faults.at(
+                tmp_path,
+                operation,
+                *[operation + 1] * (step % 2),
+                number=FAULTS[step % len(FAULTS)],
+            )
             told = len(said)
             store.save(step, state)
             double({name: state[name] for name in ("split", "whole")})
@@ -110,7 +120,10 @@ def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, f
     assert lines
     assert untold <= {"_CHECKPOINT_METADATA", "contents.json"}
     for line in lines:
-        assert re.search(r"of step (\d+) in .*/0*\1 was not saved: \[Errno .* The next of 8 tries is in 0\.00", line)
+        assert re.search(
+            r"of step (\d+) in .*/0*\1 was not saved: \[Errno .* The next of 8 tries is in 0\.00",
+            line,
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step:08d}", "newest.json"]
 
 
@@ -135,7 +148,10 @@ def test_the_run_goes_on_meanwhile_and_stops_after_the_limit(tmp_path, monkeypat
                 steps += 1
             go.set()
 
-    with pytest.raises(OSError, match=r"step 2 in .* was not saved: .*No space left.* newest finished one is .*00000001\."):
+    with pytest.raises(
+        OSError,
+        match=r"step 2 in .* was not saved: .*No space left.* newest finished one is .*00000001\.",
+    ):
         run()
     assert steps == 100
     assert slept == [1.0, 2.0, 4.0]
@@ -147,11 +163,15 @@ def test_the_run_goes_on_meanwhile_and_stops_after_the_limit(tmp_path, monkeypat
 def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
     said = []
     with Checkpoints(tmp_path, settings={}, say=said.append) as store:
-        monkeypatch.setattr(records, "begin", lambda *_: (_ for _ in ()).throw(TypeError("no such thing")))
+        monkeypatch.setattr(
+            records, "begin", lambda *_: (_ for _ in ()).throw(TypeError("no such thing"))
+        )
         with pytest.raises(OSError, match=r"step 1 in .* was not saved"):
             store.save(1, state_of(1))
         monkeypatch.undo()
-        monkeypatch.setattr(records, "seal", lambda *_: (_ for _ in ()).throw(TypeError("no such thing")))
+        monkeypatch.setattr(
+            records, "seal", lambda *_: (_ for _ in ()).throw(TypeError("no such thing"))
+        )
         store.save(2, state_of(2))
         with pytest.raises(OSError, match=r"step 2 in .* was not saved: no such thing"):
             store.wait()
@@ -163,8 +183,16 @@ def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
     [
         (OSError(errno.ENOSPC, "full"), True),
         (PermissionError(errno.EACCES, "not allowed"), True),
-        (ValueError("Error writing: Failed to write 7 bytes: No space left on device [os_error_code='28']"), True),
-        (ValueError("Failed to write 7 bytes to file 5: File too large [os_error_code='27']"), False),
+        (
+            ValueError(
+                "Error writing: Failed to write 7 bytes: No space left on device [os_error_code='28']"
+            ),
+            True,
+        ),
+        (
+            ValueError("Failed to write 7 bytes to file 5: File too large [os_error_code='27']"),
+            False,
+        ),
         (FileExistsError(errno.EEXIST, "there"), False),
         (TypeError("wrong type"), False),
         (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), True),
@@ -185,9 +213,14 @@ def test_blocks_that_were_donated_are_there_again():
         "whole": mesh.place(np.arange(5), P(), axes),
         "one": jnp.arange(7.0),
     }
-    expected, shardings = {name: np.array(leaf) for name, leaf in arrays.items()}, {n: x.sharding for n, x in arrays.items()}
+    expected, shardings = (
+        {name: np.array(leaf) for name, leaf in arrays.items()},
+        {n: x.sharding for n, x in arrays.items()},
+    )
     again = stored.held(arrays)
-    jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(arrays))
+    jax.block_until_ready(
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(arrays)
+    )
     for name, leaf in again().items():
         np.testing.assert_array_equal(leaf, expected[name])
         assert leaf.sharding == shardings[name]

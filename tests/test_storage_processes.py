@@ -20,7 +20,9 @@ def seen(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    }
     command = lambda rank: [
         sys.executable,
         str(TESTS / "process_storage.py"),
@@ -29,7 +31,9 @@ def seen(tmp_path_factory):
         str(folder),
         str(SLOW),
     ]
-    started = [subprocess.Popen(command(rank), env=environment, text=True, **PIPES) for rank in (0, 1)]
+    started = [
+        subprocess.Popen(command(rank), env=environment, text=True, **PIPES) for rank in (0, 1)
+    ]
     try:
         told = [process.communicate(timeout=600) for process in started]
     finally:
@@ -51,8 +55,13 @@ def test_an_error_on_one_process_is_tried_again_by_both(seen):
             assert process[f"once, in {part}"] == ["", 0]
         assert process["steps"] == [2, 3, 4]
     first, second = (process["said"] for process in seen)
-    assert [line.partition(" in ")[0] for line in first] == ["The checkpoint of step 3", "The checkpoint of step 4"]
-    assert [line.partition(" in ")[0] for line in second] == [f"The checkpoint of step {step}" for step in (2, 5, 5)]
+    assert [line.partition(" in ")[0] for line in first] == [
+        "The checkpoint of step 3",
+        "The checkpoint of step 4",
+    ]
+    assert [line.partition(" in ")[0] for line in second] == [
+        f"The checkpoint of step {step}" for step in (2, 5, 5)
+    ]
 
 
 @pytest.mark.programs
@@ -68,7 +77,9 @@ def test_past_the_limit_both_stop_with_the_last_good_checkpoint_named(seen):
 @pytest.mark.programs
 @pytest.mark.long
 def test_slow_verification_ends_no_restore_and_is_shared(seen):
-    assert all(process["took"] > SLOW and process["same"] and process["restored"] == 4 for process in seen)
+    assert all(
+        process["took"] > SLOW and process["same"] and process["restored"] == 4 for process in seen
+    )
     first, second = (set(process["hashed"]) for process in seen)
     assert not first & second
     assert len(first | second) > 10
@@ -80,4 +91,7 @@ def test_slow_verification_ends_no_restore_and_is_shared(seen):
 def test_damage_that_one_process_finds_is_refused_by_both(seen):
     for process in seen:
         assert process["then"] == 3
-        assert "The file has other bytes" in process["refused"]["4"] or "the file has other bytes" in process["refused"]["4"]
+        assert (
+            "The file has other bytes" in process["refused"]["4"]
+            or "the file has other bytes" in process["refused"]["4"]
+        )

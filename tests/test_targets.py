@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import draw, mesh, plan
 from parallax.__main__ import main
-from parallax.compiled import certificate, hlo, links, rates, report, seconds, sources, targets, timeline
+from parallax.compiled import (
+    certificate,
+    hlo,
+    links,
+    rates,
+    report,
+    seconds,
+    sources,
+    targets,
+    timeline,
+)
 from parallax.plan import hardware, traffic
 
 KINDS = ("tpu", "cuda")
@@ -98,13 +108,25 @@ def test_trips_stand_in_the_condition(first, step, direction, bound, trips):
     ],
 )
 def test_a_step_may_be_taken_away(moved, direction, bound, trips):
-    assert turns("constant(6)", 1, direction, bound, moved) == {"test": trips and trips + 1, "trip": trips}
+    assert turns("constant(6)", 1, direction, bound, moved) == {
+        "test": trips and trips + 1,
+        "trip": trips,
+    }
 
 
 def turns(first, step, direction, bound, moved="add(%a, %b)"):
     """How often the two computations of `LOOP` run."""
-    program = LOOP.replace("FIRST", first).replace("STEP", str(step)).replace("DIRECTION", direction).replace("BOUND", str(bound))
-    (loop,) = [line for line in hlo.module(program.replace("add(%a, %b)", moved))["main"] if line.opcode == "while"]
+    program = (
+        LOOP.replace("FIRST", first)
+        .replace("STEP", str(step))
+        .replace("DIRECTION", direction)
+        .replace("BOUND", str(bound))
+    )
+    (loop,) = [
+        line
+        for line in hlo.module(program.replace("add(%a, %b)", moved))["main"]
+        if line.opcode == "while"
+    ]
     return dict(loop.called)
 
 
@@ -112,8 +134,13 @@ def test_links_of_a_torus_and_of_a_switch():
     cube = links.torus(rates.CHIPS["v4"], [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
-    assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {"data": 1.25, "tensor": 1.0}  # row by row, not laid as rings
-    assert links.of_a_hop(links.switch(rates.CHIPS["h100"], 8), {"data": 8, "tensor": 1}) == {"data": 2.0}
+    assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
+        "data": 1.25,
+        "tensor": 1.0,
+    }  # row by row, not laid as rings
+    assert links.of_a_hop(links.switch(rates.CHIPS["h100"], 8), {"data": 8, "tensor": 1}) == {
+        "data": 2.0
+    }
     line = links.torus(rates.CHIPS["v5e"], [(k, 0) for k in range(4)])
     assert len(line.path(0, 3)) == 3  # too short to close
     assert line.path(2, 2) == []
@@ -143,7 +170,9 @@ def test_a_replay_by_hand():
     right, left = "{{0,1}}", "{{1,0}}"
     one, two = links.torus(rates.CHIPS["v5e"], [(0, 0), (1, 0)]), {"x": 2}
     program = lambda *lines: (
-        "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[8]) -> f32[8] {\n" + "\n".join(lines) + "\n}\n"
+        "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+        + "\n".join(lines)
+        + "\n}\n"
     )
     a, a_done = permute("a", right, 45)
     b, b_done = permute("b", left, 45)
@@ -159,9 +188,15 @@ def test_a_replay_by_hand():
     assert found.at_speed[0.5] == pytest.approx(4.001e-3)
     assert found.at_speed[2.0] == pytest.approx(1.001e-3)
     fused = compute("w", 1_500_000).replace("kLoop", "kCustom, calls=%inner")
-    inner = a.replace("collective-permute-start", "collective-permute").replace("(f32[11250000], f32[11250000])", "f32[11250000]")
-    text = program(fused).replace("\n\nENTRY", f"\n\n%inner (x: f32[8]) -> f32[8] {{\n{inner}\n}}\n\nENTRY")
-    assert timeline.of(text, one, two).seconds == pytest.approx(1.001e-3)  # beside the product that it is fused into
+    inner = a.replace("collective-permute-start", "collective-permute").replace(
+        "(f32[11250000], f32[11250000])", "f32[11250000]"
+    )
+    text = program(fused).replace(
+        "\n\nENTRY", f"\n\n%inner (x: f32[8]) -> f32[8] {{\n{inner}\n}}\n\nENTRY"
+    )
+    assert timeline.of(text, one, two).seconds == pytest.approx(
+        1.001e-3
+    )  # beside the product that it is fused into
 
 
 def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
@@ -177,7 +212,9 @@ def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
     )
     one = links.torus(rates.CHIPS["v5e"], [(0, 0), (1, 0)])
     found = timeline.of(text, one, {"x": 2})
-    assert found.seconds == pytest.approx(3 * timeline.of(text.replace("3_of_5", "1_of_5"), one, {"x": 2}).seconds)
+    assert found.seconds == pytest.approx(
+        3 * timeline.of(text.replace("3_of_5", "1_of_5"), one, {"x": 2}).seconds
+    )
     assert found.seconds == pytest.approx(3e-3)
     assert found.unbounded == 0
     unknown = timeline.of(text.replace("forward.3_of_5", "forward"), one, {"x": 2})
@@ -194,22 +231,43 @@ def test_a_saved_step_sends_what_theory_says(kind):
     expected = traffic.by_axes(traffic.terms(made.CONFIG, made.LAYOUT, made.BATCH))
     assert sent == {axes: size for axes, size in expected.items() if size}
     assert not [entry for entry in entries if entry.conditional or entry.unbounded]
-    assert {entry.kind for entry in entries} == {"collective-permute", "all-reduce"}  # the latter: lax.pmax of the logits
-    loops = [line for lines in hlo.module(text(kind)).computations.values() for line in lines if line.opcode == "while"]
-    assert [line.called[0][1] + line.called[1][1] for line in loops] == [5, 5]  # two layers, forward and backward
+    assert {entry.kind for entry in entries} == {
+        "collective-permute",
+        "all-reduce",
+    }  # the latter: lax.pmax of the logits
+    loops = [
+        line
+        for lines in hlo.module(text(kind)).computations.values()
+        for line in lines
+        if line.opcode == "while"
+    ]
+    assert [line.called[0][1] + line.called[1][1] for line in loops] == [
+        5,
+        5,
+    ]  # two layers, forward and backward
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_step_is_replayed(kind, tmp_path):
     found = timeline.of(text(kind), machine(kind), AXES)
-    assert found.at_speed[0.5] > found.seconds == found.at_speed[1.0] > found.at_speed[2.0] > found.compute > 0
+    assert (
+        found.at_speed[0.5]
+        > found.seconds
+        == found.at_speed[1.0]
+        > found.at_speed[2.0]
+        > found.compute
+        > 0
+    )
     assert set(found.exposed_along) == {"data", "tensor"}
     assert all(0 <= seconds <= found.exposed for seconds in found.exposed_along.values())
     assert found.unbounded == 0
     assert any(re.search(r"/parallax/(grads|tensor)\.py:\d+$", line) for line in found.waits)
     assert "exposed along data" in report.estimate(found, 1e-5)
     rows = draw.replay(found, tmp_path / "replay.svg")
-    assert [line.split(" |")[0].strip() for line in rows.splitlines()] == ["compute", *dict.fromkeys(_rows(found))]
+    assert [line.split(" |")[0].strip() for line in rows.splitlines()] == [
+        "compute",
+        *dict.fromkeys(_rows(found)),
+    ]
     draw.replay_trace(found, tmp_path / "replay.json")
     events = json.loads((tmp_path / "replay.json").read_text())["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == len(found.events)
@@ -251,19 +309,44 @@ def computed_twice(program, what):
     lines = program.splitlines()
     where = {line.split(" = ")[0].split()[-1]: k for k, line in enumerate(lines) if " = " in line}
     if what == "all_gather":
-        made = next(k for k, line in enumerate(lines) if " multiply(" in line and "= f32[64,128]" in line)
+        made = next(
+            k for k, line in enumerate(lines) if " multiply(" in line and "= f32[64,128]" in line
+        )
     else:
         entry = next(k for k, line in enumerate(lines) if line.startswith("ENTRY"))
-        last = [name for name, k in where.items() if k > entry and " collective-permute-done(" in lines[k]][6]
-        made = next(k for k, line in enumerate(lines) if re.search(rf"\({re.escape(last)}\b.*kind=kLoop", line))
+        last = [
+            name
+            for name, k in where.items()
+            if k > entry and " collective-permute-done(" in lines[k]
+        ][6]
+        made = next(
+            k
+            for k, line in enumerate(lines)
+            if re.search(rf"\({re.escape(last)}\b.*kind=kLoop", line)
+        )
     name = lines[made].split(" = ")[0].split()[-1]
-    return "\n".join([*lines[: made + 1], lines[made].replace(f"{name} =", f"{name}.again ="), *lines[made + 1 :]])
+    return "\n".join(
+        [
+            *lines[: made + 1],
+            lines[made].replace(f"{name} =", f"{name}.again ="),
+            *lines[made + 1 :],
+        ]
+    )
 
 
 def check_once(program, what):
     lines = [line for each in program.computations.values() for line in each]
     if what == "all_gather":
-        assert len([line for line in lines if line.opcode == "multiply" and line.result.startswith("f32[")]) == 1
+        assert (
+            len(
+                [
+                    line
+                    for line in lines
+                    if line.opcode == "multiply" and line.result.startswith("f32[")
+                ]
+            )
+            == 1
+        )
         return
     done = [line for line in program[program.entry] if line.opcode == "collective-permute-done"]
     last = done[6]  # of seven hops of the scatter; those of the gather follow
@@ -290,7 +373,9 @@ def test_messages_between_slices_are_read(what):
     found = timeline.of(program, two, {"far": 2, "near": 4})
     assert found.exposed_along["far"] > nbytes / rates.CHIPS["v5e"].network
     other = program.replace('"ONE_TO_ONE"', '"ALL_TO_ALL"').replace('"ALL_REDUCE"', '"ALL_TO_ALL"')
-    with pytest.raises(ValueError, match="a collective between TPU slices that cannot be read, ALL_TO_ALL"):
+    with pytest.raises(
+        ValueError, match="a collective between TPU slices that cannot be read, ALL_TO_ALL"
+    ):
         hlo.module(other)
 
 
@@ -299,7 +384,10 @@ def test_rates_are_those_of_the_plan():
         here, there = rates.CHIPS[name], hardware.KNOWN[name]
         assert (here.products, here.bandwidth) == (there.rate, there.bandwidth)
         assert (here.hop, 1 / here.link) == (there.fast.alpha, pytest.approx(there.fast.beta))
-        assert (here.far_hop, 1 / here.network) == (there.slow.alpha, pytest.approx(there.slow.beta))
+        assert (here.far_hop, 1 / here.network) == (
+            there.slow.alpha,
+            pytest.approx(there.slow.beta),
+        )
 
 
 def test_operations_and_bytes_of_a_gpu_program():
@@ -316,21 +404,31 @@ def test_operations_and_bytes_of_a_gpu_program():
 
 
 def test_refusals(capsys):
-    with pytest.raises(ValueError, match=r"needs a number of one of v4, v5e.*; got 'v9:2x2'\. Take such as v5e:2x4"):
+    with pytest.raises(
+        ValueError, match=r"needs a number of one of v4, v5e.*; got 'v9:2x2'\. Take such as v5e:2x4"
+    ):
         targets.target("v9:2x2")
-    with pytest.raises(ValueError, match="'v5e' is no machine: a TPU has the sizes of its topology"):
+    with pytest.raises(
+        ValueError, match="'v5e' is no machine: a TPU has the sizes of its topology"
+    ):
         targets.target("v5e")
-    with pytest.raises(ValueError, match="needs a program compiled for tpu; this one was compiled for cuda"):
+    with pytest.raises(
+        ValueError, match="needs a program compiled for tpu; this one was compiled for cuda"
+    ):
         timeline.of(text("cuda"), machine("tpu"), AXES)
     program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
-    with pytest.raises(ValueError, match="needs a program compiled for cuda; this one was compiled for cpu"):
+    with pytest.raises(
+        ValueError, match="needs a program compiled for cuda; this one was compiled for cpu"
+    ):
         timeline.of(program, links.switch(rates.CHIPS["h100"], 1), {"data": 1})
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
     if not importlib.util.find_spec("libtpu"):
         with pytest.raises(ImportError, match=r'its compiler, libtpu: pip install -e "\.\[tpu\]"'):
             targets.target("v5e:2x4")
-        assert main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
+        assert (
+            main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
+        )
         assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
 
 
@@ -350,9 +448,12 @@ def test_a_step_that_does_not_fit_says_what_it_needs(said):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
 
     there = targets.Target("v5e:2x4", "v5e", rates.CHIPS["v5e"], tuple(jax.devices()), 1)
-    shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=mesh.shardings(P("data"), mesh.make(data=8)))
+    shape = jax.ShapeDtypeStruct(
+        (8,), jnp.float32, sharding=mesh.shardings(P("data"), mesh.make(data=8))
+    )
     with pytest.raises(
-        ValueError, match=r"does not fit in the memory of a device of v5e:2x4: it needs 48.00G of 15.75G\. Split it"
+        ValueError,
+        match=r"does not fit in the memory of a device of v5e:2x4: it needs 48.00G of 15.75G\. Split it",
     ):
         targets.compile(Train(), shape, target=there)
 
@@ -371,8 +472,12 @@ class TestCompiled:
         with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
             program = made.step(targets.target("v5e:2x4"))
         assert program.fits
-        assert certificate.read(program.text, program.mesh) == certificate.read(text("tpu"), mesh.make(**AXES))
-        assert "v5e:2x4: 8 devices of TPU v5e, data=4, tensor=2" in report.table(program, operations=1e9)
+        assert certificate.read(program.text, program.mesh) == certificate.read(
+            text("tpu"), mesh.make(**AXES)
+        )
+        assert "v5e:2x4: 8 devices of TPU v5e, data=4, tensor=2" in report.table(
+            program, operations=1e9
+        )
 
     def test_two_slices(self):
         program = made.between(targets.target("2 x v5e:2x2"), "ring")
@@ -405,14 +510,25 @@ class TestCompiled:
         with pytest.raises(ValueError, match=r"the compiler has no 'v5e:3x5'"):
             targets.target("v5e:3x5")
         there = targets.target("v5e:2x4")
-        with pytest.raises(ValueError, match="needs shapes whose shardings are on devices of v5e:2x4; got shapes without"):
-            targets.compile(jax.jit(lambda x: x), jax.ShapeDtypeStruct((8,), jnp.float32), target=there)
+        with pytest.raises(
+            ValueError,
+            match="needs shapes whose shardings are on devices of v5e:2x4; got shapes without",
+        ):
+            targets.compile(
+                jax.jit(lambda x: x), jax.ShapeDtypeStruct((8,), jnp.float32), target=there
+            )
         world = mesh.make(devices=there.devices, data=8)
-        huge = jax.ShapeDtypeStruct((8, 6, 2**30), jnp.float32, sharding=mesh.shardings(P("data"), world))
-        with pytest.raises(ValueError, match=r"does not fit in the memory of a device of v5e:2x4: it needs .*G of"):
+        huge = jax.ShapeDtypeStruct(
+            (8, 6, 2**30), jnp.float32, sharding=mesh.shardings(P("data"), world)
+        )
+        with pytest.raises(
+            ValueError, match=r"does not fit in the memory of a device of v5e:2x4: it needs .*G of"
+        ):
             targets.compile(jax.jit(jnp.sin), huge, target=there)
         assert capfd.readouterr().err == ""
-        assert main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=4"]) == 2
+        assert (
+            main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=4"]) == 2
+        )
 
 
 def test_fixtures_name_no_folder_of_a_machine():

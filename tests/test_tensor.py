@@ -41,7 +41,9 @@ def over(layout, f, in_specs, out_specs):
         return P(*[(axis or None) if entry == "T" else entry for entry in spec])
 
     specs = jax.tree.map(fill, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P))
-    return jax.jit(mesh.spmd(functools.partial(f, axis), mesh=world, in_specs=specs[0], out_specs=specs[1]))
+    return jax.jit(
+        mesh.spmd(functools.partial(f, axis), mesh=world, in_specs=specs[0], out_specs=specs[1])
+    )
 
 
 def dense(params, x):
@@ -68,7 +70,9 @@ def pair(layout, mover):
             hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
             return tensor.row(hidden, params["down"], params["down_bias"], **parallel)
 
-        value, gradients = jax.value_and_grad(functools.partial(loss, split), argnums=(0, 1))(params, x)
+        value, gradients = jax.value_and_grad(functools.partial(loss, split), argnums=(0, 1))(
+            params, x
+        )
         return lax.psum(value, "data"), gradients, split(params, x)
 
     return over(layout, body, (PARAMS, P("data")), (P(), (PARAMS, P("data")), P("data")))
@@ -88,7 +92,10 @@ whole = jax.jit(
 @settings(max_examples=5)
 @given(data=st.data())
 def test_a_column_and_a_row_equal_the_whole_layers(layout, mover, data):
-    params = {name: data.draw(hnp.arrays(np.float64, shape, elements=UNIT), label=name) for name, shape in SHAPES.items()}
+    params = {
+        name: data.draw(hnp.arrays(np.float64, shape, elements=UNIT), label=name)
+        for name, shape in SHAPES.items()
+    }
     x = data.draw(hnp.arrays(np.float64, (4, 3), elements=UNIT), label="x")
     jax.tree.map(close, pair(layout, mover)(params, x), whole(params, x))
 
@@ -96,13 +103,20 @@ def test_a_column_and_a_row_equal_the_whole_layers(layout, mover, data):
 def test_without_bias():
     x, w, v = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((4, 5))
     none = {"axis": ()}
-    np.testing.assert_array_equal(tensor.row(tensor.column(x, w, None, **none), v, None, **none), x @ w @ v)
+    np.testing.assert_array_equal(
+        tensor.row(tensor.column(x, w, None, **none), v, None, **none), x @ w @ v
+    )
 
 
 def test_hidden_dims_may_be_several():
     """Heads and head width, say: split over the heads, whole over the width."""
     draw = np.random.default_rng(0).normal
-    up, bias, down, x = draw(size=(3, 4, 2)), draw(size=(4, 2)), draw(size=(4, 2, 5)), draw(size=(2, 6, 3))
+    up, bias, down, x = (
+        draw(size=(3, 4, 2)),
+        draw(size=(4, 2)),
+        draw(size=(4, 2, 5)),
+        draw(size=(2, 6, 3)),
+    )
 
     def body(axis, up, bias, down, x):
         parallel = {"axis": ring(axis)}
@@ -121,13 +135,18 @@ def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
 
         def split(x):
             hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
-            return jnp.sum(jnp.cos(tensor.row(hidden, params["down"], params["down_bias"], **parallel)))
+            return jnp.sum(
+                jnp.cos(tensor.row(hidden, params["down"], params["down_bias"], **parallel))
+            )
 
         return jax.grad(split)(x)
 
     ops = hlo.collectives(over("4", body, (PARAMS, P("data")), P("data")), *arguments)
     assert {op.kind for op in ops} == {"collective-permute"}
-    rows, n = 2, 4  # local rows; devices on the tensor axis; 8 bytes a number; both arrays pad to a multiple of n
+    rows, n = (
+        2,
+        4,
+    )  # local rows; devices on the tensor axis; 8 bytes a number; both arrays pad to a multiple of n
     assert sum(op.bytes for op in ops) == 2 * (n - 1) * 8 * (-(-rows * 5 // n) + -(-rows * 3 // n))
 
 
@@ -138,7 +157,9 @@ V, VOCABULARY, D = 16, 13, 3  # three rows of padding
 def lookup(layout, mover):
     def body(axis, table, ids, counts, weight):
         def looked_up(table):
-            found = tensor.embed(table, ids, MOVERS[mover](axis), weights=counts, vocabulary=VOCABULARY)
+            found = tensor.embed(
+                table, ids, MOVERS[mover](axis), weights=counts, vocabulary=VOCABULARY
+            )
             return jnp.sum(found * weight), found
 
         gradient, found = jax.grad(looked_up, has_aux=True)(table)
@@ -160,11 +181,17 @@ def test_embed_equals_take(layout, mover, data):
     weight = data.draw(hnp.arrays(np.float64, (4, 2, D), elements=UNIT), label="weight")
     known = st.integers(0, VOCABULARY - 1) | st.sampled_from(STRANGE)
     ids = data.draw(hnp.arrays(np.int64, (4, 2), elements=known), label="ids")
-    counts = data.draw(hnp.arrays(np.float64, (4, 2), elements=st.sampled_from([0, 0.5])), label="counts")
+    counts = data.draw(
+        hnp.arrays(np.float64, (4, 2), elements=st.sampled_from([0, 0.5])), label="counts"
+    )
     found, gradient = lookup(layout, mover)(table, ids, counts, weight)
     inside = (ids >= 0) & (ids < VOCABULARY)
-    others = np.where(counts != 0, np.nan, 0)[..., None]  # an id outside gives nan, unless its weight is 0
-    np.testing.assert_array_equal(found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), others))
+    others = np.where(counts != 0, np.nan, 0)[
+        ..., None
+    ]  # an id outside gives nan, unless its weight is 0
+    np.testing.assert_array_equal(
+        found, np.where(inside[..., None], np.take(table, ids, 0, mode="clip"), others)
+    )
     expected = np.zeros_like(table)
     np.add.at(expected, ids[inside], weight[inside])
     close(gradient, expected)
@@ -187,7 +214,12 @@ def entropy(layout, mover):
         gradient, nats = jax.grad(summed, has_aux=True)(logits)
         return nats, gradient
 
-    return over(layout, body, (P("data", None, "T"), P("data"), P("data")), (P("data"), P("data", None, "T")))
+    return over(
+        layout,
+        body,
+        (P("data", None, "T"), P("data"), P("data")),
+        (P("data"), P("data", None, "T")),
+    )
 
 
 @jax.jit
@@ -211,7 +243,9 @@ EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 
 @given(data=st.data())
 def test_cross_entropy_equals_log_softmax(layout, mover, data):
     logits = data.draw(hnp.arrays(np.float64, (4, 2, V), elements=EXTREME), label="logits")
-    targets = data.draw(hnp.arrays(np.int32, (4, 2), elements=st.integers(0, VOCABULARY - 1)), label="targets")
+    targets = data.draw(
+        hnp.arrays(np.int32, (4, 2), elements=st.integers(0, VOCABULARY - 1)), label="targets"
+    )
     weight = data.draw(hnp.arrays(np.float64, (4, 2), elements=UNIT), label="weight")
     nats, gradient = entropy(layout, mover)(logits, targets, weight)
     assert np.isfinite(nats).all()
@@ -225,7 +259,9 @@ def test_cross_entropy_of_bfloat16_logits_is_near():
     nats = tensor.cross_entropy(jnp.asarray(logits, jnp.bfloat16), jnp.arange(4), ())
     expected = -np.diagonal(jax.nn.log_softmax(logits))
     # exp, log and the sum of 16 terms round by at most eps each: (16 + 4) eps, on numbers up to 8
-    np.testing.assert_allclose(nats.astype(float), expected, atol=20 * 8 * float(jnp.finfo(jnp.bfloat16).eps))
+    np.testing.assert_allclose(
+        nats.astype(float), expected, atol=20 * 8 * float(jnp.finfo(jnp.bfloat16).eps)
+    )
 
 
 @every_mover
@@ -234,7 +270,9 @@ def test_no_logits_are_gathered(mover):
     shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]
     ops = hlo.collectives(entropy("4", mover), *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
     positions, n = 2 * 2, 4
-    kinds = {kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}}
+    kinds = {
+        kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}
+    }
     maximum, sums = 8 * positions, 8 * 2 * positions
     by_ring = {"all-reduce": maximum, "collective-permute": 2 * (n - 1) * sums // n}
     assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[mover]

@@ -24,7 +24,15 @@ WORLD = {"data": 2, "tensor": 4}
 
 def net(inputs, hidden, outputs, *, use_bias, dtype):
     return eqx.nn.MLP(
-        inputs, outputs, hidden, 1, jnp.tanh, use_bias=use_bias, use_final_bias=use_bias, dtype=dtype, key=jax.random.key(0)
+        inputs,
+        outputs,
+        hidden,
+        1,
+        jnp.tanh,
+        use_bias=use_bias,
+        use_final_bias=use_bias,
+        dtype=dtype,
+        key=jax.random.key(0),
     )
 
 
@@ -42,7 +50,10 @@ def loss(model, batch):
 
 def batches(inputs, outputs, dtype):
     draw = np.random.default_rng(1).normal
-    return [(draw(size=(ROWS, inputs)).astype(dtype), draw(size=(ROWS, outputs)).astype(dtype)) for _ in range(STEPS)]
+    return [
+        (draw(size=(ROWS, inputs)).astype(dtype), draw(size=(ROWS, outputs)).astype(dtype))
+        for _ in range(STEPS)
+    ]
 
 
 def trained_alone(model, data):
@@ -70,7 +81,9 @@ def trained(make, data, devices, shares):
     else:
         state, specs = step.init(make, OPTIMIZER, rule, devices)
         train = step.make(grads.averaged(grad, "data"), OPTIMIZER)
-    mapped = eqx.filter_jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+    mapped = eqx.filter_jit(
+        mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    )
     losses = []
     for batch in data:
         state, info = mapped(state, batch)
@@ -82,15 +95,30 @@ def trained(make, data, devices, shares):
 @settings(max_examples=2)
 @given(data=st.data())
 def test_replaced_layers_train_as_on_one_device(data):
-    inputs, outputs = (data.draw(st.sampled_from([3, 8]), label=name) for name in ("inputs", "outputs"))
-    hidden, use_bias = data.draw(st.sampled_from([8, 16])), data.draw(st.booleans(), label="use_bias")
+    inputs, outputs = (
+        data.draw(st.sampled_from([3, 8]), label=name) for name in ("inputs", "outputs")
+    )
+    hidden, use_bias = (
+        data.draw(st.sampled_from([8, 16])),
+        data.draw(st.booleans(), label="use_bias"),
+    )
     shape = functools.partial(net, inputs, hidden, outputs, use_bias=use_bias, dtype=jnp.float64)
-    devices = mesh.make(data=8 // (t := data.draw(st.sampled_from([1, 2, 4, 8]), label="tensor")), tensor=t)
+    devices = mesh.make(
+        data=8 // (t := data.draw(st.sampled_from([1, 2, 4, 8]), label="tensor")), tensor=t
+    )
     axis = data.draw(st.sampled_from(["tensor", ring("tensor")]), label="axis")
     feed = batches(inputs, outputs, jnp.float64)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Equinox and optax need them
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # Equinox and optax need them
         expected, values = trained_alone(shape(), feed)
-        model, losses = trained(lambda: replaced(shape(), axis), feed, devices, shares=data.draw(st.booleans(), label="zero"))
+        model, losses = trained(
+            lambda: replaced(shape(), axis),
+            feed,
+            devices,
+            shares=data.draw(st.booleans(), label="zero"),
+        )
     np.testing.assert_allclose(losses, values, rtol=EXACT)
     weights = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)]
     assert_close(weights(model), weights(expected), EXACT)
@@ -100,7 +128,13 @@ def both(layer_axis, up, down, x, dtype=None):
     """Values and gradients of a pair of layers, by a column and a row along `layer_axis`."""
 
     def summed(pair, x):
-        return jnp.sum(jnp.cos(tensor.row(jnp.tanh(tensor.column(x, pair[0], None, layer_axis)), pair[1], None, layer_axis)))
+        return jnp.sum(
+            jnp.cos(
+                tensor.row(
+                    jnp.tanh(tensor.column(x, pair[0], None, layer_axis)), pair[1], None, layer_axis
+                )
+            )
+        )
 
     return eqx.filter_value_and_grad(summed)((up, down), x)
 
@@ -110,18 +144,27 @@ def both(layer_axis, up, down, x, dtype=None):
 def test_column_and_row_take_equinox_layers_whole(size, dtype):
     """Square ones too, whose order no shape shows."""
     key = jax.random.key(2)
-    up, down = eqx.nn.Linear(8, size, dtype=dtype, key=key), eqx.nn.Linear(size, 8, dtype=dtype, key=key)
+    up, down = (
+        eqx.nn.Linear(8, size, dtype=dtype, key=key),
+        eqx.nn.Linear(size, 8, dtype=dtype, key=key),
+    )
     x = jax.random.normal(key, (5, 8), dtype)
     pair = tensor.ColumnLinear(up, "tensor"), tensor.RowLinear(down, "tensor")
     specs = jax.tree.map(
-        lambda layer: layer.linear, rules.specs(pair, tensor.rule(pair)), is_leaf=lambda n: not isinstance(n, tuple)
+        lambda layer: layer.linear,
+        rules.specs(pair, tensor.rule(pair)),
+        is_leaf=lambda n: not isinstance(n, tuple),
     )
     f = functools.partial(both, "tensor")
     with jax.numpy_rank_promotion("allow"):
-        split = mesh.spmd(f, mesh=mesh.make(**WORLD), in_specs=(*specs, P()), out_specs=(P(), specs))
+        split = mesh.spmd(
+            f, mesh=mesh.make(**WORLD), in_specs=(*specs, P()), out_specs=(P(), specs)
+        )
         found, expected = eqx.filter_jit(split)(up, down, x), both((), up, down, x)
     eps = float(jnp.finfo(dtype).eps)
-    as_float = lambda tree: [np.asarray(leaf, float) for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    as_float = lambda tree: [
+        np.asarray(leaf, float) for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)
+    ]
     assert_close(as_float(found), as_float(expected), 40 * eps)  # sums of at most 5 * 8 products
 
 
@@ -137,7 +180,9 @@ def test_layers_of_one_vector_and_of_many():
 def test_the_rule_knows_stacked_layers_and_no_others():
     make = lambda key: eqx.nn.Linear(4, 8, key=key)
     model = {
-        "stacked": tensor.ColumnLinear(eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3)), ("a", "b")),
+        "stacked": tensor.ColumnLinear(
+            eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3)), ("a", "b")
+        ),
         "down": tensor.RowLinear(make(jax.random.key(0)), ring("a")),
         "alone": tensor.RowLinear(make(jax.random.key(0)), ()),
         "other": make(jax.random.key(0)),
@@ -153,7 +198,9 @@ def test_the_rule_knows_stacked_layers_and_no_others():
 
 
 LAYER = eqx.nn.Linear(8, 8, key=jax.random.key(0))
-unchecked = inspect.unwrap  # as at a user's run time: the shapes in signatures are checked in tests alone
+unchecked = (
+    inspect.unwrap
+)  # as at a user's run time: the shapes in signatures are checked in tests alone
 ON_TENSOR = functools.partial(tensor.enter, axis="tensor")
 REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is said
     "a row's split under a column": (
@@ -202,7 +249,9 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         "sequence.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the weight is of shape (2, 8)",
     ),
     "sequence's row": (
-        lambda x, w: unchecked(sequence.row)(ON_TENSOR(x)[None, :, :2], w, None, "tensor", matmul_reduce_scatter=None),
+        lambda x, w: unchecked(sequence.row)(
+            ON_TENSOR(x)[None, :, :2], w, None, "tensor", matmul_reduce_scatter=None
+        ),
         P(None, "tensor"),
         "sequence.row needs a weight [inputs of this device, outputs]: x, of shape (1, 3, 2), has (2,) inputs here",
     ),
@@ -216,7 +265,9 @@ def linear(weight):
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_the_wrong_order_is_refused(wrong):
     f, spec, said = REFUSED[wrong]
-    mapped = mesh.spmd(f, mesh=mesh.make(**WORLD), in_specs=(P(), spec), out_specs=P(None, "tensor"))
+    mapped = mesh.spmd(
+        f, mesh=mesh.make(**WORLD), in_specs=(P(), spec), out_specs=P(None, "tensor")
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(mapped, jnp.ones((3, 8)), jnp.ones((8, 8)))
 
@@ -230,7 +281,10 @@ def test_scalars_cannot_be_split():
 def test_a_row_of_one_device_may_be_whole():
     one = mesh.make(data=8, tensor=1)
     f = mesh.spmd(
-        lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"), mesh=one, in_specs=(P("data"), P()), out_specs=P("data")
+        lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
+        mesh=one,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
     )
     np.testing.assert_array_equal(f(jnp.ones((8, 2)), jnp.ones((2, 3))), 2)
 
@@ -251,7 +305,10 @@ def test_a_replaced_embedding_trains_as_on_one_device():
     embedding = eqx.nn.Embedding(12, 6, dtype=jnp.float64, key=keys[0])
     model = Tagger(embedding, eqx.nn.Linear(6, 3, dtype=jnp.float64, key=keys[1]))
     draw = np.random.default_rng(2)
-    data = [(draw.integers(0, 12, (ROWS, 5)).astype(np.int32), draw.normal(size=(ROWS, 3))) for _ in range(STEPS)]
+    data = [
+        (draw.integers(0, 12, (ROWS, 5)).astype(np.int32), draw.normal(size=(ROWS, 3)))
+        for _ in range(STEPS)
+    ]
     devices = mesh.make(**WORLD)
 
     def tagged_loss(model, batch):
@@ -259,28 +316,42 @@ def test_a_replaced_embedding_trains_as_on_one_device():
         return jnp.mean((jnp.stack([model(row) for row in ids]) - y) ** 2)
 
     def make():
-        return eqx.tree_at(lambda model: model.embedding, model, tensor.Embedding(model.embedding, "tensor"))
+        return eqx.tree_at(
+            lambda model: model.embedding, model, tensor.Embedding(model.embedding, "tensor")
+        )
 
     rule = rules.first(tensor.rule(eqx.filter_eval_shape(make)), rules.match("**", P()))
     state, specs = step.init(make, OPTIMIZER, rule, devices)
     assert specs.model.embedding.embedding.weight == P("tensor")
     train = step.make(grads.averaged(eqx.filter_value_and_grad(tagged_loss), "data"), OPTIMIZER)
-    mapped = eqx.filter_jit(mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
+    mapped = eqx.filter_jit(
+        mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    )
     plain, optimizer = model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Equinox and optax need them
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # Equinox and optax need them
         for batch in data:
             state, info = mapped(state, batch)
             value, gradients = eqx.filter_value_and_grad(tagged_loss)(plain, batch)
-            updates, optimizer = OPTIMIZER.update(gradients, optimizer, eqx.filter(plain, eqx.is_inexact_array))
+            updates, optimizer = OPTIMIZER.update(
+                gradients, optimizer, eqx.filter(plain, eqx.is_inexact_array)
+            )
             plain = eqx.apply_updates(plain, updates)
             np.testing.assert_allclose(info.loss, value, rtol=EXACT)
-    np.testing.assert_allclose(state.model.embedding.embedding.weight, plain.embedding.weight, rtol=EXACT, atol=1e-14)
+    np.testing.assert_allclose(
+        state.model.embedding.embedding.weight, plain.embedding.weight, rtol=EXACT, atol=1e-14
+    )
 
 
 def test_an_embedding_that_is_not_split_is_refused():
     embedding = tensor.Embedding(eqx.nn.Embedding(12, 6, key=jax.random.key(0)), "tensor")
     look_up = mesh.spmd(embedding, mesh=mesh.make(**WORLD), in_specs=P(), out_specs=P())
-    with pytest.raises(ValueError, match=r"needs the 12 rows .* split over the 4 devices of 'tensor', 12 / 4 on each; got"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs the 12 rows .* split over the 4 devices of 'tensor', 12 / 4 on each; got",
+    ):
         look_up(jnp.zeros(3, jnp.int32))
     alone = tensor.Embedding(embedding.embedding, ())
     np.testing.assert_array_equal(alone(jnp.asarray(5)), embedding.embedding(jnp.asarray(5)))
@@ -298,4 +369,6 @@ def test_the_layers_of_sequence_take_what_those_of_tensor_take():
 
     specs = (P(None, "tensor"), P(None, "tensor"), P("tensor"))
     over = mesh.spmd(layers, mesh=mesh.make(**WORLD), in_specs=specs, out_specs=P(None, "tensor"))
-    np.testing.assert_allclose(over(x, up, down), np.tanh(x @ up) @ down + np.asarray(bias), rtol=1e-12)
+    np.testing.assert_allclose(
+        over(x, up, down), np.tanh(x @ up) @ down + np.asarray(bias), rtol=1e-12
+    )

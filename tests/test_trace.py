@@ -41,8 +41,13 @@ def a_step(world, mover=ring, width=WIDTH, rows=32):
     with jax.numpy_dtype_promotion("standard"):
         planned = step.planned(make, optax.adamw(1e-3), rules.match("**", P()), world)
     train = step.make(grads.averaged(jax.value_and_grad(dense), mover("data")), optax.adamw(1e-3))
-    train = mesh.spmd(train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P()))
-    return jax.jit(train, donate_argnums=0), (planned.shapes, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+    train = mesh.spmd(
+        train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P())
+    )
+    return jax.jit(train, donate_argnums=0), (
+        planned.shapes,
+        jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    )
 
 
 def off(traced, compiled, world):
@@ -55,10 +60,14 @@ def off(traced, compiled, world):
 def test_a_step_by_hand():
     """Two products forward, three backward; the gradients go round a ring; AdamW's state is two more models."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
-        found = plan.trace(*a_step(mesh.abstract(data=8)), mesh.abstract(data=8), hardware=hardware.A100)
+        found = plan.trace(
+            *a_step(mesh.abstract(data=8)), mesh.abstract(data=8), hardware=hardware.A100
+        )
     product, parameters = 2 * 4 * WIDTH * 2 * WIDTH, 2 * WIDTH * 2 * WIDTH
     assert found.operations == {"float32": 5 * product}  # of the batch no gradient is asked for
-    assert found.sent == {("data",): 2 * 7 * (4 * parameters // 8) + 2 * 7 * 4}  # and of the loss one number each
+    assert found.sent == {
+        ("data",): 2 * 7 * (4 * parameters // 8) + 2 * 7 * 4
+    }  # and of the loss one number each
     assert found.arguments == 3 * 4 * parameters + 2 * 4 + 4 * 4 * WIDTH
     assert found.donated == found.arguments - 4 * 4 * WIDTH
     assert found.seconds.products == 5 * product / (156e12 * 0.75)
@@ -69,7 +78,16 @@ def test_the_program_agrees():
     world = mesh.make(data=8)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         train, shapes = a_step(world, halving)
-        assert abs(off(plan.trace(train, shapes, world, platform="cpu"), train.lower(*shapes).compile(), world)) < WORST
+        assert (
+            abs(
+                off(
+                    plan.trace(train, shapes, world, platform="cpu"),
+                    train.lower(*shapes).compile(),
+                    world,
+                )
+            )
+            < WORST
+        )
 
 
 def test_four_thousand_devices():
@@ -95,11 +113,18 @@ SIZE = 256 * 256 * 4
 def test_elementwise_results_are_fused_and_loops_write_in_place():
     assert on_one(lambda x: x * 2 + 1, SHAPE).temporaries == 0
     assert on_one(lambda x: (x @ x) * 2 + 1, SHAPE).temporaries == SIZE
-    looped = on_one(lambda x: lax.scan(lambda y, _: (y * 2 + 1, None), x @ x, None, length=9)[0] @ x, SHAPE)
+    looped = on_one(
+        lambda x: lax.scan(lambda y, _: (y * 2 + 1, None), x @ x, None, length=9)[0] @ x, SHAPE
+    )
     assert looped.temporaries == SIZE  # the carry
     updated = lambda y, k: (lax.dynamic_update_index_in_dim(y, y[0], k, 0), None)
-    assert on_one(lambda x: lax.scan(updated, x @ x, jnp.arange(9))[0] @ x, SHAPE).temporaries < 1.1 * SIZE
-    product = on_one(lambda x: lax.scan(lambda y, _: (y @ x, None), x @ x, None, length=9)[0] @ x, SHAPE)
+    assert (
+        on_one(lambda x: lax.scan(updated, x @ x, jnp.arange(9))[0] @ x, SHAPE).temporaries
+        < 1.1 * SIZE
+    )
+    product = on_one(
+        lambda x: lax.scan(lambda y, _: (y @ x, None), x @ x, None, length=9)[0] @ x, SHAPE
+    )
     assert product.temporaries == 2 * SIZE  # a product is not written over what it reads
     assert product.operations == {"float32": 11 * 2 * 256**3}
 
@@ -110,7 +135,11 @@ def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():
             return jnp.sum(lax.scan(lambda x, w: (layer(w, x), None), x, w)[0])
 
         f = jax.grad(loss, argnums=1)
-        return on_one(f, jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32))
+        return on_one(
+            f,
+            jax.ShapeDtypeStruct((8, 64, 64), jnp.float32),
+            jax.ShapeDtypeStruct((512, 64), jnp.float32),
+        )
 
     layer = lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w)
     kept, again = of(layer), of(jax.checkpoint(layer))
@@ -128,22 +157,33 @@ def test_a_sum_that_nothing_reads_is_not_sent():
     """Neither by itself nor in a loop, though JAX writes down the axis that it names as an effect."""
 
     def unread(x):
-        looped, _ = lax.scan(lambda total, _: (total + lax.psum(x, "data"), None), x, None, length=3)
+        looped, _ = lax.scan(
+            lambda total, _: (total + lax.psum(x, "data"), None), x, None, length=3
+        )
         return x, lax.psum(looped, "data")
 
     world = mesh.abstract(data=8)
     first = lambda x: unread(x)[0]
     split, whole = P("data"), P()
-    read = plan.trace(jax.jit(mesh.spmd(unread, mesh=world, in_specs=split, out_specs=(split, whole))), [SHAPE], world)
+    read = plan.trace(
+        jax.jit(mesh.spmd(unread, mesh=world, in_specs=split, out_specs=(split, whole))),
+        [SHAPE],
+        world,
+    )
     assert sum(read.messages.values()) == 4
-    assert not plan.trace(jax.jit(mesh.spmd(first, mesh=world, in_specs=split, out_specs=split)), [SHAPE], world).messages
+    assert not plan.trace(
+        jax.jit(mesh.spmd(first, mesh=world, in_specs=split, out_specs=split)), [SHAPE], world
+    ).messages
 
 
 @pytest.mark.parametrize(
     ("f", "words"),
     [
         (lambda x: x + 1, "under mesh.spmd"),
-        (mesh.spmd(lambda x: x, mesh=mesh.abstract(data=2), in_specs=P(), out_specs=P()), "'data': 2"),
+        (
+            mesh.spmd(lambda x: x, mesh=mesh.abstract(data=2), in_specs=P(), out_specs=P()),
+            "'data': 2",
+        ),
     ],
 )
 def test_refusals(f, words):
@@ -159,16 +199,28 @@ def test_refusals(f, words):
 def of_user(name):
     """The trace of a user's model over eight replicas, its program, and the mesh."""
     kind, world = KINDS[name], mesh.make(data=4, tensor=2)
-    rule = lambda path, leaf: next((spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P())
+    rule = lambda path, leaf: next(
+        (spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P()
+    )
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(kind.make, ADAMW, rule, world, trainable=kind.trainable)
         grad = grads.averaged(kind.grad(lambda m, b: kind.loss(m, b, "tensor")), "data")
         train = step.make(grad, ADAMW, after_update=kind.after)
         train = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         arrays, static = eqx.partition(state, eqx.is_array)
-        run = jax.jit(lambda arrays, batch: eqx.filter(train(eqx.combine(arrays, static), batch), eqx.is_array))
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, batch_of(0)))
-        return plan.trace(run, shapes, world, platform="cpu"), run.lower(arrays, batch_of(0)).compile(), world
+        run = jax.jit(
+            lambda arrays, batch: eqx.filter(
+                train(eqx.combine(arrays, static), batch), eqx.is_array
+            )
+        )
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, batch_of(0))
+        )
+        return (
+            plan.trace(run, shapes, world, platform="cpu"),
+            run.lower(arrays, batch_of(0)).compile(),
+            world,
+        )
 
 
 @pytest.mark.sweep(4)
@@ -181,7 +233,11 @@ def test_models_of_users(name):
 
 FAMILIES = {
     "plain": ["8/data=8", "8/data=4,tensor=2", "8/data=2,microbatches=2"],
-    "remat": ["8/data=8,remat=block", "8/data=4,tensor=2,remat=products", "8/data=2,microbatches=2,remat=block"],
+    "remat": [
+        "8/data=8,remat=block",
+        "8/data=4,tensor=2,remat=products",
+        "8/data=2,microbatches=2,remat=block",
+    ],
     "ZeRO": ["8/data=4,zero=1", "8/data=4,zero=3", "16/data=4,microbatches=2,zero=2,remat=block"],
     "pipeline": [
         "8/stage=2,microbatches=4",
@@ -196,10 +252,21 @@ def of_recipe(line, make):
     """The batch and the layout of a line; the step of a small GPT-2 under it, its shapes, its trace and its mesh."""
     batch, layout = int(line.split("/")[0]), Layout.parse(line.split("/")[1])
     world = make(layout)
-    prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0))
-    windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world))
+    prepared = decoder.train_step(
+        gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0)
+    )
+    windows = jax.ShapeDtypeStruct(
+        (batch, TINY.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
+    )
     shapes = prepared.shapes, windows
-    return batch, layout, prepared.train, shapes, plan.trace(prepared.train, shapes, world, platform="cpu"), world
+    return (
+        batch,
+        layout,
+        prepared.train,
+        shapes,
+        plan.trace(prepared.train, shapes, world, platform="cpu"),
+        world,
+    )
 
 
 @functools.cache
@@ -224,11 +291,19 @@ def drawn(count, seed=0):
     draw, found = random.Random(seed), {}
     while len(found) < count:
         fields = {name: draw.choice((1, 1, 2, 4)) for name in ("data", "stage", "tensor")}
-        fields |= {"microbatches": draw.choice((1, 2, 4)), "remat": draw.choice(("none", "products", "block", "attention"))}
-        fields |= {"zero": draw.choice((0, 1, 2, 3)) if fields["data"] > 1 else 0, "sequence": draw.choice((False, True))}
+        fields |= {
+            "microbatches": draw.choice((1, 2, 4)),
+            "remat": draw.choice(("none", "products", "block", "attention")),
+        }
+        fields |= {
+            "zero": draw.choice((0, 1, 2, 3)) if fields["data"] > 1 else 0,
+            "sequence": draw.choice((False, True)),
+        }
         devices = math.prod(fields[name] for name in ("data", "stage", "tensor"))
         # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again.
-        joined = fields["stage"] > 1 and (fields["zero"] == 2 or (fields["microbatches"] == 1 and fields["remat"] != "none"))
+        joined = fields["stage"] > 1 and (
+            fields["zero"] == 2 or (fields["microbatches"] == 1 and fields["remat"] != "none")
+        )
         if devices > 8 or joined:
             continue
         if Layout.admits(**fields):

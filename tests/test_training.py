@@ -35,9 +35,13 @@ def make_step():
 
     optimizer = optax.adam(0.1)
     grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
-    state, specs = step.init(lambda: {"w": jnp.ones(4, FLOAT64)}, optimizer, rules.match("w", P("tensor")), axes)
+    state, specs = step.init(
+        lambda: {"w": jnp.ones(4, FLOAT64)}, optimizer, rules.match("w", P("tensor")), axes
+    )
     local = step.make(grad, optimizer, reduce_norm_over=[ring("data")])
-    train = mesh.spmd(local, mesh=axes, in_specs=(specs, (P("data", "tensor"), P("data"))), out_specs=(specs, P()))
+    train = mesh.spmd(
+        local, mesh=axes, in_specs=(specs, (P("data", "tensor"), P("data"))), out_specs=(specs, P())
+    )
     return state, jax.jit(train)
 
 
@@ -60,7 +64,9 @@ def train(numbers, bad=None):
     infos = []
     with jax.numpy_dtype_promotion("standard"):
         for number in numbers:
-            state, info = jax.block_until_ready(one(state, batch(number, BAD.get(bad) if number == 2 else None)))
+            state, info = jax.block_until_ready(
+                one(state, batch(number, BAD.get(bad) if number == 2 else None))
+            )
             infos.append(info)
     return state, infos
 
@@ -70,7 +76,11 @@ def test_a_step_that_is_not_finite_changes_its_number_alone(bad):
     broken, infos = train([0, 1, 2, 3], bad)
     without, _ = train([0, 1, 3])
     assert int(broken.step) == 4
-    jax.tree.map(np.testing.assert_array_equal, (broken.model, broken.optimizer), (without.model, without.optimizer))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (broken.model, broken.optimizer),
+        (without.model, without.optimizer),
+    )
     skipped = metrics.Skipped(1)
     assert [skipped.count(i, info) for i, info in enumerate(infos)] == [False, False, True, False]
 
@@ -89,14 +99,17 @@ def test_the_budget_holds_over_restarts():
     skipped = metrics.Skipped(3, [4, 9])
     assert skipped.count(12, info)
     with pytest.raises(
-        metrics.OverBudget, match=r"step 15: the loss is nan .* 4 steps were not finite \(4, 9, 12, 15 last\).*is 3"
+        metrics.OverBudget,
+        match=r"step 15: the loss is nan .* 4 steps were not finite \(4, 9, 12, 15 last\).*is 3",
     ):
         skipped.count(15, info)
 
 
 def test_probes_of_a_larger_loss_scale_are_no_faults():
     """Every 2,000 good steps the scale is raised, and may be too large: 20 times in 40,000 steps of a converged float16 run."""
-    good, bad = (step.Info(jnp.asarray(1.0), jnp.asarray(1.0), jnp.asarray(skips)) for skips in (False, True))
+    good, bad = (
+        step.Info(jnp.asarray(1.0), jnp.asarray(1.0), jnp.asarray(skips)) for skips in (False, True)
+    )
     skipped, scale = metrics.Skipped(2), precision.Scale(2.0)
     for number in range(20):
         scale = precision.adjusted(scale, jnp.asarray(True), interval=1)
@@ -123,17 +136,27 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_device(of, shards):
     large = lambda g: jnp.where(g > 50, jnp.inf, g)
 
     def update(gradients, state, params):
-        kept = (state[0] - 1, jax.tree.map(lambda g, s: s + (large(g) if of == "state" else g), gradients, state[1]))
+        kept = (
+            state[0] - 1,
+            jax.tree.map(lambda g, s: s + (large(g) if of == "state" else g), gradients, state[1]),
+        )
         return jax.tree.map(lambda g: large(g) if of == "parameters" else g, gradients), kept
 
-    optimizer = optax.GradientTransformation(lambda params: (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), update)
+    optimizer = optax.GradientTransformation(
+        lambda params: (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), update
+    )
     specs = step.State(P("data"), (P(), P("data")), P())
     grad = lambda params, batch: (xla("data").all_reduce(jnp.sum(batch) * 0.0), batch)
     one = mesh.spmd(
-        step.make(grad, optimizer), mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, step.Info(P(), P(), P()))
+        step.make(grad, optimizer),
+        mesh=devices,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, step.Info(P(), P(), P())),
     )
     params = mesh.place(np.ones(8, np.float32), P("data"), devices)
-    state = step.State(params, (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), jnp.zeros((), jnp.int32))
+    state = step.State(
+        params, (jnp.asarray(-jnp.inf), jnp.zeros_like(params)), jnp.zeros((), jnp.int32)
+    )
     right = mesh.place(np.arange(8, dtype=np.float32), P("data"), devices)
     wrong = mesh.place(np.asarray([1, 99, 1, 1, 1, 1, 1, 1], np.float32), P("data"), devices)
     state, info = jax.jit(one)(state, right)
@@ -141,7 +164,11 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_device(of, shards):
     after, info = jax.jit(one)(state, wrong)
     assert info.skipped
     assert np.isfinite(float(info.gradient_norm))
-    jax.tree.map(np.testing.assert_array_equal, (after.model, after.optimizer), (state.model, state.optimizer))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (after.model, after.optimizer),
+        (state.model, state.optimizer),
+    )
     assert int(after.step) == 2
 
 
@@ -213,14 +240,23 @@ def test_metrics_wait_while_the_storage_fails(tmp_path, monkeypatch):
     assert said == [f"{path}: {line}"]
     full.add(7)
     number, sink = 7, metrics.jsonl(path, after=6, say=said.append, patience=0.0)
-    with pytest.raises(OSError, match="the numbers of step 7 were not written; No space left on device"):
+    with pytest.raises(
+        OSError, match="the numbers of step 7 were not written; No space left on device"
+    ):
         sink(7, {"loss": 7.0})
     assert metrics.recorded(path)[-1]["step"] == 6
 
 
 @pytest.mark.parametrize(
     "left",
-    [b'{"step": 3, "lo', b"\0" * 4096, b'{"step": 3, "loss": NaN}', b"\xff\xfe\n", b"[" * 200_000 + b"\n", b'{"step": "3"}\n'],
+    [
+        b'{"step": 3, "lo',
+        b"\0" * 4096,
+        b'{"step": 3, "loss": NaN}',
+        b"\xff\xfe\n",
+        b"[" * 200_000 + b"\n",
+        b'{"step": "3"}\n',
+    ],
 )
 def test_what_a_crash_left_of_the_metrics_is_cut_out_and_said(tmp_path, left):
     path, said = tmp_path / "metrics.jsonl", []
@@ -234,7 +270,9 @@ def test_what_a_crash_left_of_the_metrics_is_cut_out_and_said(tmp_path, left):
 def test_all_sinks_get_all_and_none_is_silent(tmp_path):
     seen = []
     metrics.to_all()(1, {"loss": 1.0})
-    metrics.to_all(lambda *given: seen.append(given), metrics.jsonl(tmp_path / "a"))(1, {"loss": 1.0})
+    metrics.to_all(lambda *given: seen.append(given), metrics.jsonl(tmp_path / "a"))(
+        1, {"loss": 1.0}
+    )
     assert seen == [(1, {"loss": 1.0})]
     assert (tmp_path / "a").read_text() == '{"step": 1, "loss": 1.0}\n'
 
@@ -270,7 +308,10 @@ def test_wandb_goes_on_under_the_same_id(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     metrics.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
-    assert calls == [{"project": "parallax", "id": "a", "resume": "allow", "config": {"seed": 0}}, ({"loss": 1.0}, 3)]
+    assert calls == [
+        {"project": "parallax", "id": "a", "resume": "allow", "config": {"seed": 0}},
+        ({"loss": 1.0}, 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,5 +360,8 @@ def test_a_trace_is_written(tmp_path):
 def test_a_full_disk_is_told_with_the_step(tmp_path):
     sink = metrics.jsonl(tmp_path / "metrics.jsonl", patience=0.0)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"metrics\.jsonl: the numbers of step 1 were not written; No space left on device"):
+    with pytest.raises(
+        OSError,
+        match=r"metrics\.jsonl: the numbers of step 1 were not written; No space left on device",
+    ):
         sink(1, {"loss": 1.0})

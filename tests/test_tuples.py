@@ -28,7 +28,9 @@ MOVERS = {
     "ring": ring,
     "halving": halving,
     "bucketed": lambda names: bucketed(ring(names)),
-    "in turn": lambda names: Axis.of(tuple((ring if i % 2 else halving)(name) for i, name in enumerate(names))),
+    "in turn": lambda names: Axis.of(
+        tuple((ring if i % 2 else halving)(name) for i, name in enumerate(names))
+    ),
 }
 
 
@@ -56,21 +58,35 @@ def cases(draw):
     for name in names:
         most = 8 // math.prod(sizes.values())
         sizes[name] = draw(st.integers(1, min(6, most)), label=name)
-    over = tuple(draw(st.permutations(draw(st.lists(st.sampled_from(names), min_size=1, unique=True))), label="over"))
+    over = tuple(
+        draw(
+            st.permutations(draw(st.lists(st.sampled_from(names), min_size=1, unique=True))),
+            label="over",
+        )
+    )
     specs, shares = {}, {}
     for leaf in ("p", "q", "r"):
         entries: list[list[str]] = [[], []]
         more: list[list[str]] = [[], []]
         # Outermost the axes that do not split the batch: what is gathered or scattered lies innermost.
-        for name in sorted(names, key=lambda name: (name in over, over.index(name) if name in over else 0)):
-            dim = draw(st.sampled_from([None, 0, 1] + [2, 3] * (name in over)), label=f"{leaf} over {name}")
+        for name in sorted(
+            names, key=lambda name: (name in over, over.index(name) if name in over else 0)
+        ):
+            dim = draw(
+                st.sampled_from([None, 0, 1] + [2, 3] * (name in over)), label=f"{leaf} over {name}"
+            )
             if dim is not None:
                 more[dim % 2].append(name)
             if dim in (0, 1):
                 entries[dim].append(name)
         # A share lives inside what is scattered of it: the axes that split the parameter itself come first.
-        more = [[*own, *(name for name in all_ if name not in own)] for own, all_ in zip(entries, more, strict=True)]
-        specs[leaf], shares[leaf] = (P(*(tuple(entry) or None for entry in each)) for each in (entries, more))
+        more = [
+            [*own, *(name for name in all_ if name not in own)]
+            for own, all_ in zip(entries, more, strict=True)
+        ]
+        specs[leaf], shares[leaf] = (
+            P(*(tuple(entry) or None for entry in each)) for each in (entries, more)
+        )
     return Case(sizes, specs, shares, over, draw(st.sampled_from(sorted(MOVERS)), label="mover"))
 
 
@@ -95,7 +111,10 @@ def loss(params, x, joins=None):
 
 def parallel(case):
     """The grad arrow of local blocks: shares gathered, shards joined."""
-    joins = {name: tuple(axis for axis in case.names(spec) if axis not in case.over) for name, spec in case.specs.items()}
+    joins = {
+        name: tuple(axis for axis in case.names(spec) if axis not in case.over)
+        for name, spec in case.specs.items()
+    }
 
     local = functools.partial(loss, joins=joins)
     return jax.value_and_grad(zero.gathered(local, case.axis, case.specs))
@@ -103,7 +122,9 @@ def parallel(case):
 
 def on(case, f, out):
     world = mesh.make(**case.sizes, devices=jax.devices()[: math.prod(case.sizes.values())])
-    return jax.jit(mesh.spmd(f, mesh=world, in_specs=(case.specs, P(case.over)), out_specs=(P(), out)))
+    return jax.jit(
+        mesh.spmd(f, mesh=world, in_specs=(case.specs, P(case.over)), out_specs=(P(), out))
+    )
 
 
 @pytest.mark.sweep(3)
@@ -122,7 +143,9 @@ def test_equals_one_device(how, case):
         part = lambda params, x: jax.tree.map(lambda leaf: leaf / n, grad(params, x))
         found = on(case, grads.summed(part, case.axis, loss=True), case.specs)(params, x)
     else:
-        found = on(case, zero.reduce_scattered(grad, case.axis, case.shares), case.shares)(params, x)
+        found = on(case, zero.reduce_scattered(grad, case.axis, case.shares), case.shares)(
+            params, x
+        )
     assert_close(found, expected, EXACT)
 
 
@@ -138,7 +161,9 @@ def test_hybrid_shares(mover):
     train = step.make(grads.averaged(parallel(case), case.axis), optimizer, max_norm=1.0)
     plain = jax.jit(step.make(jax.value_and_grad(loss), optimizer, max_norm=1.0))
     world = mesh.make(a=2, b=4)
-    train = jax.jit(mesh.spmd(train, mesh=world, in_specs=(states, P(case.over)), out_specs=(states, P())))
+    train = jax.jit(
+        mesh.spmd(train, mesh=world, in_specs=(states, P(case.over)), out_specs=(states, P()))
+    )
     ours = theirs = step.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     for _ in range(5):
         (ours, info), (theirs, expected) = train(ours, x), plain(theirs, x)
@@ -157,10 +182,14 @@ def test_experts_over_data_and_expert(mover):
 
     def plain_loss(params, x):
         by_expert = x.reshape(8, experts, -1, width)
-        return jnp.mean(jnp.tanh(jnp.einsum("netd,edf->netf", by_expert, params["w"])) @ params["scale"])
+        return jnp.mean(
+            jnp.tanh(jnp.einsum("netd,edf->netf", by_expert, params["w"])) @ params["scale"]
+        )
 
     def local_loss(params, x):
-        sent = lax.all_to_all(x.reshape(experts, -1, width), "expert", 0, 1, tiled=True)  # [1, tokens of all, D]
+        sent = lax.all_to_all(
+            x.reshape(experts, -1, width), "expert", 0, 1, tiled=True
+        )  # [1, tokens of all, D]
         y = jnp.tanh(jnp.einsum("etd,edf->etf", sent, params["w"]))
         back = lax.all_to_all(y, "expert", 1, 0, tiled=True)
         return jnp.mean(back @ params["scale"])
@@ -168,7 +197,9 @@ def test_experts_over_data_and_expert(mover):
     specs = {"w": P("expert"), "scale": P()}
     grad = grads.averaged(jax.value_and_grad(local_loss), axis)
     world = mesh.make(data=2, expert=4)
-    f = jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P(("data", "expert"))), out_specs=(P(), specs)))
+    f = jax.jit(
+        mesh.spmd(grad, mesh=world, in_specs=(specs, P(("data", "expert"))), out_specs=(P(), specs))
+    )
     assert_close(f(params, x), jax.value_and_grad(plain_loss)(params, x), EXACT)
 
 
@@ -182,7 +213,8 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
         return jax.jit(mesh.spmd(value, mesh=world, in_specs=(specs,), out_specs=P()))({"w": w})
 
     with pytest.raises(
-        ValueError, match=r"dim 0 of w is split over \('fsdp', 'tensor'\).* Name those axes last, \('tensor', 'fsdp'\)"
+        ValueError,
+        match=r"dim 0 of w is split over \('fsdp', 'tensor'\).* Name those axes last, \('tensor', 'fsdp'\)",
     ):
         total({"w": P(("fsdp", "tensor"))})
     np.testing.assert_allclose(total({"w": P(("tensor", "fsdp"))}), np.sum(w**2), rtol=EXACT)
@@ -190,8 +222,12 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
 
 def test_shares_that_are_scattered_over_the_outer_axis_are_refused():
     world = mesh.make(fsdp=2, tensor=4)
-    grad = zero.reduce_scattered(jax.value_and_grad(lambda w, x: jnp.sum(w * x)), "fsdp", P(("fsdp", "tensor")))
-    f = mesh.spmd(grad, mesh=world, in_specs=(P("tensor"), P("fsdp")), out_specs=(P(), P(("fsdp", "tensor"))))
+    grad = zero.reduce_scattered(
+        jax.value_and_grad(lambda w, x: jnp.sum(w * x)), "fsdp", P(("fsdp", "tensor"))
+    )
+    f = mesh.spmd(
+        grad, mesh=world, in_specs=(P("tensor"), P("fsdp")), out_specs=(P(), P(("fsdp", "tensor")))
+    )
     with pytest.raises(ValueError, match=r"dim 0 of the leaf is split over \('fsdp', 'tensor'\)"):
         f(np.ones(16), np.ones(2))
 
@@ -206,9 +242,16 @@ def test_a_gradient_that_mixes_shards_is_refused():
 
     train = step.make(grad, optax.sgd(0.1))
     states = step.State({"w": P("a")}, P(), P())
-    state = step.State({"w": np.ones(8)}, optax.sgd(0.1).init({"w": np.ones(8)}), jnp.zeros((), jnp.int32))
-    with pytest.raises(ValueError, match=r"the parameter w differs along \['a'\], and its gradient is the same there"):
-        mesh.spmd(train, mesh=world, in_specs=(states, P("a")), out_specs=(states, P()))(state, np.ones(8))
+    state = step.State(
+        {"w": np.ones(8)}, optax.sgd(0.1).init({"w": np.ones(8)}), jnp.zeros((), jnp.int32)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"the parameter w differs along \['a'\], and its gradient is the same there",
+    ):
+        mesh.spmd(train, mesh=world, in_specs=(states, P("a")), out_specs=(states, P()))(
+            state, np.ones(8)
+        )
 
 
 def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
@@ -225,16 +268,30 @@ def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
     def trained(fsdp, layer_of):
         specs = rules.specs(params, fsdp, world)
         gathered = zero.gathered(block, "data", layer_of(specs))
-        grad = grads.accumulated(jax.value_and_grad(functools.partial(run, block=gathered)), microbatches=2)
+        grad = grads.accumulated(
+            jax.value_and_grad(functools.partial(run, block=gathered)), microbatches=2
+        )
         grad = grads.averaged(grad, "data")
-        return jax.jit(mesh.spmd(grad, mesh=world, in_specs=(specs, P("data")), out_specs=(P(), specs)))(params, x)
+        return jax.jit(
+            mesh.spmd(grad, mesh=world, in_specs=(specs, P("data")), out_specs=(P(), specs))
+        )(params, x)
 
-    by_hand = lambda specs: jax.tree.map(lambda spec: P(*spec[1:]), specs["blocks"], is_leaf=mesh.is_spec)
-    by_parts = lambda specs: zero.part_specs(specs, "data", blocks=lambda specs: specs["blocks"]).layer
+    by_hand = lambda specs: jax.tree.map(
+        lambda spec: P(*spec[1:]), specs["blocks"], is_leaf=mesh.is_spec
+    )
+    by_parts = lambda specs: (
+        zero.part_specs(specs, "data", blocks=lambda specs: specs["blocks"]).layer
+    )
     fsdp = functools.partial(rules.fsdp, "data", size=8, min_size=0)
-    with pytest.raises(ValueError, match=r"blocks.b, here of shape \(8, 16\), differs along 'data' as a share.*keep=.*\(0,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"blocks.b, here of shape \(8, 16\), differs along 'data' as a share.*keep=.*\(0,\)",
+    ):
         trained(fsdp(), by_hand)
-    with pytest.raises(ValueError, match=r"part_specs: dim 0 of b, which is looped over, is split over 'data'.*keep=.*\(0,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"part_specs: dim 0 of b, which is looped over, is split over 'data'.*keep=.*\(0,\)",
+    ):
         trained(fsdp(), by_parts)
     expected = jax.value_and_grad(run)(params, x)
     for layer_of in (by_hand, by_parts):
@@ -247,7 +304,10 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
     local = zero.gathered(lambda p, x: jnp.mean(x * p["w"].sum() + p["b"]), "data", specs)
     grad = lambda p, x: jax.value_and_grad(local)(varying(p, "data"), x)
     f = mesh.spmd(
-        lambda p, x: lax.pmean(grad(p, x)[0], "data"), mesh=mesh.make(data=8), in_specs=(specs, P("data")), out_specs=P()
+        lambda p, x: lax.pmean(grad(p, x)[0], "data"),
+        mesh=mesh.make(data=8),
+        in_specs=(specs, P("data")),
+        out_specs=P(),
     )
     assert f({"w": np.ones(8), "b": np.ones(())}, np.ones(8)) == 9
 
@@ -255,9 +315,13 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
 def test_an_arrow_inside_another_knows_what_that_declared():
     """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared all varying over data."""
     specs = {"w": P("data", "tensor"), "b": P()}
-    local = zero.gathered(lambda p, x: jnp.mean(x * tensor.leave(jnp.sum(p["w"]), "tensor") + p["b"]), "data", specs)
+    local = zero.gathered(
+        lambda p, x: jnp.mean(x * tensor.leave(jnp.sum(p["w"]), "tensor") + p["b"]), "data", specs
+    )
     half = lambda p, x: jax.tree.map(lambda leaf: leaf / 2, jax.value_and_grad(local)(p, x))
     grad = grads.averaged(grads.summed(half, "tensor", loss=True), "data")
-    f = mesh.spmd(grad, mesh=mesh.make(data=4, tensor=2), in_specs=(specs, P("data")), out_specs=(P(), specs))
+    f = mesh.spmd(
+        grad, mesh=mesh.make(data=4, tensor=2), in_specs=(specs, P("data")), out_specs=(P(), specs)
+    )
     loss, gradients = f({"w": np.ones((4, 2)), "b": np.ones(())}, np.ones(8))
     assert (loss, float(gradients["b"])) == (9, 1)

@@ -20,43 +20,78 @@ import parallax
 
 ROOT = Path(__file__).resolve().parent.parent
 # The programs of errors.md are wrong on purpose.
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "errors.md")]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "errors.md"),
+]
 # A page defines a name anew, reads what a loop has assigned, and knows of a result that may be None that it is not.
-STYLE = {"reportRedeclaration": False, "reportPossiblyUnboundVariable": False, "reportOptionalMemberAccess": False}
+STYLE = {
+    "reportRedeclaration": False,
+    "reportPossiblyUnboundVariable": False,
+    "reportOptionalMemberAccess": False,
+}
 TREES = "trainable = Normed("  # an Equinox module of truth values, where its fields are declared as arrays
-NEEDS_PYRIGHT = pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="needs pyright, of the extra `lint`")
+NEEDS_PYRIGHT = pytest.mark.skipif(
+    importlib.util.find_spec("pyright") is None, reason="needs pyright, of the extra `lint`"
+)
 
 
 def checked(folder, mode, **rules):
     """What pyright says of the files of a user's project: lines of file, line and message."""
-    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": mode, "pythonVersion": "3.11", **rules}
+    settings = {
+        "extraPaths": [str(ROOT)],
+        "typeCheckingMode": mode,
+        "pythonVersion": "3.11",
+        **rules,
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=500, check=False
+    )
     found = json.loads(run.stdout)
     assert found["summary"]["filesAnalyzed"] == len(list(folder.glob("*.py")))
-    lines = ((Path(each["file"]), each["range"]["start"]["line"], each["message"]) for each in found["generalDiagnostics"])
-    return [f"{file.name}: {file.read_text().splitlines()[line].strip()}: {message}" for file, line, message in lines]
+    lines = (
+        (Path(each["file"]), each["range"]["start"]["line"], each["message"])
+        for each in found["generalDiagnostics"]
+    )
+    return [
+        f"{file.name}: {file.read_text().splitlines()[line].strip()}: {message}"
+        for file, line, message in lines
+    ]
 
 
 def public(module):
     """The public functions, classes and tables of a module, by name."""
     own = getattr(module, "__all__", None)
-    names = own or [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    names = own or [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    ]
     return {name: getattr(module, name) for name in names if not name.startswith("_")}
 
 
 def fields(kind):
     """The public fields, properties and methods that a class of this package defines."""
     of = [each for each in kind.__mro__ if each.__module__.startswith("parallax")]
-    return sorted({name for each in of for name in [*vars(each), *inspect.get_annotations(each)] if not name.startswith("_")})
+    return sorted(
+        {
+            name
+            for each in of
+            for name in [*vars(each), *inspect.get_annotations(each)]
+            if not name.startswith("_")
+        }
+    )
 
 
 def modules():
     """What users import: the names of `parallax`, and the modules of packages that are named after their modules alone."""
     for name in parallax.__all__:
         module = importlib.import_module(f"parallax.{name}")
-        inner = [] if public(module) else [each.name for each in pkgutil.iter_modules(module.__path__)]
+        inner = (
+            [] if public(module) else [each.name for each in pkgutil.iter_modules(module.__path__)]
+        )
         yield from ([f"{name}.{each}" for each in inner] or [name])
 
 
@@ -102,7 +137,9 @@ def test_the_programs_of_the_pages_have_no_wrong_type(tmp_path):
 @NEEDS_PYRIGHT
 @pytest.mark.long
 def test_a_wrong_type_and_an_unknown_one_are_found(tmp_path):
-    (tmp_path / "wrong.py").write_text("from parallax import grads\n\nprint(grads.averaged('loss', 'data'))\n")
+    (tmp_path / "wrong.py").write_text(
+        "from parallax import grads\n\nprint(grads.averaged('loss', 'data'))\n"
+    )
     (tmp_path / "unknown.py").write_text("import jax\n\nprint(jax.jit)\n")
     found = "\n".join(checked(tmp_path, "strict"))
     assert "cannot be assigned to parameter" in found

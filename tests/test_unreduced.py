@@ -19,7 +19,13 @@ from parallax.collectives import bucketed, doubling, halving, hierarchical, ring
 from parallax.collectives.types import varying
 
 MOVERS = [ring, two_rings, halving, doubling, torus, hierarchical]
-WITH_BLOCKS = [ring, two_rings, halving, torus, hierarchical]  # that have a reduce_scatter and an all_gather
+WITH_BLOCKS = [
+    ring,
+    two_rings,
+    halving,
+    torus,
+    hierarchical,
+]  # that have a reduce_scatter and an all_gather
 KINDS = {
     "all_reduce": (lax.psum, {}),
     "reduce_scatter": (lax.psum_scatter, {"tiled": True}),
@@ -61,20 +67,35 @@ def typed(x, states):
 
 def states_of(x):
     kind = jax.typeof(x).mat
-    found = {axis: "VUR"[k] for k, names in enumerate((kind.varying, kind.unreduced, kind.reduced)) for axis in names}
+    found = {
+        axis: "VUR"[k]
+        for k, names in enumerate((kind.varying, kind.unreduced, kind.reduced))
+        for axis in names
+    }
     return {axis: found.get(axis, "I") for axis in ("x", "y")}
 
 
 def shown(x):
     """`x` as every device has it: a sum that was not taken is not taken, or another order would show."""
     for axis, state in states_of(x).items():
-        x = lax.psum(x, axis) if state == "U" else lax.pcast(x, axis, to="varying") if state == "R" else x
+        x = (
+            lax.psum(x, axis)
+            if state == "U"
+            else lax.pcast(x, axis, to="varying")
+            if state == "R"
+            else x
+        )
     return varying(x, ("x", "y"))[None]
 
 
 def on_devices(body):
     return jax.jit(
-        mesh.spmd(body, mesh=mesh.make(x=2, y=2, devices=jax.devices()[:4]), in_specs=(P(("x", "y")),), out_specs=P(("x", "y")))
+        mesh.spmd(
+            body,
+            mesh=mesh.make(x=2, y=2, devices=jax.devices()[:4]),
+            in_specs=(P(("x", "y")),),
+            out_specs=P(("x", "y")),
+        )
     )
 
 
@@ -98,16 +119,30 @@ def test_values_types_and_gradients_are_those_of_lax(mover, kind):
             pair = []
             for f in (
                 ours(mover, kind),
-                KINDS[kind][0] if "all_to" in kind else functools.partial(KINDS[kind][0], **KINDS[kind][1]),
+                KINDS[kind][0]
+                if "all_to" in kind
+                else functools.partial(KINDS[kind][0], **KINDS[kind][1]),
             ):
                 result = f(y, axis)
                 after = [result]
-                if not (kind == "all_gather to invarying" and states["y"] == "R"):  # there lax has no gradient
+                if not (
+                    kind == "all_gather to invarying" and states["y"] == "R"
+                ):  # there lax has no gradient
                     result, transpose = jax.vjp(lambda y, f=f, axis=axis: f(y, axis), y)
-                    ct = varying(jnp.arange(result.size, dtype=result.dtype), ("x", "y")).reshape(result.shape)
-                    after += transpose(typed(ct, {name: COTANGENT[state] for name, state in states_of(result).items()}))
+                    ct = varying(jnp.arange(result.size, dtype=result.dtype), ("x", "y")).reshape(
+                        result.shape
+                    )
+                    after += transpose(
+                        typed(
+                            ct,
+                            {name: COTANGENT[state] for name, state in states_of(result).items()},
+                        )
+                    )
                 pair.append(after)
-            assert [states_of(leaf) for leaf in pair[0]] == [states_of(leaf) for leaf in pair[1]], (axis, states)
+            assert [states_of(leaf) for leaf in pair[0]] == [states_of(leaf) for leaf in pair[1]], (
+                axis,
+                states,
+            )
             results.append(jax.tree.map(shown, pair))
         return results
 
@@ -118,7 +153,13 @@ def test_values_types_and_gradients_are_those_of_lax(mover, kind):
 def test_a_bucket_holds_no_unreduced_leaf():
     def body(x):
         x = x.reshape(-1)
-        tree = [x[:3], typed(x[:2], {"x": "U", "y": "U"}), x[3:5], typed(x[5:], {"y": "U"}), typed(x[:1], {"y": "R"})]
+        tree = [
+            x[:3],
+            typed(x[:2], {"x": "U", "y": "U"}),
+            x[3:5],
+            typed(x[5:], {"y": "U"}),
+            typed(x[:1], {"y": "R"}),
+        ]
         pair = bucketed(ring("x")).all_reduce(tree), lax.psum(tree, "x")
         assert [*map(states_of, pair[0])] == [*map(states_of, pair[1])]
         return jax.tree.map(shown, pair)
@@ -154,7 +195,9 @@ REFUSED = {  # (function, states, what is said)
 CURES = {
     "a reduced sum": lambda m, x: m.all_reduce(lax.pcast(x, "x", to="varying"), "x"),
     "an unreduced block": lambda m, x: m.all_gather(m.all_reduce(x, "x"), "x"),
-    "unreduced along one of two": lambda m, x: m.reduce_scatter(m.all_reduce(x, "x"), "y", tiled=True),
+    "unreduced along one of two": lambda m, x: m.reduce_scatter(
+        m.all_reduce(x, "x"), "y", tiled=True
+    ),
     "another type": lambda m, x: m.all_gather(x, "x", to="reduced"),
 }
 

@@ -16,7 +16,9 @@ EACH = P(("data", "tensor"))
 def traced(f, *shapes):
     """The shapes of `f` of local blocks on data 4 x tensor 2, traced."""
     world = mesh.make(data=4, tensor=2)
-    local = lambda *arguments: jax.tree.map(lambda leaf: varying(leaf, ("data", "tensor"))[None], f(*arguments))
+    local = lambda *arguments: jax.tree.map(
+        lambda leaf: varying(leaf, ("data", "tensor"))[None], f(*arguments)
+    )
     run = mesh.spmd(local, mesh=world, in_specs=(EACH,) * len(shapes), out_specs=EACH)
     return jax.eval_shape(run, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
 

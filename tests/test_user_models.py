@@ -29,7 +29,9 @@ class Trained(NamedTuple):
 def alone(name):
     """One device, with nothing of ours but the model: the grad arrow, optax, and `after` by hand."""
     kind = KINDS[name]
-    whole = lambda model: jax.tree.map(lambda leaf: jnp.asarray(leaf) if mesh.is_array(leaf) else leaf, model)
+    whole = lambda model: jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if mesh.is_array(leaf) else leaf, model
+    )
     model = whole(kind.make())
     trained = lambda model: eqx.filter(eqx.filter(model, kind.trainable), eqx.is_inexact_array)
     optimizer = OPTIMIZER.init(trained(model))
@@ -53,17 +55,26 @@ def alone(name):
 def data(kind):
     """Eight replicas, two microbatches each."""
     grad = grads.accumulated(kind.grad(lambda m, b: kind.loss(m, b, ())), microbatches=2)
-    return {"data": 8}, rules.match("**", P()), None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)
+    return (
+        {"data": 8},
+        rules.match("**", P()),
+        None,
+        lambda _: (grads.averaged(grad, "data"), OPTIMIZER),
+    )
 
 
 def tensor_parallel(kind):
-    rule = lambda path, leaf: next((spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P())
+    rule = lambda path, leaf: next(
+        (spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P()
+    )
     grad = kind.grad(lambda m, b: kind.loss(m, b, "tensor"))
     return {"data": 4, "tensor": 2}, rule, None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)
 
 
 def shares(kind):
-    return rules.first(*(rules.match(glob, P()) for glob in kind.keep), rules.fsdp("data", size=8, min_size=1))
+    return rules.first(
+        *(rules.match(glob, P()) for glob in kind.keep), rules.fsdp("data", size=8, min_size=1)
+    )
 
 
 def zero_1(kind):
@@ -86,27 +97,57 @@ def zero_3(kind):
 def pipelined(kind):
     """Two replicas of four stages."""
     options = {"blocks": lambda model: model["blocks"], "trainable": kind.trainable}
-    grad = pipeline.value_and_grad(enter, stage, head, schedule.one_f_one_b_lockstep(4, 4), "stage", **options)
+    grad = pipeline.value_and_grad(
+        enter, stage, head, schedule.one_f_one_b_lockstep(4, 4), "stage", **options
+    )
     rule = lambda path, leaf: P(None, "stage") if path.startswith("blocks") else P()
     return {"data": 2, "stage": 4}, rule, None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)
 
 
-WAYS = {"data": data, "tensor": tensor_parallel, "zero 1": zero_1, "zero 3": zero_3, "pipeline": pipelined}
+WAYS = {
+    "data": data,
+    "tensor": tensor_parallel,
+    "zero 1": zero_1,
+    "zero 3": zero_3,
+    "pipeline": pipelined,
+}
 BLOCKS = ("tied decoder", "adapted decoder")
-CASES = [(name, way) for name in KINDS for way in WAYS if (name in BLOCKS if way == "pipeline" else name != "adapted decoder")]
+CASES = [
+    (name, way)
+    for name in KINDS
+    for way in WAYS
+    if (name in BLOCKS if way == "pipeline" else name != "adapted decoder")
+]
 
 
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_five_steps_are_those_of_one_device(name, way):
     kind, plain, traces = KINDS[name], alone(name), []
-    kind = kind._replace(loss=lambda *arguments: traces.append(name) or KINDS[name].loss(*arguments))
+    kind = kind._replace(
+        loss=lambda *arguments: traces.append(name) or KINDS[name].loss(*arguments)
+    )
     sizes, rule, optimizer_rule, made = WAYS[way](kind)
     world = mesh.make(**sizes)
     with jax.numpy_dtype_promotion("standard"):
-        state, specs = step.init(kind.make, OPTIMIZER, rule, world, optimizer_rule=optimizer_rule, trainable=kind.trainable)
-        grad, optimizer = made(rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world))
-        train = on(world, step.make(grad, optimizer, after_update=kind.after), (specs, P("data")), (specs, P()), donate="all")
+        state, specs = step.init(
+            kind.make,
+            OPTIMIZER,
+            rule,
+            world,
+            optimizer_rule=optimizer_rule,
+            trainable=kind.trainable,
+        )
+        grad, optimizer = made(
+            rules.specs(eqx.filter_eval_shape(kind.make), optimizer_rule or rule, world)
+        )
+        train = on(
+            world,
+            step.make(grad, optimizer, after_update=kind.after),
+            (specs, P("data")),
+            (specs, P()),
+            donate="all",
+        )
         for number, loss in enumerate(plain.losses):
             state, info = train(state, batch_of(number))
             np.testing.assert_allclose(info.loss, loss, rtol=EXACT)

@@ -28,7 +28,13 @@ D, H, T, L = 4, 6, 3, 2
 def weights(seed):
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     normal = lambda *shape: jax.random.normal(next(keys), (L, *shape), FLOAT64) / 3
-    return {"up": normal(D, H), "bias": normal(H), "down": normal(H, D), "qkv": normal(3, D, D), "scale": normal(D)}
+    return {
+        "up": normal(D, H),
+        "bias": normal(H),
+        "down": normal(H, D),
+        "qkv": normal(3, D, D),
+        "scale": normal(D),
+    }
 
 
 def layer(w, x, key):
@@ -123,7 +129,9 @@ def products(f, *arguments):
             if eqn.primitive.name == "dot_general":
                 (contracted, _), _ = eqn.params["dimension_numbers"]
                 left = eqn.invars[0].aval.shape
-                total += 2 * times * eqn.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+                total += (
+                    2 * times * eqn.outvars[0].aval.size * math.prod(left[i] for i in contracted)
+                )
             trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             total += sum(of(body, times * trips) for body in inner(eqn))
         return total
@@ -144,8 +152,13 @@ def test_two_parts_are_the_whole(name, keep, seed):
     kept, ct = forward(trained, x, given_), (ct, jnp.full((), 0.7, FLOAT64))
     found_x, passed = inputs(trained, given_, kept, ct)
     found = weigh(trained, given_, kept, passed)
-    assert_close((found_x, found), whole(trained, given_, kept, ct), 1e-13)  # the same operations; XLA may order sums anew
-    first, second = products(inputs, trained, given_, kept, ct), products(weigh, trained, given_, kept, passed)
+    assert_close(
+        (found_x, found), whole(trained, given_, kept, ct), 1e-13
+    )  # the same operations; XLA may order sums anew
+    first, second = (
+        products(inputs, trained, given_, kept, ct),
+        products(weigh, trained, given_, kept, passed),
+    )
     assert second == OF_WEIGHTS.get(name, 2 * L * T * D * (2 * H + 4 * D))
     if keep is pipeline.residuals:
         assert first + second == products(whole, trained, given_, kept, ct)
@@ -173,9 +186,13 @@ ROWS, STAGES_, M = 2, 2, 6
 
 def scanned_blocks():
     """A pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
-    block = functools.partial(gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention)
+    block = functools.partial(
+        gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention
+    )
     static = eqx.filter(gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks, eqx.is_array, inverse=True)
-    stage = lambda params, x, part, position: gpt2.run_blocks(eqx.combine(params, static), x, None, block)
+    stage = lambda params, x, part, position: gpt2.run_blocks(
+        eqx.combine(params, static), x, None, block
+    )
     return lambda params, part: part, stage, lambda params, x, part: jnp.mean(x**2)
 
 
@@ -225,12 +242,20 @@ def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
     """GPT-2's blocks: F + I + W = F + B exactly, and with all computed again I has F once more."""
     weight, scores = tokens_of_a_stage()
     found = pipeline.counted(
-        *scanned_blocks(), one_f_one_b_lockstep(STAGES_, M), "stage", blocks=lambda params: params, save=keep
+        *scanned_blocks(),
+        one_f_one_b_lockstep(STAGES_, M),
+        "stage",
+        blocks=lambda params: params,
+        save=keep,
     )
     world, specs, arrays, batch = of_scanned_blocks(M, ROWS)
     with jax.numpy_dtype_promotion("standard"):
         work = found(arrays, batch, mesh=world, in_specs=(specs, P()))
     again = weight + scores if keep is pipeline.inputs else 0
-    assert (work.forward, work.backward - again, work.weight) == (weight + scores, weight + 2 * scores, weight)
+    assert (work.forward, work.backward - again, work.weight) == (
+        weight + scores,
+        weight + 2 * scores,
+        weight,
+    )
     assert work.head == 0
     assert work.costs(2) == (2 * work.forward, 2 * work.backward, 2 * work.weight)

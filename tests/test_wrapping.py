@@ -108,7 +108,11 @@ class Case(NamedTuple):
     @property
     def right(self):
         """Whether nothing is put together in a wrong way."""
-        last = all(chain.index("clipped") == len(chain) - 1 for chain in (self.chain, self.inner or ()) if "clipped" in chain)
+        last = all(
+            chain.index("clipped") == len(chain) - 1
+            for chain in (self.chain, self.inner or ())
+            if "clipped" in chain
+        )
         return last and set(self.shares) <= set(self.gathered) and not (self.inner and self.shares)
 
 
@@ -123,21 +127,44 @@ def drawn(seed) -> Case:
             over = pick([names[:1], names[-1:], names])
             if draw.random() < 0.8:
                 specs[name] = P(*[None] * dim, over if len(over) > 1 else over[0])
-    gathered = tuple(specs) if draw.random() < 0.5 else tuple(name for name in specs if draw.random() < 0.3)
+    gathered = (
+        tuple(specs)
+        if draw.random() < 0.5
+        else tuple(name for name in specs if draw.random() < 0.3)
+    )
     inner = None
     if draw.random() < 0.3:
-        inner = pick([("averaged",), ("averaged", "clipped"), ("clipped", "averaged"), ("accumulated", "averaged")])
+        inner = pick(
+            [
+                ("averaged",),
+                ("averaged", "clipped"),
+                ("clipped", "averaged"),
+                ("accumulated", "averaged"),
+            ]
+        )
     chain = ["averaged" if len(names) == 1 or draw.random() < 0.5 else "averaged one by one"]
     chain += ["clipped"] * (draw.random() < 0.5) + ["unscaled"] * (draw.random() < 0.3)
-    chain += ["accumulated"] * (draw.random() < 0.5 and model not in LOOKS_AT_ALL_ROWS and inner is None)
+    chain += ["accumulated"] * (
+        draw.random() < 0.5 and model not in LOOKS_AT_ALL_ROWS and inner is None
+    )
     if model in LOOKS_AT_ALL_ROWS and inner:
         inner = tuple(name for name in inner if name != "accumulated")
-    return Case(model, sizes, specs, gathered, tuple(draw.permutation(chain)), inner, pick([xla, ring, halving]))
+    return Case(
+        model,
+        sizes,
+        specs,
+        gathered,
+        tuple(draw.permutation(chain)),
+        inner,
+        pick([xla, ring, halving]),
+    )
 
 
 def wrapped(grad, chain, axis, mover):
     """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of all."""
-    one_by_one = lambda grad: functools.reduce(lambda grad, name: grads.averaged(grad, mover(name)), axis, grad)
+    one_by_one = lambda grad: functools.reduce(
+        lambda grad, name: grads.averaged(grad, mover(name)), axis, grad
+    )
     arrows = {
         "averaged": lambda grad: grads.averaged(grad, mover(axis)),
         "averaged one by one": one_by_one,
@@ -153,7 +180,11 @@ def wrapped(grad, chain, axis, mover):
 def arrow(case, axis, mover=xla):
     """The grad arrow of a case; without axes, on one device."""
     loss = functools.partial(case.model, axis=axis)
-    local = zero.gathered(loss, axis, {name: case.specs[name] if name in case.gathered else P() for name in case.specs})
+    local = zero.gathered(
+        loss,
+        axis,
+        {name: case.specs[name] if name in case.gathered else P() for name in case.specs},
+    )
     if case.inner is not None:
         inside, step_of = local, wrapped(jax.value_and_grad(local), case.inner, axis, mover)
 
@@ -177,9 +208,16 @@ REFUSALS = (
 
 def run(case):
     names = tuple(case.sizes)
-    devices = mesh.make(devices=jax.devices()[: int(np.prod(list(case.sizes.values())))], **case.sizes)
+    devices = mesh.make(
+        devices=jax.devices()[: int(np.prod(list(case.sizes.values())))], **case.sizes
+    )
     params = {name: PARAMS[name] for name in case.specs}
-    split = mesh.spmd(arrow(case, names, case.mover), mesh=devices, in_specs=(case.specs, P(names)), out_specs=(P(), case.specs))
+    split = mesh.spmd(
+        arrow(case, names, case.mover),
+        mesh=devices,
+        in_specs=(case.specs, P(names)),
+        out_specs=(P(), case.specs),
+    )
     return jax.jit(split)(params, BATCH), jax.jit(arrow(case, ()))(params, BATCH)
 
 
@@ -208,7 +246,11 @@ def test_any_order_is_one_device_or_refused(seed):
 def test_the_draws_have_right_and_wrong_cases():
     cases = [drawn(seed) for seed in range(300)]
     assert 90 <= sum(case.right for case in cases) <= 210
-    for kind in (lambda case: case.inner, lambda case: case.shares, lambda case: "clipped" in case.chain):
+    for kind in (
+        lambda case: case.inner,
+        lambda case: case.shares,
+        lambda case: "clipped" in case.chain,
+    ):
         assert sum(case.right for case in filter(kind, cases)) >= 15
 
 
@@ -217,7 +259,14 @@ def test_the_draws_have_right_and_wrong_cases():
 
 def over(f, in_specs, out_specs, **sizes):
     count = int(np.prod(list(sizes.values())))
-    return jax.jit(mesh.spmd(f, mesh=mesh.make(devices=jax.devices()[:count], **sizes), in_specs=in_specs, out_specs=out_specs))
+    return jax.jit(
+        mesh.spmd(
+            f,
+            mesh=mesh.make(devices=jax.devices()[:count], **sizes),
+            in_specs=in_specs,
+            out_specs=out_specs,
+        )
+    )
 
 
 def ring_by_hand(w, names):
@@ -232,9 +281,9 @@ def ring_by_hand(w, names):
 
 def placed_and_summed(w, names):
     n, me = lax.axis_size(names), lax.axis_index(names)
-    return lax.psum(lax.dynamic_update_index_in_dim(varying(jnp.zeros((n, *w.shape)), names), w, me, 0), names).reshape(
-        -1, *w.shape[1:]
-    )
+    return lax.psum(
+        lax.dynamic_update_index_in_dim(varying(jnp.zeros((n, *w.shape)), names), w, me, 0), names
+    ).reshape(-1, *w.shape[1:])
 
 
 GATHERS = {
@@ -251,19 +300,29 @@ def test_any_gather_counts(gather):
     """Also of what was computed of the share, inside `jit`, a loop or `checkpoint`."""
 
     def loss(params, batch):
-        whole = jax.jit(jax.checkpoint(lambda w: GATHERS[gather](2 * w.astype(jnp.float64), "dp") / 2))(params["table"])
+        whole = jax.jit(
+            jax.checkpoint(lambda w: GATHERS[gather](2 * w.astype(jnp.float64), "dp") / 2)
+        )(params["table"])
         return embedding({**params, "table": whole}, batch, ())
 
     specs = {"table": P("dp"), "bias": P()}
     params = {name: PARAMS[name] for name in specs}
-    split = over(grads.averaged(jax.value_and_grad(loss), ring("dp")), (specs, P("dp")), (P(), specs), dp=8)
-    assert_close(split(params, BATCH), jax.value_and_grad(lambda *given: embedding(*given, ()))(params, BATCH), EXACT)
+    split = over(
+        grads.averaged(jax.value_and_grad(loss), ring("dp")), (specs, P("dp")), (P(), specs), dp=8
+    )
+    assert_close(
+        split(params, BATCH),
+        jax.value_and_grad(lambda *given: embedding(*given, ()))(params, BATCH),
+        EXACT,
+    )
 
 
 def all_experts(weights, x, penalty):
     """Row i of each four goes to expert i."""
     rows = x.reshape(-1, 4, x.shape[-1])
-    return jnp.mean(jnp.tanh(jnp.einsum("red,edf->ref", rows, weights)) ** 2) + penalty * jnp.sum(weights**2)
+    return jnp.mean(jnp.tanh(jnp.einsum("red,edf->ref", rows, weights)) ** 2) + penalty * jnp.sum(
+        weights**2
+    )
 
 
 def own_expert(weights, x, penalty, exchange):
@@ -296,7 +355,9 @@ def test_rows_may_travel_to_a_share(by, penalty):
     split = jax.value_and_grad(functools.partial(own_expert, penalty=penalty, exchange=exchange))
     split = grads.averaged(grads.accumulated(split, microbatches=2), "dp")
     got = over(split, (P("dp"), P("dp")), (P(), P("dp")), dp=4)(weights, x)
-    assert_close(got, jax.value_and_grad(functools.partial(all_experts, penalty=penalty))(weights, x), EXACT)
+    assert_close(
+        got, jax.value_and_grad(functools.partial(all_experts, penalty=penalty))(weights, x), EXACT
+    )
 
 
 SIDE_BY_SIDE = {
@@ -313,7 +374,11 @@ def test_a_loss_beside_gradients_is_no_use_of_the_shares(how):
     grad = jax.value_and_grad(functools.partial(own_expert, penalty=0.0, exchange=exchange))
     beside = lambda w, x: SIDE_BY_SIDE[how](grad(varying(w, "tensor"), x))
     sums = how == "a sum of both"
-    arrow = grads.averaged(beside, "dp") if sums else grads.averaged(grads.summed(beside, "tensor"), "dp")
+    arrow = (
+        grads.averaged(beside, "dp")
+        if sums
+        else grads.averaged(grads.summed(beside, "tensor"), "dp")
+    )
     weights, x = normal(0, 4, WIDTH, WIDTH), normal(1, 64, WIDTH)
     f = over(
         lambda *given: jax.tree.map(lambda leaf: leaf[None], arrow(*given)[1]),
@@ -333,16 +398,29 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
         x = GATHERS["by lax"](table, "dp")[batch["ids"]]
         return jnp.mean((x @ table.T) ** 2)
 
-    with pytest.raises(ValueError, match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does"):
-        over(grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8)(PARAMS["table"], BATCH)
+    with pytest.raises(
+        ValueError,
+        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does",
+    ):
+        over(
+            grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8
+        )(PARAMS["table"], BATCH)
 
 
 def test_a_share_whose_shape_does_not_fit_is_named():
     """JAX's words about shapes alone would not say that a share was meant to be gathered."""
     loss = lambda params, x: jnp.mean(x @ params["square"])
     params = {"square": normal(0, WIDTH, WIDTH)}
-    f = over(grads.averaged(jax.value_and_grad(loss), "dp"), ({"square": P("dp")}, P("dp")), (P(), P("dp")), dp=8)
-    with pytest.raises(ValueError, match=r"cannot be traced: dot_general.*\['square'\] are shares along \['dp'\].*zero.gathered"):
+    f = over(
+        grads.averaged(jax.value_and_grad(loss), "dp"),
+        ({"square": P("dp")}, P("dp")),
+        (P(), P("dp")),
+        dp=8,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be traced: dot_general.*\['square'\] are shares along \['dp'\].*zero.gathered",
+    ):
         f(params, BATCH["x"])
 
 
@@ -353,7 +431,9 @@ def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_
     local = functools.partial(two_layers, axis=())
     state, specs = step.init(make, optax.sgd(0.1), rule, mesh.make(**{axis: 8}))
     train = step.make(grads.averaged(jax.value_and_grad(local), axis), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=f"down, here of shape .2, 8., differs along '{axis}' as a share does"):
+    with pytest.raises(
+        ValueError, match=f"down, here of shape .2, 8., differs along '{axis}' as a share does"
+    ):
         over(train, (specs, P(axis)), (specs, P()), **{axis: 8})(state, BATCH)
 
 
@@ -371,7 +451,9 @@ def test_an_inner_mean_under_jit_knows_whether_it_is_inside():
     assert_close(over(meta, (P(), P("dp")), P(), dp=8)(w, x), want, EXACT)
     with pytest.raises(ValueError, match="as a share does"):
         over(lambda w, x: inner(varying(w, "dp"), x), (P(), P("dp")), P(), dp=8)(w, x)
-    shares = over(grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8)
+    shares = over(
+        grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8
+    )
     assert_close(shares(w, x), jax.value_and_grad(plain)(w, x), EXACT)
 
 
@@ -391,8 +473,12 @@ def mean_over(*names):
 
 REDUCED = {
     "averaged": lambda axis, names: grads.averaged(mean_over(*names), axis),
-    "by a ring": lambda axis, names: grads.averaged(jax.value_and_grad(lambda w, x: ring.all_mean(squared(w, x), names)), axis),
-    "accumulated": lambda axis, names: grads.averaged(grads.accumulated(mean_over(*names), microbatches=2), axis),
+    "by a ring": lambda axis, names: grads.averaged(
+        jax.value_and_grad(lambda w, x: ring.all_mean(squared(w, x), names)), axis
+    ),
+    "accumulated": lambda axis, names: grads.averaged(
+        grads.accumulated(mean_over(*names), microbatches=2), axis
+    ),
     "with aux": lambda axis, names: grads.averaged(
         jax.value_and_grad(lambda w, x: (lax.pmean(squared(w, x), names), w), has_aux=True), axis
     ),
@@ -406,7 +492,9 @@ REDUCED = {
 def test_a_loss_that_is_reduced_already_is_refused(name, sizes):
     reduced = tuple(sizes)[-1:]
     with pytest.raises(ValueError, match=f"loss is the same along '{reduced[0]}'.*grads.summed"):
-        over(REDUCED[name](ring(tuple(sizes)), reduced), (P(), P(tuple(sizes))), P(), **sizes)(normal(0, 4), normal(1, 64, 4))
+        over(REDUCED[name](ring(tuple(sizes)), reduced), (P(), P(tuple(sizes))), P(), **sizes)(
+            normal(0, 4), normal(1, 64, 4)
+        )
 
 
 def pair_of_means(w, x):
@@ -426,7 +514,9 @@ def pair_of_means(w, x):
 )
 def test_what_is_reduced_together_stays_right(grad):
     w, x = normal(0, 4), normal(1, 64, 4)
-    assert_close(over(grad, (P(), P("data")), P(), data=8)(w, x), jax.value_and_grad(squared)(w, x), EXACT)
+    assert_close(
+        over(grad, (P(), P("data")), P(), data=8)(w, x), jax.value_and_grad(squared)(w, x), EXACT
+    )
 
 
 def head(params, x, part):
@@ -435,7 +525,9 @@ def head(params, x, part):
 
 def masked(x):
     """The last stage's x on all, in a user's own words."""
-    return lax.psum(x * (lax.axis_index("stage") == lax.axis_size("stage") - 1).astype(x.dtype), "stage")
+    return lax.psum(
+        x * (lax.axis_index("stage") == lax.axis_size("stage") - 1).astype(x.dtype), "stage"
+    )
 
 
 def index():
@@ -460,27 +552,64 @@ def in_a_loop(params, x, part, weights):
 
 HEADS = {  # and whether they are right
     "the last stage's": (head, True),
-    "shared": (lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"), True),
+    "shared": (
+        lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"),
+        True,
+    ),
     "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),
-    "gathered": (lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"), True),
+    "gathered": (
+        lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"),
+        True,
+    ),
     "lax.pmean": (lambda p, x, part: lax.pmean(head(p, x, part), "stage"), False),
     "lax.psum": (lambda p, x, part: lax.psum(head(p, x, part), "stage"), False),
     "a ring's mean": (lambda p, x, part: ring.all_mean(head(p, x, part), "stage"), False),
     "a mean of x": (lambda p, x, part: head(p, lax.pmean(x, "stage"), part), False),
     "over data": (lambda p, x, part: lax.pmean(head(p, x, part), "data"), False),
-    "the last by a choice of losses": (lambda p, x, part: lax.psum(if_last(head(p, x, part), 0.0), "stage"), True),
-    "the last by leaving others out": (
-        lambda p, x, part: lax.psum(jnp.where(index() < lax.axis_size("stage") - 1, 0.0, head(p, x, part)), "stage"),
+    "the last by a choice of losses": (
+        lambda p, x, part: lax.psum(if_last(head(p, x, part), 0.0), "stage"),
         True,
     ),
-    "the last by a table": (lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.0, 1.0), "stage"), True),
-    "weights by a table": (lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.5, 1.0), "stage"), False),
-    "weights of losses": (lambda p, x, part: lax.psum(head(p, x, part) * (index() + 1.0), "stage"), False),
-    "weights of x": (lambda p, x, part: lax.pmean(head(p, lax.psum(x * (index() + 1.0), "stage"), part), "stage"), False),
-    "the first stage's": (lambda p, x, part: lax.psum(head(p, x, part) * (1.0 - index()), "stage"), False),
-    "another choice": (lambda p, x, part: lax.psum(if_last(head(p, x, part), 2 * head(p, x, part)), "stage"), False),
-    "the last in a loop": (lambda p, x, part: lax.psum(in_a_loop(p, x, part, [0.0, 1.0]), "stage"), True),
-    "divided by the index": (lambda p, x, part: lax.psum(head(p, x, part) / (index() + 1.0), "stage"), False),
+    "the last by leaving others out": (
+        lambda p, x, part: lax.psum(
+            jnp.where(index() < lax.axis_size("stage") - 1, 0.0, head(p, x, part)), "stage"
+        ),
+        True,
+    ),
+    "the last by a table": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.0, 1.0), "stage"),
+        True,
+    ),
+    "weights by a table": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.5, 1.0), "stage"),
+        False,
+    ),
+    "weights of losses": (
+        lambda p, x, part: lax.psum(head(p, x, part) * (index() + 1.0), "stage"),
+        False,
+    ),
+    "weights of x": (
+        lambda p, x, part: lax.pmean(
+            head(p, lax.psum(x * (index() + 1.0), "stage"), part), "stage"
+        ),
+        False,
+    ),
+    "the first stage's": (
+        lambda p, x, part: lax.psum(head(p, x, part) * (1.0 - index()), "stage"),
+        False,
+    ),
+    "another choice": (
+        lambda p, x, part: lax.psum(if_last(head(p, x, part), 2 * head(p, x, part)), "stage"),
+        False,
+    ),
+    "the last in a loop": (
+        lambda p, x, part: lax.psum(in_a_loop(p, x, part, [0.0, 1.0]), "stage"),
+        True,
+    ),
+    "divided by the index": (
+        lambda p, x, part: lax.psum(head(p, x, part) / (index() + 1.0), "stage"),
+        False,
+    ),
 }
 
 
@@ -492,13 +621,17 @@ def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
     given, right = HEADS[name]
     enter = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: x + jnp.tanh(x @ params["blocks"][0])
-    arrow = pipeline.value_and_grad(enter, stage, given, table(2, 4), "stage", blocks=lambda params: params["blocks"])
+    arrow = pipeline.value_and_grad(
+        enter, stage, given, table(2, 4), "stage", blocks=lambda params: params["blocks"]
+    )
     params = {"blocks": normal(0, 1, 2, WIDTH, WIDTH), "out": normal(1, WIDTH, WIDTH)}
     specs = {"blocks": P(None, "stage"), "out": P()}
     batch = {name: BATCH[name] for name in ("x", "y")}
     split = over(grads.averaged(arrow, "data"), (specs, P("data")), (P(), specs), data=2, stage=2)
     if not right:
-        with pytest.raises(ValueError, match=r"sums over 'stage' what each|loss is the same along 'data'"):
+        with pytest.raises(
+            ValueError, match=r"sums over 'stage' what each|loss is the same along 'data'"
+        ):
             split(params, batch)
         return
 
@@ -514,7 +647,9 @@ def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
 def test_a_constant_loss_is_no_reduced_one():
     """Gradients by hand, and no loss."""
     grad = lambda w, x: (jnp.zeros(()), w * jnp.sum(x))
-    loss, gradients = over(grads.averaged(grad, "data"), (P(), P("data")), P(), data=8)(np.ones(2), np.arange(8.0))
+    loss, gradients = over(grads.averaged(grad, "data"), (P(), P("data")), P(), data=8)(
+        np.ones(2), np.arange(8.0)
+    )
     assert (loss, gradients.tolist()) == (0, [3.5, 3.5])
 
 
@@ -522,8 +657,12 @@ CLIPS_INSIDE = {
     "averaged": grads.averaged(grads.clipped(PLAIN, MAX_NORM), "data"),
     "summed": grads.summed(grads.clipped(PLAIN, MAX_NORM), "data", loss=True),
     "scattered": zero.reduce_scattered(grads.clipped(PLAIN, MAX_NORM), "data", P()),
-    "accumulated": grads.accumulated(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), microbatches=2),
-    "unscaled": precision.unscaled(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)),
+    "accumulated": grads.accumulated(
+        grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), microbatches=2
+    ),
+    "unscaled": precision.unscaled(
+        grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)
+    ),
 }
 
 
@@ -541,13 +680,18 @@ UNTYPED = {
     ),
     "partly automatic": lambda f, devices: jax.jit(
         jax.shard_map(
-            f, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False, axis_names=frozenset({"data"})
+            f,
+            mesh=devices,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            check_vma=False,
+            axis_names=frozenset({"data"}),
         )
     ),
     "pmap": lambda f, devices: (
-        lambda w, x: jax.pmap(f, axis_name="data", in_axes=(None, 0), devices=list(devices.devices[:, 0]))(
-            w, x.reshape(4, -1, *x.shape[1:])
-        )
+        lambda w, x: jax.pmap(
+            f, axis_name="data", in_axes=(None, 0), devices=list(devices.devices[:, 0])
+        )(w, x.reshape(4, -1, *x.shape[1:]))
     ),
 }
 NEED_TYPES = {
@@ -556,7 +700,9 @@ NEED_TYPES = {
     "scattered": zero.reduce_scattered(PLAIN, "data", P()),
     "norm": lambda w, x: (x, grads.norm(x)[None]),
     "clipped": grads.clipped(PLAIN, 1.0),
-    "step": lambda w, x: step.make(PLAIN, optax.sgd(0.1))(step.State(w, (), jnp.zeros((), jnp.int32)), x),
+    "step": lambda w, x: step.make(PLAIN, optax.sgd(0.1))(
+        step.State(w, (), jnp.zeros((), jnp.int32)), x
+    ),
 }
 
 
@@ -565,16 +711,24 @@ NEED_TYPES = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_map_that_does_not_tell_what_differs_is_refused(name, how):
     devices = mesh.make(devices=jax.devices(), data=4, model=2)
-    with pytest.raises(ValueError, match=r"does not tell what differs between devices along 'data'.*check_vma=True"):
-        UNTYPED[how](lambda *given: jax.tree.map(jnp.atleast_1d, NEED_TYPES[name](*given)), devices)(
-            normal(0, 4), normal(1, 64, 4)
-        )
+    with pytest.raises(
+        ValueError, match=r"does not tell what differs between devices along 'data'.*check_vma=True"
+    ):
+        UNTYPED[how](
+            lambda *given: jax.tree.map(jnp.atleast_1d, NEED_TYPES[name](*given)), devices
+        )(normal(0, 4), normal(1, 64, 4))
 
 
 def test_a_partly_automatic_map_with_types_is_right():
     devices, w, x = mesh.make(data=4, model=2), normal(0, 4), normal(1, 64, 4)
     arrow = grads.clipped(grads.averaged(PLAIN, "data"), 1e9)
-    split = jax.shard_map(arrow, mesh=devices, in_specs=(P(), P("data")), out_specs=P(), axis_names=frozenset({"data"}))
+    split = jax.shard_map(
+        arrow,
+        mesh=devices,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names=frozenset({"data"}),
+    )
     assert_close(jax.jit(split)(w, x), PLAIN(w, x), EXACT)
 
 
@@ -585,10 +739,16 @@ def test_a_partly_automatic_map_with_types_is_right():
 @pytest.mark.parametrize("mover", [xla, ring, halving], ids=str)
 @pytest.mark.parametrize("arrow", [grads.summed, grads.averaged])
 def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, mover, dtype):
-    terms = np.asarray([2048, *[1] * 6, 3], dtype) if dtype == "float16" else np.asarray([256, *[1] * 7], dtype)
+    terms = (
+        np.asarray([2048, *[1] * 6, 3], dtype)
+        if dtype == "float16"
+        else np.asarray([256, *[1] * 7], dtype)
+    )
     grad = lambda w, x: (x[0], w * x[0])
     options = {"loss": True} if arrow is grads.summed else {}
-    loss, gradients = over(arrow(grad, mover("data"), **options), (P(), P("data")), P(), data=8)(np.ones(3, dtype), terms)
+    loss, gradients = over(arrow(grad, mover("data"), **options), (P(), P("data")), P(), data=8)(
+        np.ones(3, dtype), terms
+    )
     exact = terms.astype(np.float64).sum() / (8 if arrow is grads.averaged else 1)
     assert loss.dtype == gradients.dtype == dtype
     np.testing.assert_array_equal(np.asarray(gradients), np.full(3, exact).astype(dtype))
@@ -603,22 +763,35 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
     message = r"leaf \['c'\] has 8 rows on each device and its leaf \['x'\] has 32"
     batch = {"x": BATCH["x"], "c": np.ones(8)}
     with pytest.raises(ValueError, match=message):
-        grads.accumulated(jax.value_and_grad(lambda w, b: jnp.mean(b["x"] @ w) * b["c"].sum()), microbatches=4)(
-            normal(0, WIDTH), batch
-        )
+        grads.accumulated(
+            jax.value_and_grad(lambda w, b: jnp.mean(b["x"] @ w) * b["c"].sum()), microbatches=4
+        )(normal(0, WIDTH), batch)
     ends = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(x) * part["c"].sum()
-    arrow = pipeline.value_and_grad(ends, stage, head, schedule.one_f_one_b_lockstep(2, 4), "stage", blocks=lambda p: p["blocks"])
+    arrow = pipeline.value_and_grad(
+        ends,
+        stage,
+        head,
+        schedule.one_f_one_b_lockstep(2, 4),
+        "stage",
+        blocks=lambda p: p["blocks"],
+    )
     specs = {"blocks": P(None, "stage")}
     with pytest.raises(ValueError, match=message):
-        over(arrow, (specs, P()), (P(), specs), stage=2)({"blocks": normal(0, 1, 2, WIDTH, WIDTH)}, batch)
+        over(arrow, (specs, P()), (P(), specs), stage=2)(
+            {"blocks": normal(0, 1, 2, WIDTH, WIDTH)}, batch
+        )
 
 
 NET = functools.partial(two_layers, axis=())
 PLAIN_NET = jax.value_and_grad(NET)
 FORGOTTEN = {
-    "averaged": (lambda s: PLAIN_NET, optax.adam(1e-3), "the loss differs along .'data'.*grads.averaged"),
+    "averaged": (
+        lambda s: PLAIN_NET,
+        optax.adam(1e-3),
+        "the loss differs along .'data'.*grads.averaged",
+    ),
     "averaged, of shares": (
         *(lambda s: jax.value_and_grad(zero.gathered(NET, "data", s)), optax.adam(1e-3)),
         "the loss differs along .'data'.*grads.averaged",
@@ -632,7 +805,10 @@ FORGOTTEN = {
         "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
     ),
     "optimizer_rule": (
-        *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), lambda s: zero.sharded(optax.adamw(1e-3), "data", s)),
+        *(
+            lambda s: zero.reduce_scattered(PLAIN_NET, "data", s),
+            lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
+        ),
         "optimizer's state has an array of shape .16, 8. for down, of which a device updates .2, 8.*optimizer_rule=",
     ),
 }
@@ -641,17 +817,28 @@ FORGOTTEN = {
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_a_step_says_what_was_forgotten(what):
     grad, optimizer, message = FORGOTTEN[what]
-    world, make = mesh.make(data=8), lambda: {name: jnp.asarray(PARAMS[name]) for name in ("up", "down")}
+    world, make = (
+        mesh.make(data=8),
+        lambda: {name: jnp.asarray(PARAMS[name]) for name in ("up", "down")},
+    )
     shares = rules.specs(make(), rules.fsdp("data", size=8, min_size=0))
     optimizer = optimizer(shares) if callable(optimizer) else optimizer
-    rule = rules.fsdp("data", size=8, min_size=0) if what == "averaged, of shares" else rules.match("**", P())
+    rule = (
+        rules.fsdp("data", size=8, min_size=0)
+        if what == "averaged, of shares"
+        else rules.match("**", P())
+    )
     whole = optax.adamw(1e-3) if what == "optimizer_rule" else optimizer
     state, specs = step.init(make, whole, rule, world)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        over(step.make(grad(shares), optimizer), (specs, P("data")), (specs, P()), data=8)(state, BATCH)
+        over(step.make(grad(shares), optimizer), (specs, P("data")), (specs, P()), data=8)(
+            state, BATCH
+        )
 
 
-@pytest.mark.parametrize("axis", [ErrorFeedback("data"), ring, None], ids=["error feedback", "no name", "nothing"])
+@pytest.mark.parametrize(
+    "axis", [ErrorFeedback("data"), ring, None], ids=["error feedback", "no name", "nothing"]
+)
 def test_what_is_no_axis_is_refused(axis):
     with pytest.raises(ValueError, match=f"An axis is a name.*got {re.escape(repr(axis))}"):
         inspect.unwrap(Axis.of)(axis)  # without the tests' own check of types

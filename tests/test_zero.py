@@ -22,7 +22,14 @@ from parallax.models import decoder, gpt2
 
 # Its blocks' norms and biases have fewer than the 1,024 elements from which `fsdp` splits: some leaves are split, some are not.
 CONFIG = gpt2.Config(
-    layers=4, heads=4, width=32, context=8, vocabulary=30, vocabulary_multiple=32, dropout=0.1, attention_dropout=0.1
+    layers=4,
+    heads=4,
+    width=32,
+    context=8,
+    vocabulary=30,
+    vocabulary_multiple=32,
+    dropout=0.1,
+    attention_dropout=0.1,
 )
 STEPS, BATCH = 5, 16
 
@@ -36,11 +43,23 @@ def trains_as_one_device(layout, mover=ring):
 @pytest.mark.parametrize(
     ("layout", "mover"),
     [
-        pytest.param(Layout(data=2, zero=1, microbatches=2), ring, marks=pytest.mark.sweep(30, "steps")),
-        pytest.param(Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"), xla, marks=pytest.mark.long),
-        pytest.param(Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2), ring, marks=pytest.mark.long),
         pytest.param(
-            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"), ring, marks=pytest.mark.long
+            Layout(data=2, zero=1, microbatches=2), ring, marks=pytest.mark.sweep(30, "steps")
+        ),
+        pytest.param(
+            Layout(data=2, zero=3, tensor=2, sequence=True, remat="products"),
+            xla,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Layout(data=2, stage=2, tensor=2, zero=2, sequence=True, microbatches=2),
+            ring,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Layout(data=2, stage=2, tensor=2, zero=3, microbatches=4, chunks=2, remat="block"),
+            ring,
+            marks=pytest.mark.long,
         ),
     ],
     ids=str,
@@ -86,14 +105,23 @@ def test_five_steps_are_those_of_one_device_here_too(layout):
 
 def admitted():
     """Every combination that Layout admits, over up to eight devices, one shape of microbatches each."""
-    sizes = [(d, s, t) for d, s, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)) if d * s * t in (2, 4, 8)]
+    sizes = [
+        (d, s, t)
+        for d, s, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+        if d * s * t in (2, 4, 8)
+    ]
     for (d, s, t), zero_, by_tokens, remat in itertools.product(
-        sizes, range(4), (False, True), ("none", "gathers", "attention", "products", "block", "stage")
+        sizes,
+        range(4),
+        (False, True),
+        ("none", "gathers", "attention", "products", "block", "stage"),
     ):
         for microbatches, chunks in ((1, 1), (2, 1), (4, 2)):
             if (chunks == 1 or s == 2) and BATCH % (d * microbatches) == 0:
                 try:
-                    yield Layout(d, s, t, microbatches, chunks, zero=zero_, sequence=by_tokens, remat=remat)
+                    yield Layout(
+                        d, s, t, microbatches, chunks, zero=zero_, sequence=by_tokens, remat=remat
+                    )
                 except ValueError:
                     continue  # refused, as `test_layout` has it
 
@@ -115,7 +143,15 @@ def sent(layout, config=WIRE, batch=8):
     """Bytes that each device hands on in a step of rings, from the compiled program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        prepared = decoder.train_step(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0))
+        prepared = decoder.train_step(
+            gpt2.FAMILY,
+            config,
+            optax.adamw(1e-3),
+            layout,
+            mesh_,
+            batch=batch,
+            key=jax.random.key(0),
+        )
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         ops = hlo.collectives(prepared.train, prepared.shapes, windows)
     return sum(op.bytes for op in ops if op.kind == "collective-permute")
@@ -136,7 +172,10 @@ def sizes(config, n):
     ("n", "zero_", "microbatches"),
     [
         pytest.param(2, 3, 2, marks=pytest.mark.sweep(30, "steps")),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(8, 0, 1), (8, 1, 1), (4, 1, 2), (4, 2, 2), (8, 3, 1)]
+        ),
     ],
 )
 def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
@@ -146,9 +185,13 @@ def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
         0: ring_of(blocks) + ring_of(rest),
         1: 2 * (blocks + rest) * (n - 1) // n,  # one reduce-scatter, one all-gather
         2: (M + 1) * (blocks + rest) * (n - 1) // n,  # scattered once a microbatch
-        3: (3 * M * blocks + 2 * rest) * (n - 1) // n,  # blocks gathered forward and backward; the rest gathered once and kept
+        3: (3 * M * blocks + 2 * rest)
+        * (n - 1)
+        // n,  # blocks gathered forward and backward; the rest gathered once and kept
     }[zero_]
-    scalars = [1] if zero_ == 0 else [1, 1, 1]  # the loss; the squared norm of what is split, and whether the update is finite
+    scalars = (
+        [1] if zero_ == 0 else [1, 1, 1]
+    )  # the loss; the squared norm of what is split, and whether the update is finite
     others = sum(map(ring_of, [*whole, *scalars]))
     assert sent(Layout(data=n, zero=zero_, microbatches=M)) == 4 * (split + others)
 
@@ -167,12 +210,16 @@ def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
     deep, shallow = (
         sent(
             Layout(tensor=t, sequence=sequence, remat=remat),
-            gpt2.Config(layers=layers, heads=8, width=32, context=8, vocabulary=32, vocabulary_multiple=32),
+            gpt2.Config(
+                layers=layers, heads=8, width=32, context=8, vocabulary=32, vocabulary_multiple=32
+            ),
             batch,
         )
         for layers in (6, 4)
     )
-    norms_and_biases = 2 * (t - 1) * 2 * 6 * 32 // t if sequence else 0  # two layers' gradients, summed over t once a step
+    norms_and_biases = (
+        2 * (t - 1) * 2 * 6 * 32 // t if sequence else 0
+    )  # two layers' gradients, summed over t once a step
     per_layer = times * batch * WIRE.context * WIRE.width * (t - 1) // t
     assert deep - shallow == 4 * (2 * per_layer + norms_and_biases)
 
@@ -184,9 +231,18 @@ def memory(layout, config, batch=8, **options):
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     with jax.numpy_dtype_promotion("standard"):
         prepared = decoder.train_step(
-            gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=batch, key=jax.random.key(0), **options
+            gpt2.FAMILY,
+            config,
+            optax.adamw(1e-3),
+            layout,
+            mesh_,
+            batch=batch,
+            key=jax.random.key(0),
+            **options,
         )
-        windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32, sharding=jax.NamedSharding(mesh_, P("data")))
+        windows = jax.ShapeDtypeStruct(
+            (batch, config.context + 1), jnp.int32, sharding=jax.NamedSharding(mesh_, P("data"))
+        )
         return prepared, prepared.train.lower(prepared.shapes, windows).compile().memory_analysis()
 
 
@@ -195,16 +251,32 @@ def memory(layout, config, batch=8, **options):
 @pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
 def test_parameters_and_optimizer_state_are_held_once(zero_, held):
     """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what stays whole."""
-    n, config = 8, gpt2.Config(layers=4, heads=8, width=64, context=16, vocabulary=64, vocabulary_multiple=64)
+    n, config = (
+        8,
+        gpt2.Config(layers=4, heads=8, width=64, context=16, vocabulary=64, vocabulary_multiple=64),
+    )
     blocks, rest, whole = sizes(config, n)
     expected = 4 * (held * (blocks + rest) + 3 * sum(whole))
     batch_and_counts = config.context * 4 + 4 + 3 * 4  # a window, and three counters
-    assert abs(memory(Layout(data=n, zero=zero_), config)[1].argument_size_in_bytes - expected - batch_and_counts) <= 64
+    assert (
+        abs(
+            memory(Layout(data=n, zero=zero_), config)[1].argument_size_in_bytes
+            - expected
+            - batch_and_counts
+        )
+        <= 64
+    )
 
 
 def temporary(layout, layers, **sizes):
     """Temporary bytes of a step on a device, beside parameters and optimizer state."""
-    sizes = {"heads": 8, "width": 32, "context": 128, "vocabulary": 32, "vocabulary_multiple": 32} | sizes
+    sizes = {
+        "heads": 8,
+        "width": 32,
+        "context": 128,
+        "vocabulary": 32,
+        "vocabulary_multiple": 32,
+    } | sizes
     return memory(layout, gpt2.Config(layers=layers, **sizes))[1].temp_size_in_bytes
 
 
@@ -214,7 +286,9 @@ def test_sequence_parallelism_keeps_its_share_of_the_activations():
     growth = lambda layout: temporary(layout, 8) - temporary(layout, 4)
     t, one = 4, growth(Layout())
     share = one / growth(Layout(tensor=t, sequence=True, remat="gathers"))
-    assert t * 0.98 < share <= t  # each device has all of the norms and biases, and of their gradients
+    assert (
+        t * 0.98 < share <= t
+    )  # each device has all of the norms and biases, and of their gradients
     assert one / growth(Layout(tensor=t)) < t * 0.9  # residual stream and norms are on every device
 
 
@@ -254,7 +328,9 @@ def plain_steps(optimizer, count):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("arrive", ["scattered", "local", "averaged"])
 @pytest.mark.parametrize(
-    "optimizer", [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)], ids=["adam", "momentum", "lion"]
+    "optimizer",
+    [optax.adam(1e-2, eps=1e-6), optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)],
+    ids=["adam", "momentum", "lion"],
 )
 def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
     """However the gradients arrive: as shares, local, or averaged; the state is made inside the map."""
@@ -288,12 +364,20 @@ def test_a_split_inside_a_group_with_copies_across_groups():
     mesh_ = mesh.make(copy=2, shard=4)
     specs = rules.specs(PARAMS, rules.fsdp("shard", size=4), mesh_)
     sharded = zero.sharded(optimizer, "shard", specs)
-    grad = grads.averaged(zero.reduce_scattered(jax.value_and_grad(quadratic), "shard", specs), ring("copy"))
+    grad = grads.averaged(
+        zero.reduce_scattered(jax.value_and_grad(quadratic), "shard", specs), ring("copy")
+    )
     train = step.make(grad, sharded)
     state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
-    whole = step.State(jax.tree.map(lambda _: P(), PARAMS), rules.optimizer_specs(optimizer, PARAMS, specs), P())
+    whole = step.State(
+        jax.tree.map(lambda _: P(), PARAMS), rules.optimizer_specs(optimizer, PARAMS, specs), P()
+    )
     with jax.numpy_dtype_promotion("standard"):
-        run = jax.jit(mesh.spmd(train, mesh=mesh_, in_specs=(whole, P(("copy", "shard"))), out_specs=(whole, P())))
+        run = jax.jit(
+            mesh.spmd(
+                train, mesh=mesh_, in_specs=(whole, P(("copy", "shard"))), out_specs=(whole, P())
+            )
+        )
         for _ in range(3):
             state, _ = run(state, INPUTS)
         assert_close(state.model, plain_steps(optimizer, 3), EXACT)
@@ -305,7 +389,12 @@ def test_sums_over_replicas_are_wide():
     specs = {"split": P("data"), "whole": P()}
     grad = lambda params, batch: (batch[0], jax.tree.map(lambda w: w + batch, params))
     reduced = zero.reduce_scattered(grad, "data", specs)
-    run = mesh.spmd(lambda *given: reduced(*given)[1], mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=specs)
+    run = mesh.spmd(
+        lambda *given: reduced(*given)[1],
+        mesh=mesh.make(data=8),
+        in_specs=(P(), P("data")),
+        out_specs=specs,
+    )
     means = jax.jit(run)(params, jnp.ones(8, jnp.bfloat16).at[0].set(256))
     for leaf in means.values():
         np.testing.assert_array_equal(leaf, np.full(8, 263 / 8, np.float32), strict=True)
@@ -319,10 +408,14 @@ def test_clipping_sees_the_whole_gradient():
     train = step.make(grad, sharded, max_norm=max_norm)
     with jax.numpy_dtype_promotion("standard"):
         state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
-        run = mesh.spmd(train, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
+        run = mesh.spmd(
+            train, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P())
+        )
         state, info = jax.jit(run)(state, INPUTS)
         assert_close(state.model, plain_steps(clipped, 1), EXACT)
-        np.testing.assert_allclose(info.gradient_norm, optax.tree.norm(jax.grad(quadratic)(PARAMS, INPUTS)), rtol=EXACT)
+        np.testing.assert_allclose(
+            info.gradient_norm, optax.tree.norm(jax.grad(quadratic)(PARAMS, INPUTS)), rtol=EXACT
+        )
 
 
 def refused(message, f, *arguments):
@@ -332,9 +425,16 @@ def refused(message, f, *arguments):
 
 def test_gradients_that_nobody_reduced_are_refused():
     optimizer = optax.sgd(0.1)
-    local = lambda params, batch: jax.value_and_grad(quadratic)(grads.varying(params, "data"), batch)
+    local = lambda params, batch: jax.value_and_grad(quadratic)(
+        grads.varying(params, "data"), batch
+    )
     state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
-    run = mesh.spmd(step.make(local, optimizer), mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=(P(), P()))
+    run = mesh.spmd(
+        step.make(local, optimizer),
+        mesh=mesh.make(data=8),
+        in_specs=(P(), P("data")),
+        out_specs=(P(), P()),
+    )
     refused(
         "step.make needs gradients that are reduced; that of bias differs along ['data'], where the parameter is the same. Wrap "
         "the gradient function in grads.averaged, zero.reduce_scattered or ZeRO.grad.",
@@ -346,7 +446,12 @@ def test_gradients_that_nobody_reduced_are_refused():
 
 def test_an_update_without_parameters_is_refused():
     sharded = zero.sharded(optax.sgd(0.1), "data", SHARES)
-    refused("zero.sharded: update needs the parameters, whose shapes tell shares from wholes.", sharded.update, PARAMS, ())
+    refused(
+        "zero.sharded: update needs the parameters, whose shapes tell shares from wholes.",
+        sharded.update,
+        PARAMS,
+        (),
+    )
 
 
 @pytest.mark.parametrize("axis", ["data", ring("data")], ids=str)
@@ -362,6 +467,9 @@ def test_zero_3_takes_a_model_that_holds_random_keys(axis):
 
     gathered = zero.gathered(loss, axis, specs)
     run = mesh.spmd(
-        lambda model, batch: jax.lax.pmean(gathered(model, batch), "data"), mesh=world, in_specs=(specs, P("data")), out_specs=P()
+        lambda model, batch: jax.lax.pmean(gathered(model, batch), "data"),
+        mesh=world,
+        in_specs=(specs, P("data")),
+        out_specs=P(),
     )
     assert_close(jax.jit(run)(model, batch), loss(model, batch), EXACT)

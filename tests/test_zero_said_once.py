@@ -18,7 +18,9 @@ EXACT = 1e-11
 X = jax.random.normal(jax.random.key(1), (16, 8), jnp.float64)
 BATCH = X, jnp.sin(X[:, :1])
 WHOLE = rules.match("**", P())
-STANDARD = functools.partial(jax.numpy_dtype_promotion, "standard")  # optax mixes whole numbers with float64
+STANDARD = functools.partial(
+    jax.numpy_dtype_promotion, "standard"
+)  # optax mixes whole numbers with float64
 
 
 def plain_mlp(width=16):
@@ -62,16 +64,23 @@ def program(
 ):
     """The step that a user writes, some parts of it forgotten, and its first state."""
     optimizer = optax.adamw(1e-2, eps=1e-6) if optimizer is None else optimizer
-    meshes = [mesh.make(data=d, tensor=t, devices=jax.devices()[: d * t]) for d, t in (sizes, sizes_of_zero)]
+    meshes = [
+        mesh.make(data=d, tensor=t, devices=jax.devices()[: d * t])
+        for d, t in (sizes, sizes_of_zero)
+    ]
     sharing = zero.ZeRO(stage, axis, inside, model, meshes[1], min_size=1)
-    on_loss, on_grad, on_optimizer = (as_it_is if part in forgotten else getattr(sharing, part) for part in PARTS)
+    on_loss, on_grad, on_optimizer = (
+        as_it_is if part in forgotten else getattr(sharing, part) for part in PARTS
+    )
     optimizer_rule = None if "optimizer_rule" in forgotten else sharing.optimizer_rule
     rule = sharing.rule if model_rule is None else model_rule(sharing)
     state, specs = step.init(make_mlp, optimizer, rule, meshes[0], optimizer_rule=optimizer_rule)
     grad = on_grad(eqx.filter_value_and_grad(on_loss(loss)), microbatches=microbatches)
     train = step.make(grad, on_optimizer(optimizer), max_norm=0.5)
     specs_in = specs if specs_in is None else specs_in
-    return mesh.spmd(train, mesh=meshes[0], in_specs=(specs_in, P("data")), out_specs=(specs, P())), state
+    return mesh.spmd(
+        train, mesh=meshes[0], in_specs=(specs_in, P("data")), out_specs=(specs, P())
+    ), state
 
 
 def trained(stage, *, steps=1, **changes):
@@ -91,19 +100,33 @@ def trained(stage, *, steps=1, **changes):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_equals_one_device(stage, axis, microbatches):
     optimizer = optax.adamw(1e-2, eps=1e-6)
-    state, losses = trained(stage, axis=axis, optimizer=optimizer, microbatches=microbatches, steps=4)
-    alone = step.State(plain_mlp(), optimizer.init(eqx.filter(plain_mlp(), eqx.is_array)), jnp.zeros((), jnp.int32))
+    state, losses = trained(
+        stage, axis=axis, optimizer=optimizer, microbatches=microbatches, steps=4
+    )
+    alone = step.State(
+        plain_mlp(), optimizer.init(eqx.filter(plain_mlp(), eqx.is_array)), jnp.zeros((), jnp.int32)
+    )
     one = eqx.filter_jit(step.make(eqx.filter_value_and_grad(loss), optimizer, max_norm=0.5))
     for expected in losses:
         with STANDARD():
             alone, info = one(alone, BATCH)
         np.testing.assert_allclose(expected, info.loss, rtol=EXACT)
-    leaves = zip(jax.tree.leaves(eqx.filter(state, eqx.is_array)), jax.tree.leaves(eqx.filter(alone, eqx.is_array)), strict=True)
+    leaves = zip(
+        jax.tree.leaves(eqx.filter(state, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(alone, eqx.is_array)),
+        strict=True,
+    )
     for split, whole in leaves:
         np.testing.assert_allclose(split, whole, rtol=EXACT, atol=EXACT)
     held = lambda leaf: leaf.addressable_shards[0].data.size / leaf.size
-    weights, moments = state.model.layers[0].linear.weight, state.optimizer[0].mu.layers[0].linear.weight
-    assert (held(weights), held(moments)) == (1 / 4 if stage == 3 else 1 / 2, 1 / 4)  # half is tensor's
+    weights, moments = (
+        state.model.layers[0].linear.weight,
+        state.optimizer[0].mu.layers[0].linear.weight,
+    )
+    assert (held(weights), held(moments)) == (
+        1 / 4 if stage == 3 else 1 / 2,
+        1 / 4,
+    )  # half is tensor's
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -112,7 +135,12 @@ def test_stage_2_alone_scatters_each_microbatch(stage):
     with STANDARD():
         traced = eqx.filter_make_jaxpr(train)(state, BATCH)[0]
     loops = [eqn for eqn in jaxprs.every(traced.jaxpr) if eqn.primitive.name == "scan"]
-    inside = {eqn.primitive.name for loop in loops for body in jaxprs.inner(loop) for eqn in jaxprs.every(body)}
+    inside = {
+        eqn.primitive.name
+        for loop in loops
+        for body in jaxprs.inner(loop)
+        for eqn in jaxprs.every(body)
+    }
     outside = {eqn.primitive.name for eqn in jaxprs.every(traced.jaxpr)} - inside
     assert ("reduce_scatter" in inside, "reduce_scatter" in outside) == (stage == 2, stage == 1)
 
@@ -123,30 +151,58 @@ FORGOTTEN = {
     "3: grad": (3, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
     "1: optimizer": (1, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
     "2: optimizer": (2, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
-    "1: the optimizer's rule": (1, {"forgotten": ("optimizer_rule",)}, "or ZeRO.optimizer_rule, or make the state"),
-    "2: the optimizer's rule": (2, {"forgotten": ("optimizer_rule",)}, "or ZeRO.optimizer_rule, or make the state"),
+    "1: the optimizer's rule": (
+        1,
+        {"forgotten": ("optimizer_rule",)},
+        "or ZeRO.optimizer_rule, or make the state",
+    ),
+    "2: the optimizer's rule": (
+        2,
+        {"forgotten": ("optimizer_rule",)},
+        "or ZeRO.optimizer_rule, or make the state",
+    ),
     "3: loss": (3, {"forgotten": ("loss",)}, "ZeRO.loss"),
-    "3: the model's rule": (3, {"model_rule": lambda sharing: RULE}, "in stage 3 a device has (8, 4) of layers.0.linear.weight"),
+    "3: the model's rule": (
+        3,
+        {"model_rule": lambda sharing: RULE},
+        "in stage 3 a device has (8, 4) of layers.0.linear.weight",
+    ),
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
         "in stage 1 a device has (8, 8) of layers.0.linear.weight, (16, 8) as a whole, by P('tensor',); got",
     ),
-    "the rule of the split layers": (1, {"inside": WHOLE}, "tensor.ColumnLinear needs the 16 outputs"),
-    "the rule of the other leaves": (1, {"inside": lambda path, leaf: RULE(path, leaf) if "0" in path else None}, "needs a rule"),
+    "the rule of the split layers": (
+        1,
+        {"inside": WHOLE},
+        "tensor.ColumnLinear needs the 16 outputs",
+    ),
+    "the rule of the other leaves": (
+        1,
+        {"inside": lambda path, leaf: RULE(path, leaf) if "0" in path else None},
+        "needs a rule",
+    ),
     "the axis of the mesh": (
         1,
         {"axis": "replica"},
         "ZeRO over 'replica' needs that axis, and the mesh has {'data': 2",
     ),
     "the stage": (0, {}, "ZeRO has the stages 1, 2 and 3; got stage=0"),
-    "the model's other sizes": (1, {"model": eqx.filter_eval_shape(make_mlp, 32)}, "in stage 1 a device has (16, 8) of"),
+    "the model's other sizes": (
+        1,
+        {"model": eqx.filter_eval_shape(make_mlp, 32)},
+        "in stage 1 a device has (16, 8) of",
+    ),
     "a leaf of the model": (
         1,
         {"model": eqx.filter_eval_shape(without_bias)},
         "have a leaf 'layers.1.linear.bias'",
     ),
-    "the state's specs": (1, {"specs_in": P()}, "in stage 1 a device has (8, 8) of layers.0.linear.weight"),
+    "the state's specs": (
+        1,
+        {"specs_in": P()},
+        "in stage 1 a device has (8, 8) of layers.0.linear.weight",
+    ),
     "the size of the mesh": (1, {"sizes": (4, 2)}, "the mesh has 4 devices along 'data', not 2"),
 }
 

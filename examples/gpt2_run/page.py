@@ -11,7 +11,9 @@ from parallax.compiled import certificate, memory
 from parallax.draw import canvas
 
 
-def write(path: Path, plan: Plan, train: Any, *, described: str, sample: str, seconds: Mapping[str, float]) -> None:
+def write(
+    path: Path, plan: Plan, train: Any, *, described: str, sample: str, seconds: Mapping[str, float]
+) -> None:
     """Write the page.
 
     Args:
@@ -20,12 +22,17 @@ def write(path: Path, plan: Plan, train: Any, *, described: str, sample: str, se
         seconds: what each part took.
     """
     entries, total = certificate.read(train, plan.mesh), sum(seconds.values())
-    times = [[name, f"{took:.1f} s", f"{took / total:.0%}"] for name, took in sorted(seconds.items(), key=lambda item: -item[1])]
+    times = [
+        [name, f"{took:.1f} s", f"{took / total:.0%}"]
+        for name, took in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
     with tempfile.TemporaryDirectory() as folder:
         drawn = lambda name: Path(folder, f"{name}.svg")
         mesh, traffic, used = (
             draw.mesh(plan.mesh, drawn("mesh")),
-            draw.traffic(entries, drawn("traffic")) if entries else "The compiled program sends nothing.",
+            draw.traffic(entries, drawn("traffic"))
+            if entries
+            else "The compiled program sends nothing.",
             draw.memory(memory.of(train), drawn("memory")),
         )
         timetable = []

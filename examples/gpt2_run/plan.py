@@ -30,7 +30,10 @@ from parallax.schedule import Schedule
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 MOVERS = {"ring": ring, "psum": xla}
-TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")}
+TOKENIZERS = {
+    "bytes": data.bytes_tokenizer,
+    "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,9 @@ class Plan:
     def windows(self) -> jax.ShapeDtypeStruct:
         """A batch of a step, split over the replicas."""
         sharding = mesh.shardings(P("data"), self.mesh)
-        return jax.ShapeDtypeStruct((self.settings.batch, self.length + 1), jnp.int32, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            (self.settings.batch, self.length + 1), jnp.int32, sharding=sharding
+        )
 
     @property
     def axes(self) -> str:
@@ -107,7 +112,9 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
     if not len(prompt):
         raise ValueError("--prompt must have a character or more; got none. Give it a space.")
     train, held_out = text()
-    data.batch(train, seed=settings.seed, step=0, size=settings.batch, length=length)  # refuses a text that is too short
+    data.batch(
+        train, seed=settings.seed, step=0, size=settings.batch, length=length
+    )  # refuses a text that is too short
     # A multiple of the batch divides over every layout that the batch divides over, so all evaluate on the same tokens.
     # It is as large as keeps a batch's logits at 8 MB, where one batch does.
     step_tokens = settings.batch * length
@@ -122,7 +129,20 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
     }
     told = profiled(settings)
     texts = (train, batches, evaluated, prompt)
-    plan = Plan(settings, job, config, begins_with, layout, table, mesh_, tokenizer, length, *texts, lines, told)
+    plan = Plan(
+        settings,
+        job,
+        config,
+        begins_with,
+        layout,
+        table,
+        mesh_,
+        tokenizer,
+        length,
+        *texts,
+        lines,
+        told,
+    )
     if job.rank == 0:
         check_folder(plan)
     return plan
@@ -156,9 +176,17 @@ def check_folder(plan: Plan) -> None:
             )
         # Where they are damaged, the checkpoints know whose they are.
         if written and (differing := records.differences(written["numbers"], plan.numbers)):
-            raise ValueError(f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it.")
-    elif not stored and out.exists() and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}:
-        raise ValueError(f"{out}: needed an empty folder or that of a run, found other files. Choose another --out.")
+            raise ValueError(
+                f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it."
+            )
+    elif (
+        not stored
+        and out.exists()
+        and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}
+    ):
+        raise ValueError(
+            f"{out}: needed an empty folder or that of a run, found other files. Choose another --out."
+        )
     reached = max((record["step"] for record in metrics.recorded(out / "metrics.jsonl")), default=0)
     # A save begins every half of these steps, and waits for the one before.
     lost_at_most = written.get("flags", {}).get("checkpoint_every", plan.settings.checkpoint_every)
@@ -179,7 +207,9 @@ def settings_in(path: Path) -> dict[str, Any]:
     """What `claim_folder` wrote at `path`; empty where it is something else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and all(isinstance(record.get(name), dict) for name in ("numbers", "flags")):
+        if isinstance(record, dict) and all(
+            isinstance(record.get(name), dict) for name in ("numbers", "flags")
+        ):
             return record
     return {}
 
@@ -188,7 +218,9 @@ def claim_folder(plan: Plan) -> None:
     """Make the folder of results, and write into it whose it is: what its numbers depend on, and all flags."""
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
-    written = json.dumps({"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2)
+    written = json.dumps(
+        {"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2
+    )
     write_whole(out / SETTINGS, written + "\n")
 
 
@@ -205,9 +237,16 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
     per_step = s.batch * plan.length
     flops = report.step_flops(c, per_step, plan.length)
     n, platform = plan.mesh.size, plan.mesh.devices.flat[0].platform
-    kind = f"virtual CPU devices on {report.cores()} cores" if platform == "cpu" else plan.mesh.devices.flat[0].device_kind
+    kind = (
+        f"virtual CPU devices on {report.cores()} cores"
+        if platform == "cpu"
+        else plan.mesh.devices.flat[0].device_kind
+    )
     rows = [
-        ("model", f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}"),
+        (
+            "model",
+            f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}",
+        ),
         (
             "text",
             f"{s.text.name}: {len(plan.train):,} {plan.unit}s to train on; {plan.held_out_tokens:,} held out to evaluate on",
@@ -218,7 +257,11 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         ),
         ("mesh", f"{plan.axes}: {n} {kind}"),
         *([("processes", str(plan.job))] if plan.job.processes > 1 else []),
-        *([("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")] if plan.schedule.stages > 1 else []),
+        *(
+            [("pipeline", f"{s.schedule}: {draw.summary(plan.schedule)}")]
+            if plan.schedule.stages > 1
+            else []
+        ),
         (
             "batch",
             f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
@@ -228,8 +271,15 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         *report.sending(said(plan), sent),
         ("arithmetic", f"{quantity(flops, 'FLOP')} a step"),
         ("matrix rate", f"{quantity(rate, 'FLOP/s')} ({measured}):"),
-        ("", f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate"),
-        ("to beat", ", ".join(f"{name} {nats:.3f}" for name, nats in plan.lines.items()) + f" nats a {plan.unit}, held out"),
+        (
+            "",
+            f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate",
+        ),
+        (
+            "to beat",
+            ", ".join(f"{name} {nats:.3f}" for name, nats in plan.lines.items())
+            + f" nats a {plan.unit}, held out",
+        ),
         ("out", f"{s.out}: goes on after step {first:,}" if first else str(s.out)),
     ]
     return report.table(rows)

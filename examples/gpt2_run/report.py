@@ -64,7 +64,12 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 def split(layout: Layout) -> str:
     """What the devices split besides batch, layers and vocabulary, what the model computes in, and what it computes again."""
-    sharded = ("nothing", "optimizer state", "optimizer state, gradients", "optimizer state, gradients, parameters")
+    sharded = (
+        "nothing",
+        "optimizer state",
+        "optimizer state, gradients",
+        "optimizer state, gradients, parameters",
+    )
     split = f"ZeRO-{layout.zero}: {sharded[layout.zero]}"
     if layout.sequence:
         split += "; residual stream by tokens"
@@ -139,14 +144,22 @@ class Progress:
         if not (self._live or evaluated):
             return
         mean = lambda field: sum(each[field] for each in self._recent) / len(self._recent)
-        left = round((time.perf_counter() - self._start) / (step - self.first) * (self.steps - step))
-        loss = "skipped" if "skipped" in record else f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
+        left = round(
+            (time.perf_counter() - self._start) / (step - self.first) * (self.steps - step)
+        )
+        loss = (
+            "skipped"
+            if "skipped" in record
+            else f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
+        )
         line = (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}{self.held_out}  "
             f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
         )
         if self._live:
-            print("\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+            print(
+                "\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True
+            )
         else:
             self._say(line)
 
@@ -186,7 +199,10 @@ class Memory:
         """Draw, once, and say what was drawn."""
         if self.path is None:
             return
-        print(f"\n{draw.memory(self._profile, self.path, between=self.between)}\nDrawn in {self.path}.", flush=True)
+        print(
+            f"\n{draw.memory(self._profile, self.path, between=self.between)}\nDrawn in {self.path}.",
+            flush=True,
+        )
         if self._sampled is not None:
             self._sampled.__exit__()
             live = self.path.with_stem("memory_live")
@@ -197,7 +213,15 @@ class Memory:
 # After it
 
 
-def picture(path: Path, records: list[dict], lines: Mapping[str, float], *, tokens_per_step: int, unit: str, title: str) -> None:
+def picture(
+    path: Path,
+    records: list[dict],
+    lines: Mapping[str, float],
+    *,
+    tokens_per_step: int,
+    unit: str,
+    title: str,
+) -> None:
     """The curve of the losses against what needs no model, as a PNG."""
     import matplotlib
 
@@ -208,10 +232,31 @@ def picture(path: Path, records: list[dict], lines: Mapping[str, float], *, toke
     finite = [record for record in records if "loss" in record]
     steps = [record["step"] for record in finite]
     held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
-    axes.plot(steps, [record["loss"] for record in finite], color="#7aa6d6", linewidth=0.8, label="train, one batch")
-    axes.plot(*zip(*held_out, strict=True), color="#12467f", linewidth=2.4, marker="o", markersize=4, label="held-out")
+    axes.plot(
+        steps,
+        [record["loss"] for record in finite],
+        color="#7aa6d6",
+        linewidth=0.8,
+        label="train, one batch",
+    )
+    axes.plot(
+        *zip(*held_out, strict=True),
+        color="#12467f",
+        linewidth=2.4,
+        marker="o",
+        markersize=4,
+        label="held-out",
+    )
     last, loss = held_out[-1]
-    axes.annotate(f"{loss:.3f}", (last, loss), (7, 0), textcoords="offset points", va="center", color="#12467f", weight="bold")
+    axes.annotate(
+        f"{loss:.3f}",
+        (last, loss),
+        (7, 0),
+        textcoords="offset points",
+        va="center",
+        color="#12467f",
+        weight="bold",
+    )
     for (name, value), style in zip(lines.items(), (":", "--", "-"), strict=True):
         axes.axhline(value, color="#b0413e", linewidth=1.1, linestyle=style)
         axes.annotate(
@@ -224,7 +269,11 @@ def picture(path: Path, records: list[dict], lines: Mapping[str, float], *, toke
     axes.spines["right"].set_visible(False)
     thousands = tokens_per_step / 1000
     tokens = axes.secondary_xaxis(
-        "top", functions=(lambda steps: np.multiply(steps, thousands), lambda tokens: np.divide(tokens, thousands))
+        "top",
+        functions=(
+            lambda steps: np.multiply(steps, thousands),
+            lambda tokens: np.divide(tokens, thousands),
+        ),
     )
     tokens.set_xlabel(f"{unit}s seen in training (thousands)")
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93), frameon=False)

@@ -57,7 +57,10 @@ class Session:
     clock: metrics.Clock = dataclasses.field(init=False)
     sink: metrics.Sink = dataclasses.field(init=False)
     progress: report.Progress = dataclasses.field(init=False)
-    evaluated: tuple[int, float] = 0, math.nan  # the last step at which the held-out loss was measured, and that
+    evaluated: tuple[int, float] = (
+        0,
+        math.nan,
+    )  # the last step at which the held-out loss was measured, and that
     told: str = ""  # the signal that ended it
 
     def begin(self, first: int, note: dict[str, Any]) -> None:
@@ -83,7 +86,11 @@ class Session:
     def save(self, i: int, state: step.State) -> None:
         """Begin a checkpoint, with what the loop has counted."""
         with self.clock("checkpoints"):
-            note = {"skipped": self.skipped.steps, "clock": self.clock.note(), "rollbacks": self.rollbacks}
+            note = {
+                "skipped": self.skipped.steps,
+                "clock": self.clock.note(),
+                "rollbacks": self.rollbacks,
+            }
             note |= {} if self.spikes is None else {"spikes": self.spikes.note()}
             evaluated = self.evaluated[1] if self.evaluated[0] == i else None
             self.checkpoints.save(i, state, note, evaluated=evaluated)
@@ -104,13 +111,19 @@ class Session:
         self.watch.phase("restore", waits=True)
         self.rollbacks.append(error.step)
         if len(self.rollbacks) > s.rollback_budget:
-            what, cure = ("Losses spiked", "Lower --learning-rate") if spiked else ("Copies differed", "Leave that device out")
+            what, cure = (
+                ("Losses spiked", "Lower --learning-rate")
+                if spiked
+                else ("Copies differed", "Leave that device out")
+            )
             self.end(
                 f"{error} {what} at the steps {self.rollbacks}, and --rollback-budget is {s.rollback_budget}. {cure}. "
                 f"{s.out} holds the checkpoints from before, and the same command goes on from the last."
             )
         self.progress.done()
-        restored = self.checkpoints.restore(self.prepared.shapes, before=error.first if isinstance(error, Spiked) else None)
+        restored = self.checkpoints.restore(
+            self.prepared.shapes, before=error.first if isinstance(error, Spiked) else None
+        )
         first, note = (0, {}) if restored is None else (restored.step, restored.note)
         guard = self.spikes
         self.begin(first, note)
@@ -119,7 +132,9 @@ class Session:
             self.spikes = guard.back(error.step, first, note.get("spikes"))
             words = f"step {first}, and past the batches of the steps up to {error.step}"
         report.printer(self.plan.job)(f"{error} The run goes back to {words}.")
-        return self.prepared.init(self.plan.begins_with) if restored is None else restored.state, first
+        return self.prepared.init(
+            self.plan.begins_with
+        ) if restored is None else restored.state, first
 
     def end(self, error: str) -> NoReturn:
         """Leave the loop, and say why."""
@@ -132,7 +147,9 @@ class Session:
         spike = self.spikes is not None and self.spikes.count(i, loss)
         if spike:
             self.progress.done()
-            report.printer(self.plan.job)(f"step {i}: the loss is {loss:.4g}, a spike; the step is skipped.")
+            report.printer(self.plan.job)(
+                f"step {i}: the loss is {loss:.4g}, a spike; the step is skipped."
+            )
         try:
             skip = spike or self.skipped.count(i, info, state.scale)
         except metrics.OverBudget as error:
@@ -158,4 +175,8 @@ class Session:
                 )
         tokens = s.batch * self.plan.length
         flops = report.step_flops(self.plan.config, tokens, self.plan.length)
-        return found | {"seconds": took, "tokens_per_second": tokens / took, "share": flops / took / self.rate}
+        return found | {
+            "seconds": took,
+            "tokens_per_second": tokens / took,
+            "share": flops / took / self.rate,
+        }

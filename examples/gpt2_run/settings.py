@@ -122,13 +122,18 @@ MANY = 2**31 - 1  # steps and the like are counted in int32
 LARGE = 2**20  # beyond every size that was published
 # The least and the most that each number may be, both allowed.
 RANGES = {
-    **dict.fromkeys(("layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "context"), (1, LARGE)),
+    **dict.fromkeys(
+        ("layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "context"),
+        (1, LARGE),
+    ),
     **dict.fromkeys(("microbatches", "chunks"), (1, LARGE)),
     "devices": (1, 1024),
     "seed": (0, 2**32 - 1),
     **dict.fromkeys(("skip_budget", "fingerprint_every", "rollback_budget"), (0, MANY)),
     "checkpoint_every": (2, MANY),
-    **dict.fromkeys(("steps", "evaluate_every", "evaluate_tokens", "keep", "keep_every"), (1, MANY)),
+    **dict.fromkeys(
+        ("steps", "evaluate_every", "evaluate_tokens", "keep", "keep_every"), (1, MANY)
+    ),
     "spike_factor": (1.01, 1e6),
     "spike_budget": (1, MANY),
     "dropout": (0.0, 0.99),
@@ -139,7 +144,20 @@ RANGES = {
 
 
 # What decides whether a layout fits the model, the batch and the devices.
-FIT = ("model", "source", "tokenizer", "layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "devices")
+FIT = (
+    "model",
+    "source",
+    "tokenizer",
+    "layers",
+    "heads",
+    "width",
+    "length",
+    "batch",
+    "data",
+    "stage",
+    "tensor",
+    "devices",
+)
 FIT += ("context", "dropout")
 FIT += ("microbatches", "schedule", "chunks", "zero", "sequence", "split_sends", "remat")
 
@@ -160,7 +178,13 @@ def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
-            bound = f"{least} or more" if value < least else f"{most} or less" if value > most else f"from {least} to {most}"
+            bound = (
+                f"{least} or more"
+                if value < least
+                else f"{most} or less"
+                if value > most
+                else f"from {least} to {most}"
+            )
             yield f"{flag(name)} must be {bound}; got {value}.", {name: getattr(Settings, name)}
     steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
     if steps is None or (settings.profile and int(steps[2]) < int(steps[1])):
@@ -168,12 +192,21 @@ def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
         yield needed, {"profile": "10:12"}
     for name in ("layers", "heads", "width", "model"):
         if settings.source is not None and getattr(settings, name) != getattr(Settings, name):
-            yield f"--from {settings.source} has its own sizes; got {flag(name)} too. Leave {flag(name)} out.", {}
+            yield (
+                f"--from {settings.source} has its own sizes; got {flag(name)} too. Leave {flag(name)} out.",
+                {},
+            )
     if os.path.lexists(settings.out) and not os.path.isdir(settings.out):
-        yield f"{settings.out}: needed a folder for the results, found a file. Choose another --out.", {}
+        yield (
+            f"{settings.out}: needed a folder for the results, found a file. Choose another --out.",
+            {},
+        )
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if getattr(settings, name) and importlib.util.find_spec(package) is None:
-            yield f"--{name} needs {package}: pip install {package}, or leave it out.", {name: getattr(Settings, name)}
+            yield (
+                f"--{name} needs {package}: pip install {package}, or leave it out.",
+                {name: getattr(Settings, name)},
+            )
 
 
 def flag(name: str) -> str:
@@ -184,7 +217,10 @@ def flag(name: str) -> str:
 def spelt(change: Mapping[str, Any]) -> str:
     """Values by name as flags: `--data 4 --no-sequence`."""
     switch = lambda name, value: flag(name if value else f"no_{name}")
-    return " ".join(switch(*each) if isinstance(each[1], bool) else f"{flag(each[0])} {each[1]}" for each in change.items())
+    return " ".join(
+        switch(*each) if isinstance(each[1], bool) else f"{flag(each[0])} {each[1]}"
+        for each in change.items()
+    )
 
 
 def _cure(change: Mapping[str, Any]) -> str:
@@ -205,7 +241,9 @@ def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | Non
         return change
     from gpt2_run import fitting  # JAX, which takes seconds to import
 
-    return fitting.mended(settings, change, fitting.World(None, fitting.VOCABULARIES[settings.tokenizer]))
+    return fitting.mended(
+        settings, change, fitting.World(None, fitting.VOCABULARIES[settings.tokenizer])
+    )
 
 
 def profiled(settings: Settings) -> range:

@@ -9,7 +9,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2_run import page, report
-from gpt2_run.plan import CHECKPOINTS, DTYPE, Plan, chosen, claim_folder, describe, optimizer, prepare, said, write_whole
+from gpt2_run.plan import (
+    CHECKPOINTS,
+    DTYPE,
+    Plan,
+    chosen,
+    claim_folder,
+    describe,
+    optimizer,
+    prepare,
+    said,
+    write_whole,
+)
 from gpt2_run.session import Session, limited
 from gpt2_run.settings import Settings
 from parallax import draw, step
@@ -27,8 +38,12 @@ SAMPLED = 300  # tokens of text at the end
 def held_out_loss(plan: Plan, compute: decoder.Compute):
     """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
     one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, compute=compute)
-    placed = lambda windows: jax.make_array_from_callback(windows.shape, plan.windows.sharding, lambda rows: windows[rows])
-    return lambda model: float(np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out]))
+    placed = lambda windows: jax.make_array_from_callback(
+        windows.shape, plan.windows.sharding, lambda rows: windows[rows]
+    )
+    return lambda model: float(
+        np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out])
+    )
 
 
 def run(plan: Plan, started: float) -> None:
@@ -46,11 +61,15 @@ def run(plan: Plan, started: float) -> None:
         say(f"told to end ({session.told}): {done}. The same command goes on from there.")
         return
     if session.skipped.steps:
-        say(f"{len(session.skipped.steps)} steps were skipped, since they were not finite: {session.skipped.steps}")
+        say(
+            f"{len(session.skipped.steps)} steps were skipped, since they were not finite: {session.skipped.steps}"
+        )
     finish(session, state.model, seconds, started)
 
 
-def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float) -> tuple[Session | None, Any, int]:
+def begin(
+    plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
+) -> tuple[Session | None, Any, int]:
     """All that comes before the first step of this process; no session where the run is finished already.
 
     Args:
@@ -60,7 +79,9 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
     say = report.printer(job)
     watch.phase("prepare", waits=True)
     rate, measured = report.matrix_rate(job)
-    compute = decoder.Compute(axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE())
+    compute = decoder.Compute(
+        axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE()
+    )
     prepared = decoder.train_step(
         gpt2.FAMILY,
         plan.config,
@@ -84,7 +105,9 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
     restored = checkpoints.restore(prepared.shapes)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
     if first == s.steps and (s.out / "sample.txt").exists():
-        say(f"{s.out} holds this run, and it is finished, after {first:,} steps. To train again, give --out another folder.")
+        say(
+            f"{s.out} holds this run, and it is finished, after {first:,} steps. To train again, give --out another folder."
+        )
         return None, None, first
     if job.rank == 0:
         claim_folder(plan)
@@ -94,7 +117,9 @@ def begin(plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
     shapes = prepared.shapes, plan.windows, *limited(spikes)
     train: Any = prepared.train.lower(*shapes).compile()  # pyright: ignore[reportFunctionMemberAccess]
     seconds["compile"] = time.perf_counter() - start
-    described = describe(plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first)
+    described = describe(
+        plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first
+    )
     say(described)
     state = prepared.init(plan.begins_with) if restored is None else restored.state
     if plan.schedule.stages > 1 and job.rank == 0:
@@ -128,7 +153,9 @@ def steps(session: Session, state: step.State, first: int) -> step.State:
             try:
                 return loop(session, state, first, preempted)
             except (fingerprint.CopiesDiffer, Spiked) as error:
-                found = error.with_traceback(None)  # which holds the state, and its memory is for the one that is restored
+                found = error.with_traceback(
+                    None
+                )  # which holds the state, and its memory is for the one that is restored
             state, first = session.back(found)
 
 
@@ -136,7 +163,9 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
     """The state after the last step, or after the one at which all processes were told to end."""
     plan, s, job, watch = session.plan, session.plan.settings, session.plan.job, session.watch
     past, sizes = session.past, {"size": s.batch, "length": plan.length}
-    batch = lambda i: prefetch.placed(plan.train, plan.windows.sharding, seed=s.seed, step=i + past, **sizes)
+    batch = lambda i: prefetch.placed(
+        plan.train, plan.windows.sharding, seed=s.seed, step=i + past, **sizes
+    )
     traced = plan.profiled if job.rank == 0 else range(0)
     with (
         metrics.profiler(s.out / "profile", traced) as trace,
@@ -182,10 +211,21 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
         model = multihost_utils.process_allgather(model, tiled=True)
     if plan.job.rank > 0:
         return
-    whole = decoder.joined(gpt2.FAMILY, plan.layout, jax.device_put(model, device), schedule=plan.schedule)
+    whole = decoder.joined(
+        gpt2.FAMILY, plan.layout, jax.device_put(model, device), schedule=plan.schedule
+    )
     write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
-    ids = np.asarray(write(whole, jnp.asarray(plan.prompt), tokens=SAMPLED, window=plan.length, temperature=0.8, key=key))
+    ids = np.asarray(
+        write(
+            whole,
+            jnp.asarray(plan.prompt),
+            tokens=SAMPLED,
+            window=plan.length,
+            temperature=0.8,
+            key=key,
+        )
+    )
     drawn = ids[ids >= 0]  # -1: the logits were nan
     text = plan.tokenizer.decode(np.concatenate([plan.prompt, drawn]))
     print(f"\nsample, {len(drawn)} {plan.unit}s at temperature 0.8:\n{text}\n")
@@ -193,14 +233,28 @@ def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], starte
 
     records = metrics.recorded(s.out / "metrics.jsonl")
     title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {said(plan)} all-reduce: {s.text.name}"
-    report.picture(s.out / "loss.png", records, plan.lines, tokens_per_step=s.batch * plan.length, unit=plan.unit, title=title)
+    report.picture(
+        s.out / "loss.png",
+        records,
+        plan.lines,
+        tokens_per_step=s.batch * plan.length,
+        unit=plan.unit,
+        title=title,
+    )
     saved = gpt2.save(whole, s.out / "model")
     if plan.unit == "byte":  # a tokenizer that has no files
         saved = f"{s.out / 'model'} holds the model."
     write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
     took = seconds | clock.seconds
-    page.write(s.out / "report.html", plan, session.program, described=session.described, sample=text, seconds=took)
+    page.write(
+        s.out / "report.html",
+        plan,
+        session.program,
+        described=session.described,
+        sample=text,
+        seconds=took,
+    )
     print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in took.items()))
     loss, bigram = records[-1]["held_out"], plan.lines["bigram"]
     verdict = "below" if loss < bigram else "NOT below"
@@ -221,7 +275,11 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
     claims = [claim] if claim else []
     free = lambda: [each.release() for each in claims]
     try:
-        job = processes.initialize(cpu_devices=settings.devices, initialization_timeout=settings.connect, say=lambda line: None)
+        job = processes.initialize(
+            cpu_devices=settings.devices,
+            initialization_timeout=settings.connect,
+            say=lambda line: None,
+        )
     except ValueError as error:
         free()
         processes.end(f"error: {error}\n", launch.REFUSED)

@@ -14,10 +14,31 @@ from parallax.taps import LINEAR
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MOVERS = (os.path.join(_PACKAGE, "collectives") + os.sep,)
 _OWN = (os.path.join(_PACKAGE, "bisect") + os.sep, os.path.join(_PACKAGE, "taps.py"))
-_SAID = frozenset({"all_reduce", "all_mean", "all_gather", "reduce_scatter", "all_to_all", "all_max", "permute", "send_next"})
+_SAID = frozenset(
+    {
+        "all_reduce",
+        "all_mean",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "all_max",
+        "permute",
+        "send_next",
+    }
+)
 _AXES = ("axes", "axis_name")
 MOVES = frozenset(
-    {"ppermute", "all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "pmax", "pmin", "reduce_scatter", "all_gather"}
+    {
+        "ppermute",
+        "all_to_all",
+        "ragged_all_to_all",
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "reduce_scatter",
+        "all_gather",
+    }
     | {"all_gather_invariant", "all_gather_reduced"}
 )
 
@@ -52,7 +73,10 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
     found = _Slice()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:
-            if eqn.primitive.name == "tap" and (eqn.params["mark"].path, eqn.params["way"]) == (path, way):
+            if eqn.primitive.name == "tap" and (eqn.params["mark"].path, eqn.params["way"]) == (
+                path,
+                way,
+            ):
                 first = 1 + len(eqn.params["mark"].sizes)
                 for atom in (eqn.invars[0], *(eqn.invars[first : first + 2] if numbers else ())):
                     found.atom(atom, body)
@@ -91,7 +115,12 @@ class _Slice:
         self.callers: set[str] = set()
 
     def between(self) -> Between:
-        return Between(tuple(self.taps), tuple(self.collectives), tuple(self.functions), frozenset(self.callers))
+        return Between(
+            tuple(self.taps),
+            tuple(self.collectives),
+            tuple(self.functions),
+            frozenset(self.callers),
+        )
 
     def atom(self, atom: Any, body: _Body) -> None:
         """Follow one operand and all that it depends on."""
@@ -118,7 +147,9 @@ class _Slice:
             self.functions |= dict.fromkeys(names[:1])
             self.callers.update(names[1:])
             self.collectives |= dict.fromkeys(_collectives(each, body))
-        return [(each, body) for each in (eqn.invars[:1] if eqn.primitive.name == "tap" else eqn.invars)]
+        return [
+            (each, body) for each in (eqn.invars[:1] if eqn.primitive.name == "tap" else eqn.invars)
+        ]
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
         """What an input of an inner jaxpr is, outside of it; of a loop's carry, what the trip before made too."""
@@ -150,8 +181,17 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     """The frames that made an equation, the innermost first, without those of JAX and of this package."""
     traceback = eqn.source_info.traceback
     found = traceback.frames if traceback else ()
-    libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
-    return [f for f in found if not f.file_name.startswith(_OWN) and not any(part in f.file_name for part in libraries)]
+    libraries = (
+        f"{os.sep}site-packages{os.sep}",
+        f"{os.sep}dist-packages{os.sep}",
+        "<frozen",
+        f"{os.sep}lib{os.sep}python",
+    )
+    return [
+        f
+        for f in found
+        if not f.file_name.startswith(_OWN) and not any(part in f.file_name for part in libraries)
+    ]
 
 
 def _collectives(eqn: JaxprEqn, body: _Body) -> list[str]:
@@ -178,7 +218,10 @@ def _mesh(body: _Body | None) -> Any:
 
 def _name(eqn: JaxprEqn) -> str:
     """The function of `parallax.collectives` that was called; "" where it was none that bears a name."""
-    names = [frame.function_name.split(".<locals>")[0].split(".")[-1] for frame in itertools.takewhile(_is_movers, _frames(eqn))]
+    names = [
+        frame.function_name.split(".<locals>")[0].split(".")[-1]
+        for frame in itertools.takewhile(_is_movers, _frames(eqn))
+    ]
     return next((name for name in reversed(names) if name in _SAID), "")
 
 
@@ -194,11 +237,23 @@ def _over(eqn: JaxprEqn) -> str:
 def _caller(eqn: JaxprEqn) -> str:
     """Who called a collective: the line of this package, such as `tensor.leave`'s, and the line of the model behind it."""
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_MOVERS)]
-    model = next((frame for frame in frames if os.path.dirname(frame.file_name) + os.sep != _PACKAGE), None)
-    lines = [f"{_short(f.file_name)}:{f.line_num} ({f.function_name})" for f in (*frames[:1], model) if f is not None]
-    return "".join(f" {word} {line}" for word, line in zip(("in", "for"), dict.fromkeys(lines), strict=False))
+    model = next(
+        (frame for frame in frames if os.path.dirname(frame.file_name) + os.sep != _PACKAGE), None
+    )
+    lines = [
+        f"{_short(f.file_name)}:{f.line_num} ({f.function_name})"
+        for f in (*frames[:1], model)
+        if f is not None
+    ]
+    return "".join(
+        f" {word} {line}" for word, line in zip(("in", "for"), dict.fromkeys(lines), strict=False)
+    )
 
 
 def _short(file_name: str) -> str:
     inside = file_name.startswith(_PACKAGE)
-    return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1])) if inside else os.path.basename(file_name)
+    return (
+        os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
+        if inside
+        else os.path.basename(file_name)
+    )

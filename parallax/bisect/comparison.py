@@ -75,13 +75,17 @@ class Comparison:
         if self.first is not None:
             return str(self.first)
         off, name = self.worst
-        return f"All {self.compared} values are equal; the largest difference is {off:.2g}, in {name}."
+        return (
+            f"All {self.compared} values are equal; the largest difference is {off:.2g}, in {name}."
+        )
 
 
 Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def compare(run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any) -> Comparison:
+def compare(
+    run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any
+) -> Comparison:
     """The first value in which `run_b` differs from `run_a`: what it is given, forward, backward, then what it returns.
 
     Args:
@@ -96,8 +100,16 @@ def compare(run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUN
     a, b = (run if isinstance(run, Record) else record(run, **options) for run in (run_a, run_b))
     keys = [key for key in a.values if key in b.values]
     if not keys:
-        raise ValueError("bisect.compare needs two runs with taps of the same names; these have none in common.")
-    alone = tuple(str(key) for key in (*(k for k in a.values if k not in b.values), *(k for k in b.values if k not in a.values)))
+        raise ValueError(
+            "bisect.compare needs two runs with taps of the same names; these have none in common."
+        )
+    alone = tuple(
+        str(key)
+        for key in (
+            *(k for k in a.values if k not in b.values),
+            *(k for k in b.values if k not in a.values),
+        )
+    )
     tops = _tops(a)
     worst, equal = (0.0, str(keys[0])), []
     for key in keys:
@@ -105,7 +117,9 @@ def compare(run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUN
         off = _off(a, b, key, tops)
         copies = {axis: off for axis, off in b.values[key].differs.items() if not off <= allowed}
         if copies or not off <= allowed:
-            return Comparison(_finding(a, b, key, (off, allowed), copies, equal), len(keys), worst, alone)
+            return Comparison(
+                _finding(a, b, key, (off, allowed), copies, equal), len(keys), worst, alone
+            )
         worst = max(worst, (off, str(key)))
         equal.append(key)
     return Comparison(None, len(keys), worst, alone)
@@ -123,7 +137,11 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     a, b = (run if isinstance(run, Record) else record(run, **options) for run in (exact, rounded))
     tops = _tops(a)
     off = {key: _off(a, b, key, tops) for key in a.values if key in b.values}
-    least = float(np.median([x for x in off.values() if x > 0])) if any(x > 0 for x in off.values()) else BOUND
+    least = (
+        float(np.median([x for x in off.values() if x > 0]))
+        if any(x > 0 for x in off.values())
+        else BOUND
+    )
     return {key: times * max(x, least) for key, x in off.items()}
 
 
@@ -135,7 +153,9 @@ def _kind(key: Key) -> tuple[str, str]:
 def _tops(run: Record) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for key, value in run.values.items():
-        found[_kind(key)] = max(found.get(_kind(key), 0.0), float(np.nanmax(np.abs(value.whole), initial=0)))
+        found[_kind(key)] = max(
+            found.get(_kind(key), 0.0), float(np.nanmax(np.abs(value.whole), initial=0))
+        )
     return found
 
 
@@ -154,27 +174,45 @@ def _like(x: np.ndarray, other: np.ndarray) -> np.ndarray:
     return x.reshape(other.shape) if x.shape != other.shape and x.size == other.size else x
 
 
-def _finding(a: Record, b: Record, key: Key, off: tuple[float, float], copies: Mapping[str, float], equal: list[Key]) -> Finding:
+def _finding(
+    a: Record,
+    b: Record,
+    key: Key,
+    off: tuple[float, float],
+    copies: Mapping[str, float],
+    equal: list[Key],
+) -> Finding:
     """What is said of a value that is off by the first of `off`, with the second allowed."""
     right, other = a.values[key].whole, b.values[key]
     wrong = _like(other.whole, right)
     index: tuple[int, ...] = ()
     if right.shape == wrong.shape and right.size:
         apart = np.abs(np.asarray(wrong, np.float64) - right)
-        index = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), right.shape))
+        index = tuple(
+            int(i)
+            for i in np.unravel_index(
+                int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), right.shape
+            )
+        )
     microbatch = None
     if other.rows is not None and index:
         dim, rows = other.rows
         microbatch = index[dim] // rows % b.microbatches
     value = lambda x: float(x[index]) if right.shape == wrong.shape and x.size else float("nan")
-    said = looks(right.astype(np.float64), wrong.astype(np.float64), b.sizes, b.microbatches, copies)
+    said = looks(
+        right.astype(np.float64), wrong.astype(np.float64), b.sizes, b.microbatches, copies
+    )
     if key.way == ARGUMENT:
         said = f"the runs are given other values; {said}"
     if copies and key.layer >= 0:
         said += "; or several layers have this number"
     lies = _between(b, key, numbers=bool(copies))
     before = {(path, way) for path, way in lies.taps} if lies else set()
-    near = [each for each in equal if (each.path, each.way) in before and abs(each.layer - key.layer) <= 1]
+    near = [
+        each
+        for each in equal
+        if (each.path, each.way) in before and abs(each.layer - key.layer) <= 1
+    ]
     after = tuple(dict.fromkeys(str(each) for each in (near or equal[-1:])))
     return Finding(key, *off, index, value(right), value(wrong), microbatch, said, after[-4:], lies)
 

@@ -8,11 +8,20 @@ import numpy as np
 
 FEW = 0.02  # of the numbers: fewer may be zero by chance
 MANY = 5  # blocks have too many orders beyond this
-DIGITS = {np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1 for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)}  # of two
+DIGITS = {
+    np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
+}  # of two
 NEAR = 1e-6  # of the largest number: how well a guess must explain the wrong value
 
 
-def looks(right: np.ndarray, wrong: np.ndarray, sizes: Mapping[str, int], parts: int, differs: Mapping[str, float]) -> str:
+def looks(
+    right: np.ndarray,
+    wrong: np.ndarray,
+    sizes: Mapping[str, int],
+    parts: int,
+    differs: Mapping[str, float],
+) -> str:
     """A sentence without a subject, such as "summed 4 times: axis 'data' has 4 devices".
 
     Args:
@@ -42,7 +51,9 @@ def looks(right: np.ndarray, wrong: np.ndarray, sizes: Mapping[str, int], parts:
 
 
 def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
-    return float(np.max(np.abs(wrong - guess), initial=0)) <= NEAR * float(np.max(np.abs(guess), initial=0))
+    return float(np.max(np.abs(wrong - guess), initial=0)) <= NEAR * float(
+        np.max(np.abs(guess), initial=0)
+    )
 
 
 def _digits(right: np.ndarray, wrong: np.ndarray) -> str:
@@ -51,7 +62,14 @@ def _digits(right: np.ndarray, wrong: np.ndarray) -> str:
     largest = float(np.max(parts, initial=0))
     if float(np.min(parts, initial=np.inf)) > largest / 4:  # all are off alike: a factor
         return ""
-    return next((f"rounded to {name}" for name, n in DIGITS.items() if 2.0 ** -(n + 4) < largest <= 2.0**-n), "")
+    return next(
+        (
+            f"rounded to {name}"
+            for name, n in DIGITS.items()
+            if 2.0 ** -(n + 4) < largest <= 2.0**-n
+        ),
+        "",
+    )
 
 
 def _factor(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
@@ -63,8 +81,15 @@ def _factor(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> 
     if abs(factor + 1) < NEAR:
         return "the sign is wrong"
     named = {name: n for name, n in counts.items() if n > 1}
-    products = {names: int(np.prod([named[n] for n in names])) for k in (1, 2, 3) for names in itertools.combinations(named, k)}
-    for words, value in (("summed {} times", factor), ("divided by {}, a mean instead of a sum", 1 / factor)):
+    products = {
+        names: int(np.prod([named[n] for n in names]))
+        for k in (1, 2, 3)
+        for names in itertools.combinations(named, k)
+    }
+    for words, value in (
+        ("summed {} times", factor),
+        ("divided by {}, a mean instead of a sum", 1 / factor),
+    ):
         whole = round(value)
         if whole > 1 and abs(value - whole) < NEAR * whole:
             why = [" x ".join(names) for names, n in products.items() if n == whole]
@@ -74,11 +99,15 @@ def _factor(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> 
 
 def _order(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
     """Whether the wrong value has the blocks of the right one in another order, along a dim."""
-    for dim, count in itertools.product(range(right.ndim), sorted({n for n in counts.values() if 1 < n <= MANY})):
+    for dim, count in itertools.product(
+        range(right.ndim), sorted({n for n in counts.values() if 1 < n <= MANY})
+    ):
         if right.shape[dim] % count == 0:
             blocks = np.split(right, count, axis=dim)
             for order in itertools.permutations(range(count)):
-                if order != tuple(range(count)) and _near(wrong, np.concatenate([blocks[i] for i in order], axis=dim)):
+                if order != tuple(range(count)) and _near(
+                    wrong, np.concatenate([blocks[i] for i in order], axis=dim)
+                ):
                     return f"{count} blocks of dim {dim} in another order: {list(order)}"
     return ""
 

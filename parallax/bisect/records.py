@@ -98,7 +98,15 @@ def load(path: str | Path) -> Record:
             head = json.loads(str(archive["head"]))
             values = dict(_loaded(entry, archive[str(i)]) for i, entry in enumerate(head["values"]))
         return Record(values, dict(head["sizes"]), int(head["microbatches"]))
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise ValueError(
             f"{path}: needed a record that bisect's Record.save wrote; got another file, or a damaged one ({error}). "
             "Write it again with --save, or Record.save."
@@ -111,11 +119,16 @@ def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     if way not in PHASES or whole.dtype.kind not in "biuf":
         raise ValueError(f"{path!r} is a {whole.dtype} of the phase {way!r}")
     differs = {axis: float(off) for axis, off in differs.items()}
-    return Key(str(path), int(layer), way), Value(whole, differs, None if rows is None else (int(rows[0]), int(rows[1])))
+    return Key(str(path), int(layer), way), Value(
+        whole, differs, None if rows is None else (int(rows[0]), int(rows[1]))
+    )
 
 
 def record(
-    run: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, rows: Sequence[str] = ("data",), means: Sequence[str] = ()
+    run: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
+    *,
+    rows: Sequence[str] = ("data",),
+    means: Sequence[str] = (),
 ) -> Record:
     """What a run is given, what it computes at all of its taps, and what it returns.
 
@@ -131,7 +144,9 @@ def record(
     with taps.recording() as recorder:
         f, arguments = run()
         arrays, static = eqx.partition(arguments, eqx.is_array_like)
-        arrays = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), arrays)
+        arrays = jax.tree.map(
+            lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), arrays
+        )
         results = lambda arrays: eqx.filter(f(*eqx.combine(arrays, static)), eqx.is_array)
         traced = jax.jit(results).trace(arrays)
         compiled = traced.lower().compile()
@@ -158,15 +173,24 @@ def _put_together(
             found.setdefault(Key(each.mark.path, each.layer, each.way), []).append(each)
     microbatches = 1 + max(each.microbatch for reports in found.values() for each in reports)
     means = (*rows, *means)
-    values = {key: _whole(reports, microbatches, rows, means) for key, reports in found.items() if not _mean_seed(key, reports)}
+    values = {
+        key: _whole(reports, microbatches, rows, means)
+        for key, reports in found.items()
+        if not _mean_seed(key, reports)
+    }
     ordered = {key: values[key] for key in sorted(values, key=_order(recorder.paths, values))}
-    sizes = dict(size for reports in found.values() for each in reports[:1] for size in each.mark.sizes)
+    sizes = dict(
+        size for reports in found.values() for each in reports[:1] for size in each.mark.sizes
+    )
     return ordered, sizes, microbatches
 
 
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
     """The arrays that a program is given, or that it returns."""
-    return {Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _mean_seed(key: Key, reports: list[Report]) -> bool:
@@ -217,11 +241,16 @@ class _Form(NamedTuple):
     microbatches: int
 
 
-def _form(reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]) -> _Form:
+def _form(
+    reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]
+) -> _Form:
     mark, backward = reports[0].mark, reports[0].way == BACKWARD
     sizes, names = dict(mark.sizes), [name for name, _ in mark.sizes]
     named = lambda axes: [axis for axis in axes if axis in sizes]
-    dims = [tuple(axis for name in dim for axis in named(rows if name == BATCH else (name,))) for dim in mark.dims]
+    dims = [
+        tuple(axis for name in dim for axis in named(rows if name == BATCH else (name,)))
+        for dim in mark.dims
+    ]
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
     placed = {axis for dim in dims for axis in dim} | _along_places(reports, names)
     mean = BATCH in mark.terms
@@ -229,22 +258,41 @@ def _form(reports: list[Report], microbatches: int, rows: tuple[str, ...], means
     summed = set(mark.varying) - placed - terms if backward else terms
     count = int(np.prod([sizes[name] for name in named(means)])) * microbatches
     joined = in_rows is None and (backward or mean)
-    return _Form(names, sizes, dims, in_rows, placed, summed, joined, 1 / count if backward or mean else 1.0, microbatches)
+    return _Form(
+        names,
+        sizes,
+        dims,
+        in_rows,
+        placed,
+        summed,
+        joined,
+        1 / count if backward or mean else 1.0,
+        microbatches,
+    )
 
 
-def _whole(reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]) -> Value:
+def _whole(
+    reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]
+) -> Value:
     """One value of all devices and microbatches."""
     form = _form(reports, microbatches, rows, means)
     rest = [name for name in form.names if name not in form.placed | form.summed]
     by_microbatch = form.rows is None and not form.joined
-    copies: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}  # by place, and there by who has a copy
+    copies: dict[
+        Any, dict[Any, tuple[np.ndarray, Report]]
+    ] = {}  # by place, and there by who has a copy
     for each in _once(reports):
         own = dict(zip(form.names, each.device, strict=True))
-        place = (*(own[name] for name in form.names if name in form.placed), None if form.rows is None else each.microbatch)
+        place = (
+            *(own[name] for name in form.names if name in form.placed),
+            None if form.rows is None else each.microbatch,
+        )
         owner = (*(own[name] for name in rest), each.microbatch if by_microbatch else None)
         found, value = copies.setdefault(place, {}), _wide(each.value)
         found[owner] = (value if owner not in found else np.asarray(found[owner][0] + value), each)
-    kind = np.result_type(*(value.dtype for found in copies.values() for value, _ in found.values()))
+    kind = np.result_type(
+        *(value.dtype for found in copies.values() for value, _ in found.values())
+    )
     whole = np.full(_shape(form, reports), np.nan, kind)
     differs: dict[str, float] = {}
     for found in copies.values():
@@ -255,7 +303,11 @@ def _whole(reports: list[Report], microbatches: int, rows: tuple[str, ...], mean
             for name, a, b in zip([*rest, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)
-    return Value(whole, differs, None if form.rows is None else (form.rows, reports[0].value.shape[form.rows]))
+    return Value(
+        whole,
+        differs,
+        None if form.rows is None else (form.rows, reports[0].value.shape[form.rows]),
+    )
 
 
 def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> float:

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from parallax.collectives.permute import send_next
     from parallax.collectives.recursive_doubling import doubling
     from parallax.collectives.route import Route
-    from parallax.collectives.tables import direct, halving, halving_by, hierarchical, machines, pairs, ring, torus, two_rings
+    from parallax.collectives.tables import (
+        direct,
+        halving,
+        halving_by,
+        hierarchical,
+        machines,
+        pairs,
+        ring,
+        torus,
+        two_rings,
+    )
 
 _FILES = ("buckets", "by_hand", "cost", "int8", "matmul", "tables", "types")
 _FILE_OF = {

@@ -19,14 +19,21 @@ from parallax.collectives.axis import AllToAll, Mover
 from parallax.collectives.cost import Message, Round, devices, priced
 from parallax.collectives.execute import leaf_by_leaf, pieces_of
 from parallax.collectives.route import Route, Tables
-from parallax.collectives.tiling import all_gather_array, all_reduce_array, reduce_scatter_array, shares_of
+from parallax.collectives.tiling import (
+    all_gather_array,
+    all_reduce_array,
+    reduce_scatter_array,
+    shares_of,
+)
 from parallax.collectives.types import axes, moved, size, summand
 from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def mover(maker: Callable[[int], Tables], *, name: str = "", all_to_all: AllToAll = lax.all_to_all) -> Mover:
+def mover(
+    maker: Callable[[int], Tables], *, name: str = "", all_to_all: AllToAll = lax.all_to_all
+) -> Mover:
     """The drop-ins of a table for n devices, `maker(n)`, along one axis or several. It decorates a maker too.
 
     They take and return what `lax.psum`, `lax.psum_scatter` and `lax.all_gather` do: trees of any dtype and shape, replication
@@ -98,7 +105,9 @@ def _mover(maker, tables_for, name: str, all_to_all: AllToAll) -> Mover:
         return rounds(size, n, itemsize, back=True)
 
     def all_reduce_rounds(size, n, itemsize):
-        return scatter_rounds(size, n, itemsize) + gather_rounds(-(-size // devices(n)), n, itemsize)
+        return scatter_rounds(size, n, itemsize) + gather_rounds(
+            -(-size // devices(n)), n, itemsize
+        )
 
     return Mover(
         name,
@@ -121,7 +130,11 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
 
 
 def messages(
-    routes: Sequence[Route], nbytes: Sequence[int], *, back: bool = False, added: Sequence[int] | None = None
+    routes: Sequence[Route],
+    nbytes: Sequence[int],
+    *,
+    back: bool = False,
+    added: Sequence[int] | None = None,
 ) -> list[Round]:
     """What tables side by side send in a scatter, or `back`, round by round.
 
@@ -132,13 +145,20 @@ def messages(
         added: the bytes that each block adds to others; none by default.
     """
     hops = [route.hops(back=back) for route in routes]
-    longest = [0, *map(max, zip(*hops, strict=True))]  # hops behind the block that took most, after each round
+    longest = [
+        0,
+        *map(max, zip(*hops, strict=True)),
+    ]  # hops behind the block that took most, after each round
     rounds = list(zip(*(route.rounds for route in routes), strict=True))
     if back:
         rounds.reverse()
     found = []
     for number, sides in enumerate(rounds):
-        sends = [(p, step, len(offsets)) for p, sent in enumerate(sides) for step, offsets in sent.items()]
+        sends = [
+            (p, step, len(offsets))
+            for p, sent in enumerate(sides)
+            for step, offsets in sent.items()
+        ]
         in_round = []
         for p, step, count in sends:
             distance = tuple(-s for s in step) if back else step
@@ -158,6 +178,12 @@ def all_reduce(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
         x = summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):
             return x
-        return moved(x, axis_name, forward=lambda x: total(x, axis_name), backward=lambda ct: ct, to="invarying")
+        return moved(
+            x,
+            axis_name,
+            forward=lambda x: total(x, axis_name),
+            backward=lambda ct: ct,
+            to="invarying",
+        )
 
     return leaf_by_leaf(leaf, x, axis_name)

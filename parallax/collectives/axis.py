@@ -37,7 +37,9 @@ class AllReduce(Protocol):
 class ReduceScatter(Protocol):
     """A drop-in for `lax.psum_scatter`."""
 
-    def __call__(self, x: Tree, axis_name: AxisName, /, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
+    def __call__(
+        self, x: Tree, axis_name: AxisName, /, *, scatter_dimension: int = 0, tiled: bool = False
+    ) -> Tree:
         """The sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`."""
         ...
 
@@ -46,7 +48,9 @@ class ReduceScatter(Protocol):
 class AllGather(Protocol):
     """A drop-in for `lax.all_gather`."""
 
-    def __call__(self, x: Tree, axis_name: AxisName, /, *, axis: int = 0, tiled: bool = False) -> Tree:
+    def __call__(
+        self, x: Tree, axis_name: AxisName, /, *, axis: int = 0, tiled: bool = False
+    ) -> Tree:
         """Every device's block on every device: `A[I_X] -> A[I]`."""
         ...
 
@@ -55,13 +59,24 @@ class AllGather(Protocol):
 class AllToAll(Protocol):
     """A drop-in for `lax.all_to_all`."""
 
-    def __call__(self, x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, /, *, tiled: bool = False) -> Tree:
+    def __call__(
+        self,
+        x: Tree,
+        axis_name: AxisName,
+        split_axis: int,
+        concat_axis: int,
+        /,
+        *,
+        tiled: bool = False,
+    ) -> Tree:
         """Block j of device i becomes block i of device j: `A[I_X, J] -> A[I, J_X]`."""
         ...
 
 
 def _no_table(*sizes: int) -> NoReturn:
-    raise ValueError("This mover has no table of messages. Take one of `collectives.tables`, such as ring.")
+    raise ValueError(
+        "This mover has no table of messages. Take one of `collectives.tables`, such as ring."
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,9 @@ def refused(mover: str, what: str, instead: str) -> Callable[..., NoReturn]:
     """A collective that `mover` does not have: it raises `ValueError` when it is called, and names another mover."""
 
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
-        raise ValueError(f"{mover} has no {what}. Take {instead}, or a plain axis name, along which jax.lax moves the data.")
+        raise ValueError(
+            f"{mover} has no {what}. Take {instead}, or a plain axis name, along which jax.lax moves the data."
+        )
 
     return refuse
 
@@ -142,7 +159,9 @@ class Axis:
                 f"{axis!r}. An ErrorFeedback has a state, so no arrow takes it: call its own all_reduce."
             )
         names = tuple(name for name in axis if isinstance(name, str))
-        return Axis(names) if len(names) == len(axis) else _in_order([Axis.of(part) for part in axis])
+        return (
+            Axis(names) if len(names) == len(axis) else _in_order([Axis.of(part) for part in axis])
+        )
 
     def over(self, names: AxisName) -> "Axis":
         """The same mover along some of these axes, in the order given; those that are not of this axis are left out."""
@@ -167,13 +186,17 @@ class Axis:
 
     def reduce_scatter(self, x: Tree, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
         """The sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`."""
-        return self.mover.reduce_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
+        return self.mover.reduce_scatter(
+            x, self.names, scatter_dimension=scatter_dimension, tiled=tiled
+        )
 
     def all_gather(self, x: Tree, *, axis: int = 0, tiled: bool = False) -> Tree:
         """Every device's block on every device: `A[I_X] -> A[I]`, typed as varying."""
         return self.mover.all_gather(x, self.names, axis=axis, tiled=tiled)
 
-    def all_to_all(self, x: Tree, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
+    def all_to_all(
+        self, x: Tree, split_axis: int, concat_axis: int, *, tiled: bool = False
+    ) -> Tree:
         """Block j of device i becomes block i of device j: `A[I_X, J] -> A[I, J_X]`."""
         return self.mover.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
@@ -212,7 +235,9 @@ def _in_order(parts: list[Axis]) -> Axis:
         for name in axes(axis_name):
             part = next((part for part in parts if name in axes(part.names)), None)
             if part is None:
-                raise ValueError(f"{name!r} is not one of the axes that {parts} have. Name those, one or several.")
+                raise ValueError(
+                    f"{name!r} is not one of the axes that {parts} have. Name those, one or several."
+                )
             if found and found[-1].mover is part.mover:
                 found[-1] = Axis((*axes(found[-1].names), name), part.mover)
             else:

@@ -41,7 +41,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
         ValueError: `nbytes` is below 1.
     """
     if nbytes < 1:
-        raise ValueError(f"bucketed needs nbytes of 1 or more; got {nbytes}. The usual size is {NBYTES}.")
+        raise ValueError(
+            f"bucketed needs nbytes of 1 or more; got {nbytes}. The usual size is {NBYTES}."
+        )
 
     axis = Axis.of(axis)
     mover = axis.mover
@@ -61,7 +63,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
                 leaves[i] = part
         return jax.tree.unflatten(structure, leaves)
 
-    return Axis(axis.names, dataclasses.replace(mover, name=f"bucketed {mover}", all_reduce=all_reduce))
+    return Axis(
+        axis.names, dataclasses.replace(mover, name=f"bucketed {mover}", all_reduce=all_reduce)
+    )
 
 
 def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
@@ -69,9 +73,15 @@ def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[i
 
     A leaf that is unreduced or reduced along an axis is alone in its bucket: JAX does not join such arrays.
     """
-    buckets, last = [], {}  # last: of each kind, the bucket that is filled at present, and its bytes
+    buckets, last = (
+        [],
+        {},
+    )  # last: of each kind, the bucket that is filled at present, and its bytes
     for i, leaf in enumerate(leaves):
-        kind, size = (leaf.dtype, varying_axes(leaf), i if pending(leaf) else None), leaf.size * leaf.dtype.itemsize
+        kind, size = (
+            (leaf.dtype, varying_axes(leaf), i if pending(leaf) else None),
+            leaf.size * leaf.dtype.itemsize,
+        )
         bucket, filled = last.get(kind, (None, 0))
         if size >= nbytes:  # and those before and after it go on together
             buckets.append([i])
@@ -85,8 +95,12 @@ def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[i
 
 
 def _packed(leaves, axis_name):
-    padding = jnp.zeros(-sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name), leaves[0].dtype)
-    return jnp.concatenate([leaf.reshape(-1) for leaf in leaves] + [varying(padding, varying_axes(leaves[0]))])
+    padding = jnp.zeros(
+        -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name), leaves[0].dtype
+    )
+    return jnp.concatenate(
+        [leaf.reshape(-1) for leaf in leaves] + [varying(padding, varying_axes(leaves[0]))]
+    )
 
 
 def _unpacked(total, shapes):

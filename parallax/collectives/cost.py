@@ -53,7 +53,9 @@ class Round(NamedTuple):
     waits: bool = True
 
 
-def priced(rounds: Callable[..., Sequence[Round]], name: str = "") -> Callable[[Function], Function]:
+def priced(
+    rounds: Callable[..., Sequence[Round]], name: str = ""
+) -> Callable[[Function], Function]:
     """Lets `of` know what the function that it decorates sends, and messages call it by `name`, such as "ring.all_reduce".
 
     Args:
@@ -126,12 +128,18 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
     return total(rounds(collective, nbytes, n, itemsize=itemsize))
 
 
-def of_leaves(collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4) -> Cost:
+def of_leaves(
+    collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
+) -> Cost:
     """What a tree with leaves (or buckets) of `sizes` bytes costs, one leaf after another. Errors as in `of`."""
-    return total([round for nbytes in sizes for round in rounds(collective, nbytes, n, itemsize=itemsize)])
+    return total(
+        [round for nbytes in sizes for round in rounds(collective, nbytes, n, itemsize=itemsize)]
+    )
 
 
-def rounds(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4) -> Sequence[Round]:
+def rounds(
+    collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
+) -> Sequence[Round]:
     """The rounds of a call of `collective`, with the arguments and errors of `of`."""
     function, options = collective, {}
     while isinstance(function, functools.partial):
@@ -142,7 +150,9 @@ def rounds(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: i
             "ring.all_reduce; jax.lax has no tables."
         )
     if nbytes % itemsize:
-        raise ValueError(f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass itemsize=...")
+        raise ValueError(
+            f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass itemsize=..."
+        )
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
 
@@ -154,7 +164,10 @@ def _rounds(function, size, n, itemsize, options):
         round._replace(messages=tuple(m for m in round.messages if m.bytes))
         for round in function.rounds(size, n, itemsize, **dict(options))
     ]
-    alike = itertools.groupby((round for round in found if round.times and round.messages), lambda round: round._replace(times=1))
+    alike = itertools.groupby(
+        (round for round in found if round.times and round.messages),
+        lambda round: round._replace(times=1),
+    )
     return tuple(round._replace(times=sum(each.times for each in run)) for round, run in alike)
 
 
@@ -162,7 +175,11 @@ def spelt(collective: Callable[..., Any]) -> str:
     """What a message calls a function: `ring.all_reduce`."""
     if hasattr(collective, "rounds"):
         return collective.__qualname__
-    module = "lax" if collective.__module__.startswith("jax") else collective.__module__.rpartition(".")[2]
+    module = (
+        "lax"
+        if collective.__module__.startswith("jax")
+        else collective.__module__.rpartition(".")[2]
+    )
     return f"{module}.{collective.__name__}"
 
 
@@ -171,14 +188,25 @@ def total(rounds: Iterable[Round]) -> Cost:
     found = [0] * len(Cost._fields)
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
-        counts = 1, max(sizes), sum(sizes), sum(message.pieces for message in messages), reduced, int(waits)
+        counts = (
+            1,
+            max(sizes),
+            sum(sizes),
+            sum(message.pieces for message in messages),
+            reduced,
+            int(waits),
+        )
         found = [before + times * count for before, count in zip(found, counts, strict=True)]
     return Cost(*found)
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """What alpha, beta, gamma, start multiply: hops, bytes, reduced, 1; through one port, messages, sent, reduced, 1."""
-    return (cost.messages, cost.sent, cost.reduced, 1) if one_port else (cost.hops, cost.bytes, cost.reduced, 1)
+    return (
+        (cost.messages, cost.sent, cost.reduced, 1)
+        if one_port
+        else (cost.hops, cost.bytes, cost.reduced, 1)
+    )
 
 
 def seconds(cost: Cost, link: Link) -> float:

@@ -35,14 +35,20 @@ def ordered(x: Tree, after: PyTree) -> Tree:
     arrays = [leaf for leaf in jax.tree.leaves(after) if _counts(leaf) and leaf.size]
     if not arrays or not waiting:
         return x
-    late = lax.platform_dependent([leaves[i] for i in waiting], arrays, cpu=_selected, default=lambda x, after: x)
+    late = lax.platform_dependent(
+        [leaves[i] for i in waiting], arrays, cpu=_selected, default=lambda x, after: x
+    )
     for i, leaf in zip(waiting, late, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
 def _counts(leaf) -> bool:
-    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) and not pending(leaf)
+    return (
+        isinstance(leaf, jax.Array)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        and not pending(leaf)
+    )
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
@@ -52,7 +58,9 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     always = lax.eq(one, one) | lax.ne(one, one)  # the second for what is not a number
     holds = replicated(always, varying_axes(always))
     # What is chosen from must differ, or a constant would not wait: a number's bits, or zero.
-    other = lambda leaf: jnp.zeros((), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else ~leaf
+    other = lambda leaf: (
+        jnp.zeros((), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else ~leaf
+    )
     return [jnp.where(holds, leaf, other(leaf)) for leaf in x]
 
 

@@ -47,7 +47,9 @@ def all_gather(
 ) -> Shaped[Array, "..."]:
     """The drop-in for `lax.all_gather` of one array."""
     if to not in ("varying", "invarying", "reduced"):
-        raise ValueError(f"all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got {to!r}.")
+        raise ValueError(
+            f"all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got {to!r}."
+        )
     x = block("all_gather", jnp.asarray(x), axis_name)
     if not axes(axis_name):  # there `lax` adds no dim
         return x
@@ -75,7 +77,9 @@ def _without(x, dim: int, tiled: bool):
     return x if tiled else jnp.squeeze(x, dim)
 
 
-def split(x: Shaped[Array, "..."], dim: int, axis_name: AxisName, tiled: bool) -> Shaped[Array, "..."]:
+def split(
+    x: Shaped[Array, "..."], dim: int, axis_name: AxisName, tiled: bool
+) -> Shaped[Array, "..."]:
     """`x` as n blocks, in front, `[n, *block]`: the inverse of `merge`."""
     if tiled:
         n = size(axis_name)
@@ -86,7 +90,11 @@ def split(x: Shaped[Array, "..."], dim: int, axis_name: AxisName, tiled: bool) -
 def merge(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, "..."]:
     """The n blocks in front, at `dim`: as a dim of their own, or `tiled` one after another."""
     x = jnp.moveaxis(blocks, 0, dim)
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
+    return (
+        x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+        if tiled
+        else x
+    )
 
 
 def summable(x: ArrayLike) -> Shaped[Array, "..."]:
@@ -108,13 +116,19 @@ def is_key(x: Shaped[Array, "..."]) -> bool:
 def dim_of(name: str, dim: int, rank: int) -> int:
     """`dim`, the argument `name`, counted from the front. Raises `ValueError` if an array of this `rank` has no such dim."""
     if not rank:
-        raise ValueError(f"{name}={dim} needs an array of one dim or more, and this one is a scalar. Reshape it to (1,).")
+        raise ValueError(
+            f"{name}={dim} needs an array of one dim or more, and this one is a scalar. Reshape it to (1,)."
+        )
     if not -rank <= dim < rank:
-        raise ValueError(f"{name}={dim} needs an array of more dims than {rank}: take one of {list(range(rank))}.")
+        raise ValueError(
+            f"{name}={dim} needs an array of more dims than {rank}: take one of {list(range(rank))}."
+        )
     return dim % rank
 
 
-def check_divides(function: str, argument: str, shape: tuple[int, ...], dim: int, n: int, tiled: bool) -> None:
+def check_divides(
+    function: str, argument: str, shape: tuple[int, ...], dim: int, n: int, tiled: bool
+) -> None:
     """Raise `ValueError` if the dim cannot be split into n blocks."""
     if tiled and shape[dim] % n:
         raise ValueError(

@@ -30,7 +30,9 @@ def _messages(size, n, itemsize):
 
 
 @priced(_messages, "ring.all_to_all")
-def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
+def all_to_all(
+    x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False
+) -> Tree:
     """Block j of device i becomes block i of device j: `A[I_X, J] -> A[I, J_X]`. The twin of `lax.all_to_all`.
 
     In hop k each device sends the one block that device i + k wants straight there. Its transpose is the `all_to_all` back.
@@ -48,13 +50,20 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
     """
 
     def leaf(x):
-        split, concat = drop_in.dim_of("split_axis", split_axis, x.ndim), drop_in.dim_of("concat_axis", concat_axis, x.ndim)
+        split, concat = (
+            drop_in.dim_of("split_axis", split_axis, x.ndim),
+            drop_in.dim_of("concat_axis", concat_axis, x.ndim),
+        )
         drop_in.check_divides("all_to_all", "split_axis", x.shape, split, size(axis_name), tiled)
         return moved(
             x,
             axis_name,
-            forward=lambda x: drop_in.merge(_exchange(drop_in.split(x, split, axis_name, tiled), axis_name), concat, tiled),
-            backward=lambda ct: drop_in.merge(_exchange(drop_in.split(ct, concat, axis_name, tiled), axis_name), split, tiled),
+            forward=lambda x: drop_in.merge(
+                _exchange(drop_in.split(x, split, axis_name, tiled), axis_name), concat, tiled
+            ),
+            backward=lambda ct: drop_in.merge(
+                _exchange(drop_in.split(ct, concat, axis_name, tiled), axis_name), split, tiled
+            ),
         )
 
     return jax.tree.map(lambda x: leaf(block("all_to_all", jnp.asarray(x), axis_name)), x)
@@ -66,7 +75,9 @@ def _exchange(blocks, axis_name):
     received = blocks
     for sends in route.rounds:
         for step, (offset,) in sends.items():
-            message = lax.dynamic_index_in_dim(blocks, route.device_at(me, offset), 0, keepdims=False)
+            message = lax.dynamic_index_in_dim(
+                blocks, route.device_at(me, offset), 0, keepdims=False
+            )
             message = send(message, axis_name, route.pairs(step))
             received = lax.dynamic_update_index_in_dim(
                 received, message, route.device_at(me, route.offset_after(route.home, offset)), 0

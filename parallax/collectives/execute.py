@@ -22,7 +22,9 @@ from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-JOINED = 2**16  # bytes of a block up to which the blocks of a message are joined; a larger one is sent sooner than copied
+JOINED = (
+    2**16
+)  # bytes of a block up to which the blocks of a message are joined; a larger one is sent sooner than copied
 UNROLLED = 8  # hops up to which a chain is written out; a longer one is a loop, whose compile time does not grow with it
 
 
@@ -44,10 +46,14 @@ def scatter(
         unrolled: hops up to which a chain is written out: `UNROLLED`.
     """
     me = index(axis_name)
-    sums: list[dict[Point, Any]] = [{} for _ in routes]  # partial sums by offset; an absent one is the own term alone
+    sums: list[dict[Point, Any]] = [
+        {} for _ in routes
+    ]  # partial sums by offset; an absent one is the own term alone
 
     def take(p, offset):
-        return sums[p].pop(offset) if offset in sums[p] else term(p, routes[p].device_at(me, offset))
+        return (
+            sums[p].pop(offset) if offset in sums[p] else term(p, routes[p].device_at(me, offset))
+        )
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
@@ -117,7 +123,9 @@ def _hands_on(route: Route, number: int) -> bool:
     return step == next_step and next_offsets == tuple(route.offset_after(o, step) for o in offsets)
 
 
-def _arrivals(routes, number: int, take, axis_name, dim: int, *, backwards: bool = False) -> list[tuple[int, Point, Any]]:
+def _arrivals(
+    routes, number: int, take, axis_name, dim: int, *, backwards: bool = False
+) -> list[tuple[int, Point, Any]]:
     """The blocks that come in a round: (table, offset, block)."""
     arrivals = []
     for p, route in enumerate(routes):
@@ -142,9 +150,13 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         offsets_met = [[routes[p].offset_after(o, step, trip) for o in offsets] for trip in trips]
         if any(o in sums[p] for met in offsets_met for o in met):
             # A chain that starts late adds to partial sums, which the loop must index.
-            parts = zip(*(_joined([take(p, o) for o in met], dim) for met in offsets_met), strict=True)
+            parts = zip(
+                *(_joined([take(p, o) for o in met], dim) for met in offsets_met), strict=True
+            )
             stacks = [jnp.stack(part) for part in parts]
-            return lambda trip: [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
+            return lambda trip: [
+                lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks
+            ]
 
         def terms(trip):
             met = [routes[p].offset_after(o, step, trip + 1) for o in offsets]
@@ -155,7 +167,10 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     terms_of = {p: own_terms(p) for p in walks}
 
     def hop(trip, partial_sums):
-        arrived = {p: _sent(partial_sums[p], axis_name, routes[p].pairs(step)) for p, (step, _) in walks.items()}
+        arrived = {
+            p: _sent(partial_sums[p], axis_name, routes[p].pairs(step))
+            for p, (step, _) in walks.items()
+        }
         return {p: jax.tree.map(jnp.add, arrived[p], terms_of[p](trip)) for p in walks}
 
     first = {p: _joined([take(p, o) for o in offsets], dim) for p, (_, offsets) in walks.items()}
@@ -179,7 +194,10 @@ def _gather_in_a_loop(routes, chain: range, copies, keep, result, axis_name, dim
 
     def hop(trip, carry):
         blocks, stacks, result = carry
-        blocks = {p: _sent(blocks[p], axis_name, routes[p].pairs(step, back=True)) for p, (step, _) in walks.items()}
+        blocks = {
+            p: _sent(blocks[p], axis_name, routes[p].pairs(step, back=True))
+            for p, (step, _) in walks.items()
+        }
 
         def stacked(stack, block):
             return lax.dynamic_update_index_in_dim(stack, block, trip, 0)
@@ -194,7 +212,10 @@ def _gather_in_a_loop(routes, chain: range, copies, keep, result, axis_name, dim
     def empty_stack(block):
         return room(jnp.zeros, (length, *block.shape), block)
 
-    starts = {p: [routes[p].offset_after(o, step, length) for o in offsets] for p, (step, offsets) in walks.items()}
+    starts = {
+        p: [routes[p].offset_after(o, step, length) for o in offsets]
+        for p, (step, offsets) in walks.items()
+    }
     first = {p: _joined([copies[p][o] for o in offsets], dim) for p, offsets in starts.items()}
     sent_on_later = chain.start > 0
     stacks = {p: jax.tree.map(empty_stack, blocks) for p, blocks in first.items() if sent_on_later}
@@ -205,7 +226,9 @@ def _gather_in_a_loop(routes, chain: range, copies, keep, result, axis_name, dim
         else:
             arrived = {length - 1: last[p]}
         for trip, blocks in arrived.items():
-            copies[p] |= dict(zip(offsets_in(p, trip), _split(blocks, len(offsets), dim), strict=True))
+            copies[p] |= dict(
+                zip(offsets_in(p, trip), _split(blocks, len(offsets), dim), strict=True)
+            )
     return result
 
 
@@ -239,7 +262,9 @@ def _sent(message, axis_name, pairs) -> list:
     return [send(piece, axis_name, pairs) for piece in message]
 
 
-def room(make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def room(
+    make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]
+) -> Shaped[Array, "..."]:
     """An array to be filled with blocks like `block`, with its replication type."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
         # Under vmap JAX 0.10 wants every operand split as the block's mapped dim is, and a fresh array is not.

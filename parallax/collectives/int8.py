@@ -63,7 +63,9 @@ BLOCK = 32  # MXINT8's
 LARGEST = 127
 
 
-def _from_a_block_on(sent: Callable[..., list[Round]], exact: Callable[..., Any]) -> Callable[..., Sequence[Round]]:
+def _from_a_block_on(
+    sent: Callable[..., list[Round]], exact: Callable[..., Any]
+) -> Callable[..., Sequence[Round]]:
     """`sent` (size, n, itemsize, block_size), for arrays of a block or more; shorter ones go as `exact` sends them."""
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -76,7 +78,9 @@ def _from_a_block_on(sent: Callable[..., list[Round]], exact: Callable[..., Any]
 
 def _scatters(size, n, itemsize, block_size):
     part = -(-size // n)
-    return messages([straight(n)], [_nbytes(part, itemsize, block_size)], added=[part * max(itemsize, 4)])
+    return messages(
+        [straight(n)], [_nbytes(part, itemsize, block_size)], added=[part * max(itemsize, 4)]
+    )
 
 
 def _gathers(size, n, itemsize, block_size):
@@ -84,7 +88,9 @@ def _gathers(size, n, itemsize, block_size):
 
 
 def _both(size, n, itemsize, block_size):
-    return _scatters(size, n, itemsize, block_size) + _gathers(-(-size // n), n, itemsize, block_size)
+    return _scatters(size, n, itemsize, block_size) + _gathers(
+        -(-size // n), n, itemsize, block_size
+    )
 
 
 def _nbytes(size, itemsize, block_size):
@@ -107,12 +113,22 @@ def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree
     def total(x, axis_name):
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
-    return _each(x, block_size, lambda x: exact_all_reduce(x, axis_name, total), lambda x: ring.all_reduce(x, axis_name))
+    return _each(
+        x,
+        block_size,
+        lambda x: exact_all_reduce(x, axis_name, total),
+        lambda x: ring.all_reduce(x, axis_name),
+    )
 
 
 @cost.priced(_from_a_block_on(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def reduce_scatter(
-    x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False, block_size: int = BLOCK
+    x: Tree,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    block_size: int = BLOCK,
 ) -> Tree:
     """About the sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`. The twin of `lax.psum_scatter`.
 
@@ -122,13 +138,19 @@ def reduce_scatter(
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
     """
-    exact = lambda x: ring.reduce_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
-    ours = lambda x: drop_in.reduce_scatter(x, axis_name, _slices(block_size), scatter_dimension, tiled)
+    exact = lambda x: ring.reduce_scatter(
+        x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled
+    )
+    ours = lambda x: drop_in.reduce_scatter(
+        x, axis_name, _slices(block_size), scatter_dimension, tiled
+    )
     return _each(x, block_size, ours, exact)
 
 
 @cost.priced(_from_a_block_on(_gathers, ring.all_gather), "quantized.all_gather")
-def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK) -> Tree:
+def all_gather(
+    x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
+) -> Tree:
     """About every device's block, on every device the same bits: `A[I_X] -> A[I]`. The twin of `lax.all_gather`.
 
     It is off by at most a / 127, where a is the largest magnitude in the number's block; a device's own part is rounded as
@@ -173,7 +195,9 @@ class ErrorFeedback:
         """
 
         def leaf(x):
-            return varying(jnp.zeros((1, *x.shape), _wide(x.dtype)), (*varying_axes(x), *axes(self.axis_name)))
+            return varying(
+                jnp.zeros((1, *x.shape), _wide(x.dtype)), (*varying_axes(x), *axes(self.axis_name))
+            )
 
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
@@ -181,27 +205,39 @@ class ErrorFeedback:
         """`quantized.all_reduce` of `x + error`, and the new error: what was rounded away on this device."""
 
         def leaf(x, error):
-            total, error = _all_reduce(_with(x, error, self.axis_name), self.axis_name, self.block_size)
+            total, error = _all_reduce(
+                _with(x, error, self.axis_name), self.axis_name, self.block_size
+            )
             return replicated(total, self.axis_name).astype(x.dtype), error[None]
 
         exact = lambda x, error: (ring.all_reduce(x, self.axis_name), error)
         return _unzipped(_each(x, self.block_size, leaf, exact, error), x)
 
-    def reduce_scatter(self, x: Tree, error: PyTree, *, scatter_dimension: int = 0, tiled: bool = False) -> tuple[Tree, PyTree]:
+    def reduce_scatter(
+        self, x: Tree, error: PyTree, *, scatter_dimension: int = 0, tiled: bool = False
+    ) -> tuple[Tree, PyTree]:
         """`quantized.reduce_scatter` of `x + error`, and the new error, with what a result in 16 bits is rounded by."""
 
         def leaf(x, error):
             axis_name = self.axis_name
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
-            drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, types.size(axis_name), tiled)
+            drop_in.check_divides(
+                "reduce_scatter", "scatter_dimension", x.shape, dim, types.size(axis_name), tiled
+            )
             parts = drop_in.split(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
-            error = jnp.where(_own(error, axis_name), _finite(total - result.astype(total.dtype)), error)
-            return result.reshape(parts.shape[1:]), drop_in.merge(error.reshape(parts.shape), dim, tiled)[None]
+            error = jnp.where(
+                _own(error, axis_name), _finite(total - result.astype(total.dtype)), error
+            )
+            return result.reshape(parts.shape[1:]), drop_in.merge(
+                error.reshape(parts.shape), dim, tiled
+            )[None]
 
         def exact(x, error):
-            return ring.reduce_scatter(x, self.axis_name, scatter_dimension=scatter_dimension, tiled=tiled), error
+            return ring.reduce_scatter(
+                x, self.axis_name, scatter_dimension=scatter_dimension, tiled=tiled
+            ), error
 
         return _unzipped(_each(x, self.block_size, leaf, exact, error), x)
 
@@ -211,17 +247,25 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     finite = jnp.isfinite(peak)
-    exponent = jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7  # peak < 128 * 2**exponent
+    exponent = (
+        jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7
+    )  # peak < 128 * 2**exponent
     exponent = jnp.maximum(exponent, jnp.finfo(x.dtype).minexp)
     scaled = blocks * _power_of_two(-exponent, x.dtype)[..., None]
-    integers = jnp.where(finite[..., None], jnp.clip(jnp.round(scaled), -LARGEST, LARGEST), jnp.zeros_like(scaled))
+    integers = jnp.where(
+        finite[..., None], jnp.clip(jnp.round(scaled), -LARGEST, LARGEST), jnp.zeros_like(scaled)
+    )
     integers = integers.astype(jnp.int8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
     code = _code(x.dtype)
     codes = jnp.where(finite, exponent, jnp.iinfo(code).min).astype(code)
-    return jnp.concatenate([integers, lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)], -1)
+    return jnp.concatenate(
+        [integers, lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)], -1
+    )
 
 
-def dequantize(message: Int8[Array, "*lead message"], size: int, dtype: jnp.dtype, block_size: int) -> Float[Array, "*lead size"]:
+def dequantize(
+    message: Int8[Array, "*lead message"], size: int, dtype: jnp.dtype, block_size: int
+) -> Float[Array, "*lead size"]:
     """The numbers in a message of `quantize`: integers times powers of two, exactly, or NaN."""
     code = _code(dtype)
     exponents = message[..., size:]
@@ -262,7 +306,9 @@ def _reduce(parts, axis_name, block_size):
     own, size = _own(parts, axis_name), parts.shape[1]
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
-    values = lambda message: jnp.where(own, parts, dequantize(message, size, parts.dtype, block_size))
+    values = lambda message: jnp.where(
+        own, parts, dequantize(message, size, parts.dtype, block_size)
+    )
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
 
 
@@ -283,11 +329,15 @@ def _own(parts, axis_name):
 def _each(x, block_size, quantized, exact, *rest):
     """`quantized` of each leaf that it is for, and `exact` of the others."""
     if block_size < 1:
-        raise ValueError(f"quantized: block_size must be 1 or more; got {block_size}. The usual size is {BLOCK}.")
+        raise ValueError(
+            f"quantized: block_size must be 1 or more; got {block_size}. The usual size is {BLOCK}."
+        )
 
     def leaf(x, *rest):
         x = jnp.asarray(x)
-        return (quantized if jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size else exact)(x, *rest)
+        return (
+            quantized if jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size else exact
+        )(x, *rest)
 
     return jax.tree.map(leaf, x, *rest)
 
@@ -337,7 +387,10 @@ def _widened(x):
 
 def quantized_in(block_size: int) -> Mover:
     """`quantized` with blocks of `block_size` numbers instead of 32. Its functions raise `ValueError` for sizes below 1."""
-    functions = (functools.partial(f, block_size=block_size) for f in (all_reduce, reduce_scatter, all_gather))
+    functions = (
+        functools.partial(f, block_size=block_size)
+        for f in (all_reduce, reduce_scatter, all_gather)
+    )
     return Mover(f"quantized_in({block_size})", *functions)
 
 

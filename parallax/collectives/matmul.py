@@ -39,7 +39,9 @@ from parallax.collectives.types import AxisName, axes, size, varying, varying_ax
 
 def _from_both_sides(n: int) -> Route:
     """Whole blocks to the nearer side, the farthest first; the one opposite goes one way."""
-    return Route((n,), [{1: [h]} | ({-1: [n - h]} if 2 * h < n else {}) for h in range(n // 2, 0, -1)])
+    return Route(
+        (n,), [{1: [h]} | ({-1: [n - h]} if 2 * h < n else {}) for h in range(n // 2, 0, -1)]
+    )
 
 
 def _gathered(size, n, itemsize):
@@ -48,7 +50,11 @@ def _gathered(size, n, itemsize):
 
 @priced(_gathered, "all_gather_matmul")
 def all_gather_matmul(
-    x: Inexact[Array, "*batch inputs"], weight: Inexact[Array, "inputs *outputs_shard"], axis_name: AxisName, *, axis: int = 0
+    x: Inexact[Array, "*batch inputs"],
+    weight: Inexact[Array, "inputs *outputs_shard"],
+    axis_name: AxisName,
+    *,
+    axis: int = 0,
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
     """`x`, gathered along its dim `axis`, times `weight`: `A[T_X, D] . W[D, F_X] -> [T, F_X]`, the gathered `A` never whole.
 
@@ -101,7 +107,9 @@ def matmul_reduce_scatter(
     """
     batch = x.ndim - weight.ndim + 1
     dim = dim_of("scatter_dimension", scatter_dimension, batch + 1)
-    _check_not_last("matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1]))
+    _check_not_last(
+        "matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1])
+    )
     check_divides("matmul_reduce_scatter", "scatter_dimension", x.shape, dim, size(axis_name), True)
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
@@ -129,7 +137,9 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
         return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
 
     total = _as_they_arrive(x, axis_name, add, _zeros(weight.shape, wide(weight.dtype), x))
-    return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(weight.dtype)
+    return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(
+        weight.dtype
+    )
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
@@ -169,12 +179,16 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
     keep = lambda carry, _, j, block: visit(carry, j, block)
-    return gather([_from_both_sides(size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf)
+    return gather(
+        [_from_both_sides(size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf
+    )
 
 
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
     """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
-    (total,) = scatter([_from_both_sides(size(axis_name))], lambda _, j: product(j), axis_name, unrolled=math.inf)
+    (total,) = scatter(
+        [_from_both_sides(size(axis_name))], lambda _, j: product(j), axis_name, unrolled=math.inf
+    )
     return total
 
 

@@ -16,13 +16,17 @@ def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> l
 
 
 @priced(_rounds_of_one_hop)
-def send_next(x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1) -> Shaped[Array, "*dims"]:
+def send_next(
+    x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1
+) -> Shaped[Array, "*dims"]:
     """Device i's `x` on device i + `distance`, round the ring: one hop."""
     n = size(axis_name)
     return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
 
-def send(x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> Shaped[Array, "*dims"]:
+def send(
+    x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
+) -> Shaped[Array, "*dims"]:
     """For each pair (i, j) device i's `x` on device j, and zeros where nothing arrives: one hop."""
     names, places = _in_mesh_order(axes(axis_name))
     return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])

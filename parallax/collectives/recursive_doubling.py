@@ -40,7 +40,10 @@ def _messages(size, n, itemsize):
     added = [True] * (len(hops) - 1) + [not folded]
     sent = size * itemsize
     steps = [(pairs[0][1] - pairs[0][0],) for pairs in hops]
-    return [Round(1, (Message(sent, step),), sent * adds) for step, adds in zip(steps, added, strict=False)]
+    return [
+        Round(1, (Message(sent, step),), sent * adds)
+        for step, adds in zip(steps, added, strict=False)
+    ]
 
 
 @priced(_messages, "doubling.all_reduce")

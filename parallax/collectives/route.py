@@ -57,7 +57,9 @@ class Route:
     def __post_init__(self):
         rounds = []
         for sends in self.rounds:
-            rounds.append({_as_point(step): tuple(map(_as_point, offsets)) for step, offsets in sends.items()})
+            rounds.append(
+                {_as_point(step): tuple(map(_as_point, offsets)) for step, offsets in sends.items()}
+            )
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rounds", tuple(rounds))
         _check(self)
@@ -78,7 +80,12 @@ class Route:
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
         """The offset that a block has after `times` hops of `step`."""
-        return tuple([(o - times * s) % length for o, s, length in zip(offset, step, self.shape, strict=True)])
+        return tuple(
+            [
+                (o - times * s) % length
+                for o, s, length in zip(offset, step, self.shape, strict=True)
+            ]
+        )
 
     def device_number(self, point: Sequence[int]) -> int:
         """The number of the device at a point of the box."""
@@ -149,17 +156,25 @@ def _check(route: Route) -> None:
     """Every block but the own one leaves once, after all that is added to it has come: then each term comes home once."""
     box = route.shape
     if not box or any(length < 1 for length in box):
-        raise ValueError(f"Route needs a box of one dim or more, of 1 or more devices each; got shape {box}.")
+        raise ValueError(
+            f"Route needs a box of one dim or more, of 1 or more devices each; got shape {box}."
+        )
     sent: dict[Point, int] = {}
     for r, sends in enumerate(route.rounds):
         for step, offsets in sends.items():
-            if len(step) != len(box) or any(not -length < s < length for s, length in zip(step, box, strict=True)):
-                raise ValueError(f"Route: round {r} has the step {_shown(step)}, which is outside the box {box}.")
+            if len(step) != len(box) or any(
+                not -length < s < length for s, length in zip(step, box, strict=True)
+            ):
+                raise ValueError(
+                    f"Route: round {r} has the step {_shown(step)}, which is outside the box {box}."
+                )
             for o in offsets:
                 if problem := _unsendable(route, o, r, sent):
                     raise ValueError(f"Route: round {r} sends block {_shown(o)}{problem}")
                 sent[o] = r
-        for there, o in [(route.offset_after(o, step), o) for step, offsets in sends.items() for o in offsets]:
+        for there, o in [
+            (route.offset_after(o, step), o) for step, offsets in sends.items() for o in offsets
+        ]:
             if there in sent:
                 raise ValueError(
                     f"Route: in round {r} block {_shown(o)} arrives at offset {_shown(there)}, whose block was sent away in "
@@ -182,7 +197,11 @@ def _unsendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -> st
         return ", which is at home already: a device keeps the block that belongs to it."
     if sent.get(o) == r:
         return " twice, so that its terms would be counted twice. Send it once."
-    return f" a second time: it was sent away in round {sent[o]}. Send it once, after all has come." if o in sent else ""
+    return (
+        f" a second time: it was sent away in round {sent[o]}. Send it once, after all has come."
+        if o in sent
+        else ""
+    )
 
 
 def _shown(point: Point) -> str:
@@ -200,7 +219,9 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
         lines.writerow(["box", words(route.shape), len(route.rounds)])
         lines.writerow(["round", "step", "offset"])
         for r, sends in enumerate(route.rounds):
-            lines.writerows([r, words(step), words(o)] for step, offsets in sends.items() for o in offsets)
+            lines.writerows(
+                [r, words(step), words(o)] for step, offsets in sends.items() for o in offsets
+            )
 
 
 def from_csv(path: str | os.PathLike[str]) -> Route:

@@ -76,7 +76,9 @@ def pairs(n: int) -> Route:
         ValueError: n is no power of two.
     """
     if n & (n - 1):
-        raise ValueError(f"pairs needs a power of two devices; got {n}. Take halving, which has as many rounds for any number.")
+        raise ValueError(
+            f"pairs needs a power of two devices; got {n}. Take halving, which has as many rounds for any number."
+        )
     dims = max(n.bit_length() - 1, 1)
     return product([ring.table(min(n, 2))] * dims, range(dims))
 
@@ -91,10 +93,14 @@ def machines(g: int, between: Mover = ring) -> Mover:
 
     def table(n: int) -> Route:
         if n % g:
-            raise ValueError(f"machines({g}) needs a multiple of {g} devices; got {n}. Take machines of a size that divides it.")
+            raise ValueError(
+                f"machines({g}) needs a multiple of {g} devices; got {n}. Take machines of a size that divides it."
+            )
         return product([between.table(n // g), ring.table(g)], (1, 0))
 
-    return mover(table, name=f"machines({g})" if between is ring else f"machines({g}, {between.name})")
+    return mover(
+        table, name=f"machines({g})" if between is ring else f"machines({g}, {between.name})"
+    )
 
 
 @mover_of_axes
@@ -118,10 +124,15 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """
     rounds = []
     for turn, k in enumerate(order):
-        spans = [[route.home] if i in order[:turn] else route.points() for i, route in enumerate(routes)]
+        spans = [
+            [route.home] if i in order[:turn] else route.points() for i, route in enumerate(routes)
+        ]
         still = [[route.home] for route in routes]
         for sends in routes[k].rounds:
-            bundles = {step: [point for o in offsets for point in _within(spans, k, o)] for step, offsets in sends.items()}
+            bundles = {
+                step: [point for o in offsets for point in _within(spans, k, o)]
+                for step, offsets in sends.items()
+            }
             rounds.append({_within(still, k, step)[0]: points for step, points in bundles.items()})
     return Route(sum((route.shape for route in routes), ()), rounds)
 

@@ -34,7 +34,9 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
     rows = _in_rows(_as_vector(x, dim), x.size, n * parts)
     blocks = _scatter_slices(rows, 0, routes, axis_name)
-    return _from_vector(jnp.concatenate(blocks), (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]), dim)
+    return _from_vector(
+        jnp.concatenate(blocks), (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]), dim
+    )
 
 
 def all_gather_array(x, dim: int, routes, axis_name):
@@ -45,7 +47,10 @@ def all_gather_array(x, dim: int, routes, axis_name):
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
-    blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares_of(len(rows), parts)]
+    blocks = [
+        lax.slice_in_dim(rows, start, start + length)
+        for start, length in shares_of(len(rows), parts)
+    ]
     return _from_vector(_gather_slices(blocks, 0, routes, axis_name), shape, dim)
 
 
@@ -79,7 +84,9 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
         return lax.dynamic_update_slice_in_dim(result, block, device * length + shares[p][0], dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
-    return pin_buffer(gather(routes, blocks, keep, room(lax.empty, shape, blocks[0]), axis_name, dim=dim))
+    return pin_buffer(
+        gather(routes, blocks, keep, room(lax.empty, shape, blocks[0]), axis_name, dim=dim)
+    )
 
 
 def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:

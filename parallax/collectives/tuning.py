@@ -43,7 +43,12 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
 
 
 def fastest(
-    nbytes: int, n: Sizes, link: Link, *, among: Sequence[Callable[..., Any]] | None = None, itemsize: int = 4
+    nbytes: int,
+    n: Sizes,
+    link: Link,
+    *,
+    among: Sequence[Callable[..., Any]] | None = None,
+    itemsize: int = 4,
 ) -> Callable[..., Any]:
     """The all-reduce of an array of `nbytes` that takes the fewest seconds by its table and the link; of equals, the first.
 
@@ -61,7 +66,9 @@ def fastest(
     return min(among, key=lambda f: cost.seconds(cost.of(f, nbytes, n, itemsize=itemsize), link))
 
 
-def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9) -> Link:
+def fit(
+    mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9
+) -> Link:
     """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of two rings at once, and of
     all bytes exchanged and added.
 
@@ -88,7 +95,12 @@ def fit(mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, ro
     for nbytes in sizes:
         for f, taken, options in probes:
             count = taken(nbytes // 4)
-            calls.append((lambda x, f=f, count=count, options=options: f(x[:count], axis_name, **options), nbytes))
+            calls.append(
+                (
+                    lambda x, f=f, count=count, options=options: f(x[:count], axis_name, **options),
+                    nbytes,
+                )
+            )
             costs.append(cost.of(f, 4 * count, n))
     return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
 
@@ -101,8 +113,13 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """
     best, found = math.inf, Link(0.0, 0.0)
     for one_port, count in itertools.product((False, True), range(1, 5)):
-        relative = np.array([cost.terms(price, one_port) for price in costs]) / np.asarray(measured)[:, None]
-        scale = np.maximum(relative.max(axis=0), 1e-300)  # seconds and seconds a byte differ by nine decades
+        relative = (
+            np.array([cost.terms(price, one_port) for price in costs])
+            / np.asarray(measured)[:, None]
+        )
+        scale = np.maximum(
+            relative.max(axis=0), 1e-300
+        )  # seconds and seconds a byte differ by nine decades
         for used in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
             rates[used] = _least_absolute(relative[:, used] / scale[used]) / scale[used]
@@ -151,7 +168,8 @@ class Choice(NamedTuple):
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
         times = {
-            f: np.array([*known, *new])[order].tolist() for (f, known), new in zip(self.times.items(), by_function, strict=True)
+            f: np.array([*known, *new])[order].tolist()
+            for (f, known), new in zip(self.times.items(), by_function, strict=True)
         }
         return Choice(tuple(np.array([*self.sizes, *sizes])[order].tolist()), times)
 
@@ -184,55 +202,83 @@ def auto(
     for axis_name in axis_names:
         n, fitted = _sizes(mesh, axis_name), link or fit(mesh, axis_name, rounds=rounds)
         rivals = exact(n) if among is None else among
-        predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals}
+        predicted = {
+            f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals
+        }
         ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
-        raced = [lax.psum, *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1])]
+        raced = [
+            lax.psum,
+            *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1]),
+        ]
         choice = Choice((), {f: [] for f in raced})
         more = tuple(sizes)
         for _ in range(1 + REFINED):
             calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in more]  # noqa: B023
-            choice = choice.joined(more, measure(mesh, axis_name, calls, rounds=rounds) if more else [])
+            choice = choice.joined(
+                more, measure(mesh, axis_name, calls, rounds=rounds) if more else []
+            )
             more = choice.crossings()
         choices[tuple(sorted(axes(axis_name)))] = choice
-        predicted = {f: [cost.seconds(cost.of(f, size, n), fitted) for size in choice.sizes] for f in rivals}
+        predicted = {
+            f: [cost.seconds(cost.of(f, size, n), fitted) for size in choice.sizes] for f in rivals
+        }
         told.append(_told(axis_name, n, fitted, choice, predicted))
 
     def all_reduce(x, axis_name):
         choice = choices.get(tuple(sorted(axes(axis_name))))
         if choice is None:
             return lax.psum(x, axis_name)
-        return jax.tree.map(lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x)
+        return jax.tree.map(
+            lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x
+        )
 
     return Mover("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(
         [*told, "Any other axis: lax.psum, not measured."]
     )
 
 
-def measure(mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int) -> list[float]:
+def measure(
+    mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int
+) -> list[float]:
     """The median seconds of each call: of a function of local blocks, and the bytes of its float32 array on each device.
 
     They take turns, so that a machine that becomes slower does so for all. The time is that of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
-    placed = lambda x, spec, n: jax.make_array_from_callback((n, *x.shape[1:]), NamedSharding(mesh, spec), lambda _: x)
-    inputs = {nbytes: placed(np.ones((1, nbytes // 4), np.float32), spec, n) for nbytes in {nbytes for _, nbytes in calls}}
+    placed = lambda x, spec, n: jax.make_array_from_callback(
+        (n, *x.shape[1:]), NamedSharding(mesh, spec), lambda _: x
+    )
+    inputs = {
+        nbytes: placed(np.ones((1, nbytes // 4), np.float32), spec, n)
+        for nbytes in {nbytes for _, nbytes in calls}
+    }
     body = lambda f: lambda x: varying(f(x[0]), axis_name)[None]
-    programs = [jax.jit(meshes.spmd(body(f), mesh=mesh, in_specs=(spec,), out_specs=spec)) for f, _ in calls]
+    programs = [
+        jax.jit(meshes.spmd(body(f), mesh=mesh, in_specs=(spec,), out_specs=spec)) for f, _ in calls
+    ]
     taken = np.zeros((rounds + 1, len(calls)))
     for r in range(rounds + 1):
         for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
-            repeats = min(8, max(1, 2**22 // nbytes)) if r else 1  # a sample of a short one is many calls
+            repeats = (
+                min(8, max(1, 2**22 // nbytes)) if r else 1
+            )  # a sample of a short one is many calls
             start = time.perf_counter()
             for _ in range(repeats):
                 jax.block_until_ready(program(inputs[nbytes]))
             taken[r, k] = (time.perf_counter() - start) / repeats
     medians = np.median(taken[1:], axis=0).astype(np.float32)  # the first compiles
     every = P(mesh.axis_names)
-    slowest = meshes.spmd(lambda x: lax.pmax(x[0], mesh.axis_names), mesh=mesh, in_specs=(every,), out_specs=P())
-    return np.asarray(jax.jit(slowest)(placed(medians[None], every, mesh.size)), np.float64).tolist()
+    slowest = meshes.spmd(
+        lambda x: lax.pmax(x[0], mesh.axis_names), mesh=mesh, in_specs=(every,), out_specs=P()
+    )
+    return np.asarray(
+        jax.jit(slowest)(placed(medians[None], every, mesh.size)), np.float64
+    ).tolist()
 
 
-def _told(axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict) -> str:
+def _told(
+    axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict
+) -> str:
     """What was measured and chosen on one axis."""
     lines = [
         f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, "
@@ -242,12 +288,17 @@ def _told(axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Cho
     ]
     for f, times in choice.times.items():
         model = predicted.get(f, [None] * len(times))
-        cells = [f"{1e3 * t:.3g}" + ("" if m is None else f" ({1e3 * m:.3g})") for t, m in zip(times, model, strict=True)]
+        cells = [
+            f"{1e3 * t:.3g}" + ("" if m is None else f" ({1e3 * m:.3g})")
+            for t, m in zip(times, model, strict=True)
+        ]
         cells = [f"{_bytes(size)} {cell}" for size, cell in zip(choice.sizes, cells, strict=True)]
         lines.append(f"  {spelt(f)}: " + ", ".join(cells))
     grid = [2**k for k in range(2, 31)]
     spans = [(f, list(sizes)) for f, sizes in itertools.groupby(grid, key=choice.fastest)]
-    chosen = [spelt(f) + (f" from {_bytes(sizes[0])}" if k else "") for k, (f, sizes) in enumerate(spans)]
+    chosen = [
+        spelt(f) + (f" from {_bytes(sizes[0])}" if k else "") for k, (f, sizes) in enumerate(spans)
+    ]
     return "\n".join([*lines, f"Chosen, as the fastest at its size: {', '.join(chosen)}."])
 
 
@@ -257,7 +308,11 @@ def _bytes(count: int) -> str:
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
-    return tuple(mesh.shape[name] for name in axis_name) if isinstance(axis_name, tuple) else mesh.shape[axis_name]
+    return (
+        tuple(mesh.shape[name] for name in axis_name)
+        if isinstance(axis_name, tuple)
+        else mesh.shape[axis_name]
+    )
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:

@@ -85,7 +85,9 @@ def pending(x: Shaped[Array, "..."]) -> dict[str, str]:
 def pending_of_type(aval: Any) -> dict[str, str]:
     """`pending` of all arrays of the type `aval`."""
     try:
-        return dict.fromkeys(sorted(aval.mat.unreduced), "unreduced") | dict.fromkeys(sorted(aval.mat.reduced), "reduced")
+        return dict.fromkeys(sorted(aval.mat.unreduced), "unreduced") | dict.fromkeys(
+            sorted(aval.mat.reduced), "reduced"
+        )
     except AttributeError as error:
         raise TypeError(type_error) from error
 
@@ -97,7 +99,11 @@ def cast(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, 
     """
     for axis, was in pending(x).items():
         if axis in states:
-            x = terms_p.bind(x, axis=axis) if was == "unreduced" else lax.pcast(x, axis, to="varying")
+            x = (
+                terms_p.bind(x, axis=axis)
+                if was == "unreduced"
+                else lax.pcast(x, axis, to="varying")
+            )
     x = varying(x, tuple(states))
     same = tuple(axis for axis, state in states.items() if state in ("invarying", "reduced"))
     x = replicated(x, same) if same else x
@@ -112,7 +118,9 @@ def _terms_type(x, *, axis):
     return x.update(manual_axis_type=type(kind)(varying=kind.varying | {axis}, **others))
 
 
-terms_p = Primitive("terms")  # unreduced -> varying, the one cast that `lax.pcast` lacks: each device's own term
+terms_p = Primitive(
+    "terms"
+)  # unreduced -> varying, the one cast that `lax.pcast` lacks: each device's own term
 terms_p.def_abstract_eval(_terms_type)
 mlir.register_lowering(terms_p, lambda context, x, *, axis: [x])
 
@@ -137,7 +145,9 @@ def _check_bound(names: tuple[str, ...]) -> None:
             over, cure = "outside a map", "Call it inside mesh.spmd, over a mesh with that axis"
             if bound:
                 over, cure = f"over {', '.join(map(repr, bound))}", "Name one of those"
-            raise ValueError(f"{name!r} is not an axis of this code, which runs {over}. {cure}.") from error
+            raise ValueError(
+                f"{name!r} is not an axis of this code, which runs {over}. {cure}."
+            ) from error
 
 
 def check_typed() -> None:
@@ -226,7 +236,11 @@ def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) 
         found.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
         return ()
 
-    inside = body if mesh is None else jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), check_vma=check_vma)
+    inside = (
+        body
+        if mesh is None
+        else jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), check_vma=check_vma)
+    )
     jax.eval_shape(inside)
     return found[0]
 
@@ -244,10 +258,18 @@ def _batched(arguments, dims, *, forward, backward, name):
 
 linear_p = Primitive("linear_collective")
 linear_p.def_impl(lambda x, *, forward, backward, name: forward(x))
-linear_p.def_abstract_eval(lambda x, *, forward, backward, name: jax.make_jaxpr(forward)(x).out_avals[0])
-mlir.register_lowering(linear_p, mlir.lower_fun(lambda x, *, forward, backward, name: forward(x), multiple_results=False))
+linear_p.def_abstract_eval(
+    lambda x, *, forward, backward, name: jax.make_jaxpr(forward)(x).out_avals[0]
+)
+mlir.register_lowering(
+    linear_p,
+    mlir.lower_fun(lambda x, *, forward, backward, name: forward(x), multiple_results=False),
+)
 ad.deflinear2(
-    linear_p, lambda ct, x, *, forward, backward, name: [linear_p.bind(ct, forward=backward, backward=forward, name="")]
+    linear_p,
+    lambda ct, x, *, forward, backward, name: [
+        linear_p.bind(ct, forward=backward, backward=forward, name="")
+    ],
 )
 batching.primitive_batchers[linear_p] = _batched
 
@@ -276,7 +298,11 @@ def moved(
         return g
 
     unreduced = any(axis in axes(axis_name) for axis in pending(x))
-    return linear(x, forward=on_terms(forward, to), backward=on_terms(backward, "reduced" if unreduced else "varying"))
+    return linear(
+        x,
+        forward=on_terms(forward, to),
+        backward=on_terms(backward, "reduced" if unreduced else "varying"),
+    )
 
 
 def summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:

@@ -14,7 +14,9 @@ import numpy as np
 
 from parallax.compiled import hlo
 
-LONGEST = 20_000  # positions that one loop may fill; of a longer one as many whole trips as fit are there
+LONGEST = (
+    20_000  # positions that one loop may fill; of a longer one as many whole trips as fit are there
+)
 SAME = {"tuple", "get-tuple-element", "bitcast", "opt-barrier", "while", "add-dependency", "domain"}
 SILENT = {"parameter", "constant", "after-all", *SAME}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds what is written
@@ -66,7 +68,13 @@ class _Buffer:
     """Bytes with a place of their own, from one instruction to another; `outside` if the place is not the computation's."""
 
     def __init__(self, size: int, what: str, start: int, outside: bool):
-        self.bytes, self.what, self.start, self.stop, self.outside = size, what, start, start, outside
+        self.bytes, self.what, self.start, self.stop, self.outside = (
+            size,
+            what,
+            start,
+            start,
+            outside,
+        )
         self.into: _Buffer = self
         self.loops: list[tuple[int, bool]] = []  # that fill it (true) or empty it
 
@@ -104,7 +112,9 @@ def read(compiled: jax.stages.Compiled | str) -> Life:
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.module(text)
     numbers = {name: int(number) for name, number in PARAMETER.findall(text)}
-    donated = {int(leaf or 0): int(number) for leaf, number in DONATED.findall(text.split("\n", 1)[0])}
+    donated = {
+        int(leaf or 0): int(number) for leaf, number in DONATED.findall(text.split("\n", 1)[0])
+    }
     return _life(_Program(module, numbers, donated), module.entry, {})
 
 
@@ -112,15 +122,23 @@ def _life(program: _Program, name: str, known: dict[str, Life]) -> Life:
     if name in known:
         return known[name]
     inner: list[Life] = []
-    follows: set[str] = set()  # what comes after some of the forward pass: what does not is no backward pass yet
+    follows: set[str] = (
+        set()
+    )  # what comes after some of the forward pass: what does not is no backward pass yet
     for instruction in program[name].values():
         phase, begun = _phase(instruction), not follows.isdisjoint(instruction.operands)
         begun |= instruction.opcode == "parameter" and name != program.module.entry
-        inner.append(_inside(program, instruction, UNKNOWN if phase == BACKWARD and not begun else phase, known))
+        inner.append(
+            _inside(
+                program, instruction, UNKNOWN if phase == BACKWARD and not begun else phase, known
+            )
+        )
         if begun or phase == FORWARD or (inner[-1].phase == FORWARD).any():
             follows.add(instruction.name)
     offsets = np.cumsum([0, *(len(life.live) for life in inner)])
-    live, filled, phase = (np.concatenate(parts) for parts in zip(*(life[:3] for life in inner), strict=True))
+    live, filled, phase = (
+        np.concatenate(parts) for parts in zip(*(life[:3] for life in inner), strict=True)
+    )
     top, own = np.zeros(len(live) + 1, np.int64), []
     for buffer in _buffers(program, name):
         start, stop = int(offsets[buffer.start]), int(offsets[buffer.stop + 1])
@@ -138,14 +156,21 @@ def _life(program: _Program, name: str, known: dict[str, Life]) -> Life:
     return known[name]
 
 
-def _inside(program: _Program, instruction: hlo.Instruction, phase: int, known: dict[str, Life]) -> Life:
+def _inside(
+    program: _Program, instruction: hlo.Instruction, phase: int, known: dict[str, Life]
+) -> Life:
     """The positions of one instruction: one, or those of what it calls."""
     if instruction.opcode in ("while", "call", "conditional"):
         called = [(_life(program, name, known), trips) for name, trips in instruction.called]
         life, trips = max(called, key=lambda pair: (pair[0].live.max(initial=0), len(pair[0].live)))
         times = max(1, min(trips, LONGEST // max(len(life.live), 1)))
         phases = np.where(life.phase == UNKNOWN, phase, life.phase)
-        return Life(np.tile(life.live, times), np.tile(life.filled, times), np.tile(phases, times), life.peak)
+        return Life(
+            np.tile(life.live, times),
+            np.tile(life.filled, times),
+            np.tile(phases, times),
+            life.peak,
+        )
     count = 0 if instruction.opcode in SILENT or instruction.opcode.endswith("-done") else 1
     return Life(np.zeros(count, np.int64), np.zeros(count), np.full(count, phase), [])
 
@@ -188,9 +213,14 @@ def _buffers(program: _Program, name: str) -> list[_Buffer]:
         if instruction.opcode in SAME or instruction.opcode.endswith("-done"):
             values[instruction.name] = taken
         else:
-            outside, what = instruction.opcode in ("parameter", "constant"), _made_by(instruction) or instruction.opcode
+            outside, what = (
+                instruction.opcode in ("parameter", "constant"),
+                _made_by(instruction) or instruction.opcode,
+            )
             of = lambda op: f"{op.dtype}[{','.join(map(str, op.shape))}] {what}"  # noqa: B023
-            values[instruction.name] = [_Buffer(op.bytes, of(op), k, outside) for op in instruction.ops]
+            values[instruction.name] = [
+                _Buffer(op.bytes, of(op), k, outside) for op in instruction.ops
+            ]
             made.append((instruction.name, given, values[instruction.name]))
         if instruction.opcode == "while":
             for leaf, fills in _stacked(program, instruction).items():
@@ -216,7 +246,9 @@ def _share(program: _Program, inside: dict[str, hlo.Instruction], made: list) ->
                     new.share(old)
 
 
-def _places(program: _Program, values: dict[str, list[_Buffer]]) -> list[tuple[int, list[tuple[int, int]]]]:
+def _places(
+    program: _Program, values: dict[str, list[_Buffer]]
+) -> list[tuple[int, list[tuple[int, int]]]]:
     """The places of the results, those of donated arguments among them: their bytes, and when they are in use."""
     *_, root = values
     taken = {number: values[name][0] for name, number in program.numbers.items() if name in values}
@@ -249,7 +281,9 @@ def _operands(instruction: hlo.Instruction) -> list[str]:
     return instruction.operands[: len(instruction.operands) - waits]
 
 
-def _updates(program: _Program, inside: dict[str, hlo.Instruction], name: str) -> list[tuple[int, int, int]]:
+def _updates(
+    program: _Program, inside: dict[str, hlo.Instruction], name: str
+) -> list[tuple[int, int, int]]:
     """What an instruction writes in place: the operand, the part of the result, the bytes written of it."""
     instruction = inside[name]
     if instruction.opcode in UPDATES:
@@ -262,7 +296,13 @@ def _updates(program: _Program, inside: dict[str, hlo.Instruction], name: str) -
         made = _through(inside, result)
         target = _through(inside, made.operands[0]) if made.opcode in UPDATES else made
         if made is not target and target.opcode == "parameter":
-            found.append((program.numbers[target.name], part, _size(inside[made.operands[UPDATES[made.opcode]]])))
+            found.append(
+                (
+                    program.numbers[target.name],
+                    part,
+                    _size(inside[made.operands[UPDATES[made.opcode]]]),
+                )
+            )
     return found
 
 
@@ -277,7 +317,11 @@ def _element_wise(program: _Program, instruction: hlo.Instruction) -> list[int]:
     for inner in _fused(program, instruction).values():
         own = {program.numbers[inner.name]} if inner.opcode == "parameter" else set()
         made_of[inner.name] = own.union(*(made_of[operand] for operand in inner.operands))
-        if not ELEMENTWISE.fullmatch(inner.opcode) and inner.opcode not in ("parameter", "constant", "tuple"):
+        if not ELEMENTWISE.fullmatch(inner.opcode) and inner.opcode not in (
+            "parameter",
+            "constant",
+            "tuple",
+        ):
             mixed |= made_of[inner.name]
     return [number for number in range(len(_operands(instruction))) if number not in mixed]
 
@@ -289,17 +333,34 @@ def _stacked(program: _Program, loop: hlo.Instruction) -> dict[int, bool]:
     *_, root = inside.values()
     found: dict[int, bool] = {}
     for part in inside.values():
-        if part.opcode != "get-tuple-element" or inside[part.operands[0]].opcode != "parameter" or root.opcode != "tuple":
+        if (
+            part.opcode != "get-tuple-element"
+            or inside[part.operands[0]].opcode != "parameter"
+            or root.opcode != "tuple"
+        ):
             continue
         leaf, size = _index(part), _size(part)
         if root.operands[leaf] == part.name:
-            readers = [inner for inner in inside.values() if part.name in inner.operands and inner is not root]
-            if readers and trips > 1 and all(trips * _slice(program, inner, part.name) == size for inner in readers):
+            readers = [
+                inner
+                for inner in inside.values()
+                if part.name in inner.operands and inner is not root
+            ]
+            if (
+                readers
+                and trips > 1
+                and all(trips * _slice(program, inner, part.name) == size for inner in readers)
+            ):
                 found[leaf] = False
             continue
         result = inside[root.operands[leaf]]
         for operand, place, written in _updates(program, inside, result.name):
-            if place == 0 and trips > 1 and result.operands[operand] == part.name and trips * written == size:
+            if (
+                place == 0
+                and trips > 1
+                and result.operands[operand] == part.name
+                and trips * written == size
+            ):
                 found[leaf] = True
     return found
 

@@ -80,16 +80,27 @@ def table(entries: Sequence[Entry]) -> str:
     rows = [["axes", "kind", "count", "bytes", "hops", ""]]
     for entry in entries:
         numbers = [f"{number:,}" for number in (entry.count, entry.bytes, entry.hops)]
-        remarks = [word for word, holds in (("conditional", entry.conditional), ("trips unknown", entry.unbounded)) if holds]
+        remarks = [
+            word
+            for word, holds in (
+                ("conditional", entry.conditional),
+                ("trips unknown", entry.unbounded),
+            )
+            if holds
+        ]
         rows.append([_spelt(entry.axes), entry.kind, *numbers, ", ".join(remarks)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
-    lines = ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def differences(
-    entries: Sequence[Entry], predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry]
+    entries: Sequence[Entry],
+    predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry],
 ) -> list[str]:
     """Where the program differs from what was `predicted`, a sentence each; none if it does not.
 
@@ -104,17 +115,28 @@ def differences(
     told = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if not isinstance(predicted, Mapping):
         key = lambda entry: (entry.kind, entry.axes, entry.conditional, entry.unbounded)
-        wanted, there = {key(entry): entry for entry in predicted}, {key(entry): entry for entry in entries}
+        wanted, there = (
+            {key(entry): entry for entry in predicted},
+            {key(entry): entry for entry in entries},
+        )
         for of in dict.fromkeys([*wanted, *there]):
             value = (wanted[of].bytes, wanted[of].count, wanted[of].hops) if of in wanted else None
-            told += _compared(f"{of[0]} along {_spelt(of[1])}", value, [there[of]] if of in there else [])
+            told += _compared(
+                f"{of[0]} along {_spelt(of[1])}", value, [there[of]] if of in there else []
+            )
         return told
     along: dict[tuple, list[Entry]] = {}
     for entry in entries:
         along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
-    wanted = {tuple(sorted(axes(names))): (axes(names), value) for names, value in predicted.items()}
+    wanted = {
+        tuple(sorted(axes(names))): (axes(names), value) for names, value in predicted.items()
+    }
     for key, (names, value) in wanted.items():
-        numbers = (value.sent, value.messages, value.chain) if isinstance(value, Cost) else (value, None, None)
+        numbers = (
+            (value.sent, value.messages, value.chain)
+            if isinstance(value, Cost)
+            else (value, None, None)
+        )
         told += _compared(f"along {_spelt(names)}", numbers, along.get(key, []))
     for key, found in along.items():
         if key not in wanted:
@@ -128,17 +150,34 @@ def _compared(what: str, predicted: tuple | None, found: list[Entry]) -> list[st
     of = lambda field: sum(getattr(entry, field) for entry in found)
     seen = ", ".join(f"{entry.count:,} {entry.kind}" for entry in found)
     if predicted is None:
-        return [f"{what}: nothing was predicted, and the program moves {of('bytes'):,} bytes ({seen})."]
+        return [
+            f"{what}: nothing was predicted, and the program moves {of('bytes'):,} bytes ({seen})."
+        ]
     if not found:
-        return [f"{what}: {predicted[0]:,} bytes were predicted, and the program moves none."] if predicted[0] else []
+        return (
+            [f"{what}: {predicted[0]:,} bytes were predicted, and the program moves none."]
+            if predicted[0]
+            else []
+        )
     told = []
-    for field, unit, wanted in zip(("bytes", "count", "hops"), ("bytes", "collectives", "hops in a row"), predicted, strict=True):
+    for field, unit, wanted in zip(
+        ("bytes", "count", "hops"),
+        ("bytes", "collectives", "hops in a row"),
+        predicted,
+        strict=True,
+    ):
         got = of(field)
         if wanted is None or wanted == got or (field == "hops" and got < wanted):
             continue
         times = got // wanted if wanted and got % wanted == 0 else 1
-        hint = f": exactly {times} times as many; is it in a loop, or done {times} times?" if times > 1 else "."
-        told.append(f"{what}: {wanted:,} {unit} were predicted, and the program has {got:,} ({seen}){hint}")
+        hint = (
+            f": exactly {times} times as many; is it in a loop, or done {times} times?"
+            if times > 1
+            else "."
+        )
+        told.append(
+            f"{what}: {wanted:,} {unit} were predicted, and the program has {got:,} ({seen}){hint}"
+        )
     return told
 
 
@@ -146,7 +185,11 @@ def _uncertain(entry: Entry) -> str:
     what = f"{entry.kind} along {_spelt(entry.axes)}"
     if entry.unbounded:
         return f"{what}: stands in a loop whose number of trips XLA does not know, and is counted for one trip."
-    hangs = " Where devices take different branches, a permute hangs." if entry.kind == "collective-permute" else ""
+    hangs = (
+        " Where devices take different branches, a permute hangs."
+        if entry.kind == "collective-permute"
+        else ""
+    )
     return f"{what}: stands in a conditional, and is counted as if all its branches ran.{hangs}"
 
 
@@ -154,7 +197,9 @@ def _spelt(names: tuple[str, ...]) -> str:
     return " x ".join(names) or "no axis"
 
 
-def _chain(program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]) -> Counter:
+def _chain(
+    program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
+) -> Counter:
     """For each key, how many of its collectives run one after another in a computation, each waiting for the one before."""
     if name in known:
         return known[name]
@@ -172,10 +217,15 @@ def _chain(program: hlo.Module, name: str, key: Callable[..., Any], known: dict[
             own = Counter([key(instruction)])
         else:
             inside = [
-                (_chain(program, called, key, known), often or instruction.counted or 1) for called, often in instruction.called
+                (_chain(program, called, key, known), often or instruction.counted or 1)
+                for called, often in instruction.called
             ]
-            inside = [Counter({of: often * hops for of, hops in chain.items()}) for chain, often in inside]
-            own = _longest(inside) if instruction.opcode == "conditional" else sum(inside, Counter())
+            inside = [
+                Counter({of: often * hops for of, hops in chain.items()}) for chain, often in inside
+            ]
+            own = (
+                _longest(inside) if instruction.opcode == "conditional" else sum(inside, Counter())
+            )
         ends[instruction.name] = _longest(before) + own
         longest |= ends[instruction.name]
     known[name] = longest

@@ -32,7 +32,9 @@ class Costly(NamedTuple):
     line: str
 
 
-def instructions(compiled: jax.stages.Compiled | str, rates: Rates, *, cores: int = 1) -> list[Costly]:
+def instructions(
+    compiled: jax.stages.Compiled | str, rates: Rates, *, cores: int = 1
+) -> list[Costly]:
     """All instructions that take time, the most expensive first. A loop of unknown length counts as one trip.
 
     Args:
@@ -51,7 +53,16 @@ def instructions(compiled: jax.stages.Compiled | str, rates: Rates, *, cores: in
                 for called, often in each.called:
                     inside(called, times * (often or each.counted or 1))
             elif (taken := int(times) * costs.of(each)) and not each.collective:
-                found.append(Costly(taken, int(times), each.name, each.opcode, each.result, line_of(each.attributes)))
+                found.append(
+                    Costly(
+                        taken,
+                        int(times),
+                        each.name,
+                        each.opcode,
+                        each.result,
+                        line_of(each.attributes),
+                    )
+                )
 
     inside(program.entry, 1)
     return sorted(found, key=lambda each: -each.seconds)

@@ -86,8 +86,14 @@ class Instruction(NamedTuple):
         result = self.result
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
             result = parts(result)[1]  # of (operands, results, context words)
-        found = [(dtype, tuple(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in ARRAY.findall(result)]
-        return [Op(self.collective or "", dtype, shape, math.prod(shape) * bits(dtype) // 8) for dtype, shape in found]
+        found = [
+            (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+            for dtype, dims in ARRAY.findall(result)
+        ]
+        return [
+            Op(self.collective or "", dtype, shape, math.prod(shape) * bits(dtype) // 8)
+            for dtype, shape in found
+        ]
 
     @property
     def called(self) -> list[tuple[str, int]]:
@@ -97,7 +103,11 @@ class Instruction(NamedTuple):
         found = TRIPS.search(self.attributes)
         trips = int(found[1]) if found else self.trips
         times = {"body": trips, "condition": trips and trips + 1}
-        return [(name, times.get(key, 1)) for key, names in CALLED.findall(self.attributes) for name in _names(names)]
+        return [
+            (name, times.get(key, 1))
+            for key, names in CALLED.findall(self.attributes)
+            for name in _names(names)
+        ]
 
     @property
     def counted(self) -> Fraction:
@@ -190,16 +200,22 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             opcode, rest = rest.strip().split("(", 1)
             operands, attributes = _closed("(" + rest)
             # The value of a constant and the number of a parameter stand where operands do.
-            attributes = operands + attributes if opcode in ("constant", "parameter") else attributes
+            attributes = (
+                operands + attributes if opcode in ("constant", "parameter") else attributes
+            )
             waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
-            lines.append(Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes))
+            lines.append(
+                Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes)
+            )
     return Module(slices.joined(trips.counted(computations, roots), text), entry)
 
 
 def runs(program: Module) -> Iterator[Run]:
     """The collectives of a program, in the order of its text. All branches of a conditional count."""
 
-    def inside(name: str, times: int | Fraction, conditional: bool, unbounded: bool) -> Iterator[Run]:
+    def inside(
+        name: str, times: int | Fraction, conditional: bool, unbounded: bool
+    ) -> Iterator[Run]:
         for instruction in program[name]:
             if instruction.collective:
                 yield Run(instruction, int(times), conditional, unbounded)
@@ -220,7 +236,10 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     process aborts. `cpu.ordered` puts the second behind the first.
     """
     program = module(compiled)
-    sends = lambda instruction: instruction.collective or any(any(map(sends, program[name])) for name, _ in instruction.called)
+    sends = lambda instruction: (
+        instruction.collective
+        or any(any(map(sends, program[name])) for name, _ in instruction.called)
+    )
     found = []
     for lines in program.computations.values():
         before: dict[str, frozenset[str]] = {}  # what each instruction waits for
@@ -254,9 +273,18 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
-    along = {name: (int(before or 1), int(size or shape[name])) for name, _, before, size in NAMED_AXIS.findall(names)}
-    split = [(before, size, shape[name] // (before * size)) for name, (before, size) in along.items()]
-    dims = [dim for name in shape for dim in (split[list(along).index(name)] if name in along else (1, shape[name], 1))]
+    along = {
+        name: (int(before or 1), int(size or shape[name]))
+        for name, _, before, size in NAMED_AXIS.findall(names)
+    }
+    split = [
+        (before, size, shape[name] // (before * size)) for name, (before, size) in along.items()
+    ]
+    dims = [
+        dim
+        for name in shape
+        for dim in (split[list(along).index(name)] if name in along else (1, shape[name], 1))
+    ]
     members = [3 * list(shape).index(name) + 1 for name in along]
     ids = np.moveaxis(ids.reshape(dims), members, range(-len(members), 0))
     return ids.reshape(-1, math.prod(size for _, size in along.values()))

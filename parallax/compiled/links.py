@@ -74,22 +74,30 @@ class Machine(NamedTuple):
             for link in path:
                 busy[link] = busy.get(link, 0.0) + size / speed
             hops = 1 if far or not self.sizes else len(path)
-            longest = max(longest, hops * (self.rates.far_hop if far else self.rates.hop) if path else 0.0)
+            longest = max(
+                longest, hops * (self.rates.far_hop if far else self.rates.hop) if path else 0.0
+            )
         return busy, longest
 
 
-def torus(rates: Rates, coordinates: Sequence[Sequence[int]], groups: Sequence[int] | None = None) -> Machine:
+def torus(
+    rates: Rates, coordinates: Sequence[Sequence[int]], groups: Sequence[int] | None = None
+) -> Machine:
     """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
     cores = max(Counter(zip(groups, places, strict=True)).values())
-    return Machine(rates, places, groups, sizes, cores, neighbours.closed(rates.name in neighbours.FLAT, sizes))
+    return Machine(
+        rates, places, groups, sizes, cores, neighbours.closed(rates.name in neighbours.FLAT, sizes)
+    )
 
 
 def switch(rates: Rates, devices: int, in_machine: int = 8) -> Machine:
     """GPUs: machines of so many, each device with one port to its switch and one to the network."""
-    return Machine(rates, tuple((k,) for k in range(devices)), tuple(k // in_machine for k in range(devices)))
+    return Machine(
+        rates, tuple((k,) for k in range(devices)), tuple(k // in_machine for k in range(devices))
+    )
 
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
@@ -125,7 +133,9 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
             sent |= {(a, b): total / n for a in members for b in members if a != b}
             continue
         # Of the results: an all-gather's is the whole, a reduce-scatter's a part.
-        part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[str(kind)]
+        part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[
+            str(kind)
+        ]
         for a, b in zip(members, [*members[1:], members[0]], strict=True):
             if a != b:
                 for pair in ((a, b), (b, a)):

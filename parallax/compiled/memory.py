@@ -74,8 +74,15 @@ def of(compiled: jax.stages.Compiled) -> Profile:
 def live(device: Device | None = None) -> int:
     """The bytes of all arrays that exist on `device` (the first of this process by default), each buffer once."""
     device = jax.local_devices()[0] if device is None else device
-    shards = (shard.data for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device)
-    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards if shard.nbytes}.values())
+    shards = (
+        shard.data
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+    return sum(
+        {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards if shard.nbytes}.values()
+    )
 
 
 class Sampled:

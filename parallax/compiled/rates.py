@@ -50,7 +50,18 @@ class Rates(NamedTuple):
 
 
 def _tpu(name, gib, tera, bandwidth, link, network, clock) -> Rates:
-    return Rates(name, "tpu", gib * GIB, tera * TERA, bandwidth * GB, link * GB, 1e-6, network * GB, 1e-5, clock * 1e9)
+    return Rates(
+        name,
+        "tpu",
+        gib * GIB,
+        tera * TERA,
+        bandwidth * GB,
+        link * GB,
+        1e-6,
+        network * GB,
+        1e-5,
+        clock * 1e9,
+    )
 
 
 def _gpu(name, gb, tera, bandwidth, link, network) -> Rates:

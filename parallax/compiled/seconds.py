@@ -12,10 +12,21 @@ from parallax.compiled import hlo
 from parallax.compiled.rates import Rates
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-KERNEL = re.compile(r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?"bytes_accessed":"?(\d+)"?')
+KERNEL = re.compile(
+    r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?"bytes_accessed":"?(\d+)"?'
+)
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
 FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    ),
     *("add-dependency", "opt-barrier", "iota", "domain"),
 }
 CUTS = {"dynamic-slice", "slice", "gather"}
@@ -41,7 +52,9 @@ class Costs:
             return int(found[1]) / self.rates.clock
         if found := KERNEL.search(line.attributes):
             return self._over_rates(int(found[1]), int(found[2]))
-        if line.opcode in FREE or (line.opcode == "custom-call" and "AllocateBuffer" in line.attributes):
+        if line.opcode in FREE or (
+            line.opcode == "custom-call" and "AllocateBuffer" in line.attributes
+        ):
             return 0.0
         if self.rates.clock:  # on a TPU: what moves data and has no cycles; the compiler estimates none for a few numbers
             moves = line.opcode in ("copy", "copy-start", "slice-start")
@@ -50,7 +63,13 @@ class Costs:
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
         products, passes, _ = self.rates.reached
-        return float(self.cores * max(operations / (self.rates.products * products), traffic / (self.rates.bandwidth * passes)))
+        return float(
+            self.cores
+            * max(
+                operations / (self.rates.products * products),
+                traffic / (self.rates.bandwidth * passes),
+            )
+        )
 
     def operations(self, line: hlo.Instruction) -> float:
         """Floating-point operations of the products in an instruction."""
@@ -64,7 +83,11 @@ class Costs:
             return 0.0
         over = [int(k) for k in re.findall(r"\d+", found[1])] if found else []
         shapes = _shapes(left.result)
-        return 2.0 * math.prod(_shapes(line.result)[0]) * math.prod(shapes[0][k] for k in over) if shapes else 0.0
+        return (
+            2.0 * math.prod(_shapes(line.result)[0]) * math.prod(shapes[0][k] for k in over)
+            if shapes
+            else 0.0
+        )
 
     def traffic(self, line: hlo.Instruction) -> float:
         """Bytes that an instruction reads and writes."""
@@ -75,7 +98,9 @@ class Costs:
         inner = self.program[line.called[0][0]] if line.opcode == "fusion" and line.called else []
         if not inner:
             return float(nbytes(line.result) + sum(map(self._size, line.operands)))
-        return self._written(line) + sum(self._read(each, inner) for each in inner if each.opcode == "parameter")
+        return self._written(line) + sum(
+            self._read(each, inner) for each in inner if each.opcode == "parameter"
+        )
 
     def _written(self, line: hlo.Instruction) -> float:
         """Bytes of the result; where the result is an array updated in place, the bytes of the update."""
@@ -91,7 +116,10 @@ class Costs:
         users = [each for each in inner if parameter.name in each.operands]
         if users and all(each.opcode in CUTS for each in users):
             return float(sum(nbytes(each.result) for each in users))
-        if users and all(each.opcode == "dynamic-update-slice" and each.operands[0] == parameter.name for each in users):
+        if users and all(
+            each.opcode == "dynamic-update-slice" and each.operands[0] == parameter.name
+            for each in users
+        ):
             return 0.0
         return float(nbytes(parameter.result))
 

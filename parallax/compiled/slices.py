@@ -55,20 +55,34 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
     """A `recv` as the start of the collective; it waits for what its `send` takes."""
     array = line.result.split(", u32[]", 1)[0]
     rendezvous = RENDEZVOUS.search(line.attributes)
-    operands = [sends[rendezvous[1]], *line.operands] if rendezvous and rendezvous[1] in sends else line.operands
+    operands = (
+        [sends[rendezvous[1]], *line.operands]
+        if rendezvous and rendezvous[1] in sends
+        else line.operands
+    )
     place = lambda number: (int(number) // SLICE - 1) * partitions + int(number) % SLICE
     grid = GRID.search(line.attributes)
     if kind == "ONE_TO_ONE":
         pairs = ",".join(f"{{{place(a)},{place(b)}}}" for a, b in PAIR.findall(line.attributes))
         attributes = f"source_target_pairs={{{pairs}}}, {line.attributes}"
         return line._replace(
-            opcode="collective-permute-start", result=f"{array}, {array}", operands=operands, attributes=attributes
+            opcode="collective-permute-start",
+            result=f"{array}, {array}",
+            operands=operands,
+            attributes=attributes,
         )
     if kind == "ALL_REDUCE" and grid:
         slices, first, last = grid[1].split(","), int(grid[2]), int(grid[3])
-        groups = [",".join(str((int(k) - 1) * partitions + device) for k in slices) for device in range(first, last + 1)]
-        attributes = f"replica_groups={{{','.join(f'{{{group}}}' for group in groups)}}}, {line.attributes}"
-        return line._replace(opcode="all-reduce-start", result=array, operands=operands, attributes=attributes)
+        groups = [
+            ",".join(str((int(k) - 1) * partitions + device) for k in slices)
+            for device in range(first, last + 1)
+        ]
+        attributes = (
+            f"replica_groups={{{','.join(f'{{{group}}}' for group in groups)}}}, {line.attributes}"
+        )
+        return line._replace(
+            opcode="all-reduce-start", result=array, operands=operands, attributes=attributes
+        )
     raise ValueError(
         f"This program has a collective between TPU slices that cannot be read, {kind} ({line.name}). Read are permutes, as the "
         "package's rings send them, and lax.psum: move the data along that axis with ring(axis)."

@@ -20,7 +20,9 @@ def read(text: str) -> Callable[[str], str]:
     frames: dict[str, tuple[str, str]] = {}
     table = ""
     for line in text.splitlines():
-        table = line if line in ("FileNames", "FileLocations", "StackFrames") else table if line else ""
+        table = (
+            line if line in ("FileNames", "FileLocations", "StackFrames") else table if line else ""
+        )
         if table == "FileNames" and (found := FILE.match(line)):
             files[found[1]] = found[2]
         elif table == "FileLocations" and (found := LOCATION.match(line)):

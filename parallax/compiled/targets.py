@@ -94,8 +94,16 @@ class Program(NamedTuple):
         found = self.compiled.memory_analysis()
         assert found is not None
         results = found.output_size_in_bytes - found.alias_size_in_bytes
-        held = {"arguments": found.argument_size_in_bytes, "results": results, "temporaries": found.temp_size_in_bytes}
-        held |= {"program": found.generated_code_size_in_bytes} if found.generated_code_size_in_bytes else {}
+        held = {
+            "arguments": found.argument_size_in_bytes,
+            "results": results,
+            "temporaries": found.temp_size_in_bytes,
+        }
+        held |= (
+            {"program": found.generated_code_size_in_bytes}
+            if found.generated_code_size_in_bytes
+            else {}
+        )
         return held | {"peak": sum(held.values())}
 
     @property
@@ -125,7 +133,9 @@ def target(name: str) -> Target:
     """
     found = NAME.match(name.strip().lower())
     if not found or found[2] not in rates.CHIPS:
-        raise ValueError(f"targets.target needs a number of one of {', '.join(rates.CHIPS)}; got {name!r}. {_examples()}")
+        raise ValueError(
+            f"targets.target needs a number of one of {', '.join(rates.CHIPS)}; got {name!r}. {_examples()}"
+        )
     count, chip, sizes = int(found[1] or 1), found[2], found[3]
     here = rates.CHIPS[chip]
     if (here.platform == "tpu") != bool(sizes) or not count:
@@ -139,9 +149,15 @@ def target(name: str) -> Target:
         raise
     except Exception as error:
         sentence = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"targets.target: the compiler has no {name!r}: {sentence[0]}. {_examples()}") from error
+        raise ValueError(
+            f"targets.target: the compiler has no {name!r}: {sentence[0]}. {_examples()}"
+        ) from error
     devices = tuple(topology.devices)
-    chips = {(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices} if here.platform == "tpu" else devices
+    chips = (
+        {(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices}
+        if here.platform == "tpu"
+        else devices
+    )
     return Target(name, chip, here, devices, len(devices) // len(chips))
 
 
@@ -156,9 +172,17 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
     Raises:
         ValueError: no shape has a sharding, or theirs are of other devices; or the step does not fit in the devices' memory.
     """
-    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if getattr(leaf, "sharding", None) is not None]
+    meshes = [
+        leaf.sharding.mesh
+        for leaf in jax.tree.leaves(shapes)
+        if getattr(leaf, "sharding", None) is not None
+    ]
     if not meshes or not set(meshes[0].devices.flat) <= set(target.devices):
-        got = f"devices such as {meshes[0].devices.flat[0]}" if meshes else "shapes without a sharding"
+        got = (
+            f"devices such as {meshes[0].devices.flat[0]}"
+            if meshes
+            else "shapes without a sharding"
+        )
         raise ValueError(
             f"targets.compile needs shapes whose shardings are on devices of {target.name}; got {got}. Make the mesh of them: "
             "mesh.make(devices=target.devices, ...)."
@@ -224,8 +248,12 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # a machine of Google's cloud is asked for its TPUs otherwise
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or a second process that compiles dies of a lock file
+    os.environ.setdefault(
+        "TPU_SKIP_MDS_QUERY", "1"
+    )  # a machine of Google's cloud is asked for its TPUs otherwise
+    os.environ.setdefault(
+        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+    )  # or a second process that compiles dies of a lock file
     _installed("libtpu", "tpu")
     many = {"num_slices": slices} if slices > 1 else {}
     return _topologies().get_topology_desc(platform="tpu", topology_name=f"{chip}:{sizes}", **many)
@@ -237,7 +265,9 @@ def _gpus(chip: str, count: int) -> Any:
     if count % machines:
         raise ValueError(f"{count} GPUs do not divide into machines of {MACHINE}")
     shape = f"1x{machines}x{count // machines}"
-    return _topologies().get_topology_desc(platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape)
+    return _topologies().get_topology_desc(
+        platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape
+    )
 
 
 def _topologies() -> Any:

@@ -71,7 +71,9 @@ class Timeline(NamedTuple):
         return self.seconds - self.compute
 
 
-def of(compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mapping[str, int]) -> Timeline:
+def of(
+    compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mapping[str, int]
+) -> Timeline:
     """The replay of a program that was compiled for `machine`.
 
     Args:
@@ -103,14 +105,21 @@ def of(compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mappin
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        unbounded=sum(run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted) for run in _all(program)),
+        unbounded=sum(
+            run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted)
+            for run in _all(program)
+        ),
     )
 
 
 def check_backend(text: str, platform: str) -> None:
     """Refuse with a `ValueError` the text of a program that was not compiled for `platform`, "tpu" or "cuda"."""
     found = (
-        "tpu" if '"estimated_cycles"' in text or ":T(" in text[:200_000] else "cuda" if "operation_queue_id" in text else "cpu"
+        "tpu"
+        if '"estimated_cycles"' in text or ":T(" in text[:200_000]
+        else "cuda"
+        if "operation_queue_id" in text
+        else "cpu"
     )
     if found != platform:
         raise ValueError(
@@ -120,7 +129,12 @@ def check_backend(text: str, platform: str) -> None:
 
 
 def _body(loop: hlo.Instruction) -> str:
-    return next(name for key, names in hlo.CALLED.findall(loop.attributes) if key == "body" for name in [names.strip("%, ")])
+    return next(
+        name
+        for key, names in hlo.CALLED.findall(loop.attributes)
+        if key == "body"
+        for name in [names.strip("%, ")]
+    )
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
@@ -149,15 +163,30 @@ class _Message(NamedTuple):
 class _Replay:
     """A program with what each of its instructions takes."""
 
-    def __init__(self, program: hlo.Module, machine: links.Machine, axes: Mapping[str, int], lines: Callable[[str], str]):
+    def __init__(
+        self,
+        program: hlo.Module,
+        machine: links.Machine,
+        axes: Mapping[str, int],
+        lines: Callable[[str], str],
+    ):
         self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
         self.costs = seconds.Costs(program, machine.rates, machine.cores)
         self.known: dict[str, _Message] = {}
         self.inside: dict[str, list[hlo.Instruction]] = {}
 
-    def run(self, speed: float, *, without: str = "", events: list[Event] | None = None, waits: Counter | None = None) -> float:
+    def run(
+        self,
+        speed: float,
+        *,
+        without: str = "",
+        events: list[Event] | None = None,
+        waits: Counter | None = None,
+    ) -> float:
         """The seconds of the program with links of `speed`, infinite for messages that take no time."""
-        state = SimpleNamespace(now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits)
+        state = SimpleNamespace(
+            now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits
+        )
         self._computation(self.program.entry, state)
         return state.now
 
@@ -176,7 +205,9 @@ class _Replay:
             else:
                 self._instruction(line, started, state)
 
-    def _instruction(self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace) -> None:
+    def _instruction(
+        self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
+    ) -> None:
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
         stops = [self._send(each, source, state) for each in sent]
@@ -190,7 +221,15 @@ class _Replay:
         taken = 0.0 if line.collective else self.costs.of(line)
         if taken:
             if state.events is not None:
-                state.events.append(Event("compute", line.name, state.now, state.now + taken, self.lines(line.attributes)))
+                state.events.append(
+                    Event(
+                        "compute",
+                        line.name,
+                        state.now,
+                        state.now + taken,
+                        self.lines(line.attributes),
+                    )
+                )
             state.now += taken
         if stops:
             self._wait(max(stops), source, state)
@@ -205,7 +244,9 @@ class _Replay:
         """The instruction if it is a collective, or those that XLA fused into it."""
         if line.name not in self.inside:
             inner = [each for name, _ in line.called for each in self.program[name]]
-            self.inside[line.name] = [line] if line.collective else [each for each in inner if each.collective]
+            self.inside[line.name] = (
+                [line] if line.collective else [each for each in inner if each.collective]
+            )
         return self.inside[line.name]
 
     def _message(self, line: hlo.Instruction) -> _Message:

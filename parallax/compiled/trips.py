@@ -68,7 +68,9 @@ class Program(NamedTuple):
                 digits = re.match(r"-?\d+(?=,|$)", line.attributes)
                 found = Number(int(digits[0])) if digits else None
             case "parameter":
-                found = State() if arguments is None else arguments[int(line.attributes.split(",")[0])]
+                found = (
+                    State() if arguments is None else arguments[int(line.attributes.split(",")[0])]
+                )
             case "get-tuple-element":
                 found = self._element(where, line, of(0), arguments)
             case "add" | "subtract" if len(line.operands) == 2:
@@ -102,13 +104,19 @@ class Program(NamedTuple):
             return 0
         first, step = 0, 0
         for side, sign in ((test.left, 1), (test.right, -1)):
-            begins, moves = (side.plus, 0) if side.element is None else self._course(where, loop, names["body"], side)
+            begins, moves = (
+                (side.plus, 0)
+                if side.element is None
+                else self._course(where, loop, names["body"], side)
+            )
             if begins is None or moves is None:
                 return 0
             first, step = first + sign * begins, step + sign * moves
         return _turns(test.direction, first, step)
 
-    def _course(self, where: str, loop: Any, body: str, side: Number) -> tuple[int | None, int | None]:
+    def _course(
+        self, where: str, loop: Any, body: str, side: Number
+    ) -> tuple[int | None, int | None]:
         """What an element of the state, plus the constant, is before the first trip, and what each trip adds."""
         assert side.element is not None
         before, after = self.lines[where].get(loop.operands[0]), self.lines[body][self.roots[body]]
@@ -116,15 +124,23 @@ class Program(NamedTuple):
             return None, None
         start = self.value(where, before.operands[side.element])
         moved = self.value(body, after.operands[side.element])
-        begins = start.plus + side.plus if isinstance(start, Number) and start.element is None else None
-        return begins, moved.plus if isinstance(moved, Number) and moved.element == side.element else None
+        begins = (
+            start.plus + side.plus if isinstance(start, Number) and start.element is None else None
+        )
+        return begins, moved.plus if isinstance(
+            moved, Number
+        ) and moved.element == side.element else None
 
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
     """The computations with the trips of their loops, where the text does not give them outright."""
-    program = Program({name: {line.name: line for line in lines} for name, lines in computations.items()}, roots)
+    program = Program(
+        {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
+    )
     asks = lambda line: line.opcode == "while" and STATED not in line.attributes
-    count = lambda where, line: line._replace(trips=program.trips(where, line)) if asks(line) else line
+    count = lambda where, line: (
+        line._replace(trips=program.trips(where, line)) if asks(line) else line
+    )
     return {where: [count(where, line) for line in lines] for where, lines in computations.items()}
 
 
@@ -133,13 +149,19 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
         return None
     if right.element is None:
         return Number(left.plus + sign * right.plus, left.element)
-    return Number(left.plus + right.plus, right.element) if left.element is None and sign > 0 else None
+    return (
+        Number(left.plus + right.plus, right.element) if left.element is None and sign > 0 else None
+    )
 
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     direction = re.search(r"\bdirection=(\w+)", attributes)
     sides = isinstance(left, Number) and isinstance(right, Number)
-    return Compared(direction[1], left, right) if direction and sides and direction[1] in MIRRORED else None
+    return (
+        Compared(direction[1], left, right)
+        if direction and sides and direction[1] in MIRRORED
+        else None
+    )
 
 
 def _turns(direction: str, first: int, step: int) -> int:

@@ -12,7 +12,18 @@ from parallax.context.checks import checked
 from parallax.context.hops import attention
 from parallax.context.kernels import TILED, Kernel, merged, tiled
 from parallax.context.layers import causal, joins
-from parallax.context.orders import Order, Visits, chunks_of, contiguous, joined, own, positions, split, visits, zigzag
+from parallax.context.orders import (
+    Order,
+    Visits,
+    chunks_of,
+    contiguous,
+    joined,
+    own,
+    positions,
+    split,
+    visits,
+    zigzag,
+)
 from parallax.context.others import blockwise, gathered, ulysses
 
 __all__ = [

@@ -12,7 +12,14 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying_axes
 from parallax.trees import is_array
 
-MOVES = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")  # first parts of their names
+MOVES = (
+    "ppermute",
+    "all_to_all",
+    "ragged_all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "psum",
+)  # first parts of their names
 
 
 def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
@@ -36,13 +43,17 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     return wrapped
 
 
-def check_places(attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int) -> None:
+def check_places(
+    attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
+) -> None:
     """Raise `ValueError` where `attend` is told the places of queries and keys and masks by counts of its own.
 
     It is traced to see it: no result depends on `positions`, and two counts are compared. Attention to all tokens compares none.
     """
     positions = known["positions"]
-    program = jax.make_jaxpr(lambda positions: attend(*arrays, **known | {"positions": positions}))(positions)
+    program = jax.make_jaxpr(lambda positions: attend(*arrays, **known | {"positions": positions}))(
+        positions
+    )
     opened = jaxprs.opened(program)
     if not (_reached(opened) & set(opened.outvars)) and _compares_counts(opened, {}):
         raise ValueError(
@@ -65,14 +76,21 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     """Whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does; `counts` are those of its arguments."""
     counts = dict(counts)
     for eqn in program.eqns:
-        operands = [frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset()) for atom in eqn.invars]
+        operands = [
+            frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
+            for atom in eqn.invars
+        ]
         found = frozenset().union(*operands)
         inner = jaxprs.called(eqn)
         if len(found) > 1 and eqn.primitive.name in ("lt", "le", "gt", "ge"):
             return True
-        if inner is not None and _compares_counts(inner, dict(zip(inner.invars, operands, strict=True))):
+        if inner is not None and _compares_counts(
+            inner, dict(zip(inner.invars, operands, strict=True))
+        ):
             return True
-        if eqn.primitive.name == "iota" or (found and eqn.primitive.name in ("broadcast_in_dim", "reshape")):
+        if eqn.primitive.name == "iota" or (
+            found and eqn.primitive.name in ("broadcast_in_dim", "reshape")
+        ):
             found = frozenset({id(eqn)})  # laid along another dim it is another count
         counts |= dict.fromkeys(eqn.outvars, found)
     return False
@@ -83,7 +101,9 @@ def _equations(program: Any) -> Iterator[Any]:
     for eqn in jaxprs.every(program):
         yield eqn
         if eqn.primitive.name == "linear_collective":
-            yield from _equations(jaxprs.opened(jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars))))
+            yield from _equations(
+                jaxprs.opened(jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars)))
+            )
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:
@@ -95,7 +115,9 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     return bool(found) and found <= names
 
 
-def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int, heads: tuple[int, int] | None) -> None:
+def check_attention(
+    q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int, heads: tuple[int, int] | None
+) -> None:
     """Raise `ValueError` where heads, tokens or segments do not fit."""
     check_heads("context.attention", q, k, v, heads)
     n, tokens = axis.size(), q.shape[1]
@@ -126,11 +148,20 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None) -> None:
     """Raise `ValueError` where heads of queries and keys do not fit one another, those of the model, or where they are split."""
     H, G = q.shape[2], k.shape[2]
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
+    if (
+        k.shape != v.shape
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+        or not q.dtype == k.dtype == v.dtype
+    ):
         got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k, v))
-        raise ValueError(f"{name} needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got {got}.")
+        raise ValueError(
+            f"{name} needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got {got}."
+        )
     if not G or H % G:
-        raise ValueError(f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of these queries.")
+        raise ValueError(
+            f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of these queries."
+        )
     over = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if over and G > 1:
         raise ValueError(
@@ -148,7 +179,11 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
     each = whole // groups
     needed = max(1, H // each)
     if needed != G or (H % each and each % H):
-        fit = f"needs {needed} of the {groups} of keys" if not (H % each and each % H) else "cuts a group in two"
+        fit = (
+            f"needs {needed} of the {groups} of keys"
+            if not (H % each and each % H)
+            else "cuts a group in two"
+        )
         raise ValueError(
             f"{name}: a device with {H} of {whole} heads of queries, an axis of {whole // H} devices, {fit}; k has {G}. Pick the "
             "keys of this device's queries."

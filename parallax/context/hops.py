@@ -151,8 +151,13 @@ def _backward(ring: _Ring, residuals, ct):
             (dq, sums), (at, of, there) = carry, pair
             (q, out, lse, ct, ours), (k, v, theirs) = _picked(queries, at), _picked(keys, of)
             lse = jnp.where(there == 1, lse, jnp.inf)
-            new, *terms = ring.kernel.backward(q, k, v, out, lse, ct, causal=False, segments=_both(ours, theirs))
-            return (dq.at[at].add(new), tuple(x.at[of].add(term) for x, term in zip(sums, terms, strict=True))), None
+            new, *terms = ring.kernel.backward(
+                q, k, v, out, lse, ct, causal=False, segments=_both(ours, theirs)
+            )
+            return (
+                dq.at[at].add(new),
+                tuple(x.at[of].add(term) for x, term in zip(sums, terms, strict=True)),
+            ), None
 
         return lax.scan(one, (dq, sums), pairs)[0]
 

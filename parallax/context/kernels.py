@@ -46,7 +46,9 @@ def tiled(block: int = 512) -> Kernel:
     """A kernel of `block` queries by `block` keys at a time, of plain JAX: it holds B H `block`^2 scores."""
     if block < 1:
         raise ValueError(f"context.tiled needs a block of 1 token or more; got {block}.")
-    return Kernel(functools.partial(_forward, block=block), functools.partial(_backward, block=block))
+    return Kernel(
+        functools.partial(_forward, block=block), functools.partial(_backward, block=block)
+    )
 
 
 def merged(
@@ -69,7 +71,16 @@ class _Tile(NamedTuple):
     there: Any
 
 
-def _forward(q: Queries, k: Keys, v: Keys, *, causal: bool, segments: Marks | None, positions: Marks | None = None, block: int):
+def _forward(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    causal: bool,
+    segments: Marks | None,
+    positions: Marks | None = None,
+    block: int,
+):
     B, T, H, K = q.shape
     parts, others = _tiles((q,), (k, v), causal, segments, positions, block)
     dtype, alike = wide(q.dtype), lambda x: varying(x, varying_axes(q))
@@ -84,13 +95,22 @@ def _forward(q: Queries, k: Keys, v: Keys, *, causal: bool, segments: Marks | No
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
             shift = jnp.where(higher == -jnp.inf, jnp.zeros((), dtype), higher)
             weights, shrink = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
-            out = out * shrink[..., None] + _product("bgrts,bsgk->bgrtk", weights.astype(v.dtype), v)
+            out = out * shrink[..., None] + _product(
+                "bgrts,bsgk->bgrtk", weights.astype(v.dtype), v
+            )
             return (higher, total * shrink + jnp.sum(weights, axis=-1), out), None
 
-        start = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, K), dtype)
+        start = (
+            jnp.full(rows, -jnp.inf, dtype),
+            jnp.zeros(rows, dtype),
+            jnp.zeros((*rows, K), dtype),
+        )
         (peak, total, out), _ = lax.scan(keys, alike(start), others)
         there = jnp.where(total > 0, total, jnp.ones((), dtype))
-        return None, (jnp.moveaxis(out / there[..., None], 3, 1), jnp.moveaxis(peak + jnp.log(there), 3, 1))
+        return None, (
+            jnp.moveaxis(out / there[..., None], 3, 1),
+            jnp.moveaxis(peak + jnp.log(there), 3, 1),
+        )
 
     _, (out, lse) = lax.scan(queries, None, parts)
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
@@ -123,8 +143,14 @@ def _backward(
             (dq, *sums), (j, ((k, v), theirs)) = carry, part
             weights = jnp.exp(_scores(q, k, mine, theirs) - lse)
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
-            errors, weights = (errors * q.shape[-1] ** -0.5).astype(q.dtype), weights.astype(ct.dtype)
-            terms = _product("bgrts,btgrk->bsgk", errors, q), _product("bgrts,btgrk->bsgk", weights, ct)
+            errors, weights = (
+                (errors * q.shape[-1] ** -0.5).astype(q.dtype),
+                weights.astype(ct.dtype),
+            )
+            terms = (
+                _product("bgrts,btgrk->bsgk", errors, q),
+                _product("bgrts,btgrk->bsgk", weights, ct),
+            )
             dq += _product("bgrts,bsgk->btgrk", errors, k)
             return (dq, *(x.at[j].add(term) for x, term in zip(sums, terms, strict=True))), None
 
@@ -149,7 +175,11 @@ def _scores(q, k, mine: _Tile, theirs: _Tile):
         seen.append(theirs.segments[:, None, :] == mine.segments[:, :, None])
     if not seen:
         return scores
-    return jnp.where(functools.reduce(jnp.logical_and, seen)[:, None, None], scores, jnp.full((), -jnp.inf, scores.dtype))
+    return jnp.where(
+        functools.reduce(jnp.logical_and, seen)[:, None, None],
+        scores,
+        jnp.full((), -jnp.inf, scores.dtype),
+    )
 
 
 def _product(terms: str, x, y):
@@ -157,7 +187,9 @@ def _product(terms: str, x, y):
     return jnp.einsum(terms, x, y, preferred_element_type=wide(x.dtype))
 
 
-def _tiles(of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int):
+def _tiles(
+    of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int
+):
     """Both sides in tiles of equal size, at most `block`: arrays and marks with a first dim of tiles. Zeros fill the last one.
 
     Of the queries, the dim of heads becomes [G, H / G].

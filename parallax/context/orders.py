@@ -40,7 +40,11 @@ def chunks_of(order: Order, n: int) -> np.ndarray:
     """
     held = [list(map(int, chunks)) for chunks in order(n)]
     counts = {len(chunks) for chunks in held}
-    if len(held) != n or len(counts) != 1 or sorted(itertools.chain(*held)) != list(range(sum(map(len, held)))):
+    if (
+        len(held) != n
+        or len(counts) != 1
+        or sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))
+    ):
         raise ValueError(
             f"An order needs each chunk once, and as many on each of {n} devices; got {held}. Take context.zigzag, or correct it."
         )
@@ -74,7 +78,9 @@ def visits(order: Order, n: int, *, causal: bool = True) -> Visits:
     """
     held = chunks_of(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = held.shape[1]
-    seen = lambda i, j: [(a, b, 1) for a in range(c) for b in range(c) if not causal or held[i, a] > held[j, b]]
+    seen = lambda i, j: [
+        (a, b, 1) for a in range(c) for b in range(c) if not causal or held[i, a] > held[j, b]
+    ]
     own = [seen(i, i) if causal else [] for i in range(n)]
     hops = [[seen(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
@@ -83,7 +89,9 @@ def visits(order: Order, n: int, *, causal: bool = True) -> Visits:
     return Visits(c, table(own, n, c * (c - 1) // 2), table(padded, n - 1, n, most))
 
 
-def split(x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+def split(
+    x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1
+) -> Shaped[Array, "..."]:
     """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")` then gives each its own.
 
     The tokens are dim `dim` of `x`. Targets are split as their inputs are: `split(windows[:, :-1], n)` beside
@@ -96,7 +104,9 @@ def split(x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, d
     return jnp.take(x, places(x.shape[dim], table).reshape(-1), axis=dim)
 
 
-def joined(x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+def joined(
+    x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1
+) -> Shaped[Array, "..."]:
     """The inverse of `split`: the tokens in the order of the sequence. Raises as it does."""
     x, table = jnp.asarray(x), chunks_of(order, devices)
     return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
@@ -109,7 +119,9 @@ def positions(tokens: int, axis: AxisLike, *, order: Order = zigzag) -> Int[Arra
     return jnp.asarray(places(tokens * n, chunks_of(order, n)))[axis.index()]
 
 
-def own(x: Shaped[Array, "..."], axis: AxisLike, *, order: Order = zigzag, dim: int = 1) -> Shaped[Array, "..."]:
+def own(
+    x: Shaped[Array, "..."], axis: AxisLike, *, order: Order = zigzag, dim: int = 1
+) -> Shaped[Array, "..."]:
     """What of `x`, which has all tokens of its sequences, belongs to this device's tokens. Nothing moves.
 
     Raises:
@@ -119,7 +131,10 @@ def own(x: Shaped[Array, "..."], axis: AxisLike, *, order: Order = zigzag, dim: 
     table = chunks_of(order, axis.size())
     size = _chunk(x.shape[dim], table)
     mine = jnp.asarray(table)[axis.index()]
-    parts = [lax.dynamic_slice_in_dim(x, mine[chunk] * size, size, dim) for chunk in range(table.shape[1])]
+    parts = [
+        lax.dynamic_slice_in_dim(x, mine[chunk] * size, size, dim)
+        for chunk in range(table.shape[1])
+    ]
     return jnp.concatenate(parts, axis=dim)
 
 

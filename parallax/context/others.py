@@ -29,7 +29,9 @@ def blockwise(
     v: Float[Array, "batch keys key_heads head_width"],
     *,
     causal: bool = True,
-    segments: Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."]] | None = None,
+    segments: Shaped[Array, "..."]
+    | tuple[Shaped[Array, "..."], Shaped[Array, "..."]]
+    | None = None,
     positions: Marks | None = None,
     kernel: Kernel = TILED,
 ) -> Float[Array, "batch tokens heads head_width"]:
@@ -67,7 +69,9 @@ def blockwise(
 
     def backward(residuals, ct):
         q, k, v, out, lse, marks, positions = residuals
-        found = kernel.backward(q, k, v, out, lse, ct, causal=causal_alone, segments=marks, **_given(positions))
+        found = kernel.backward(
+            q, k, v, out, lse, ct, causal=causal_alone, segments=marks, **_given(positions)
+        )
         return *(x.astype(q.dtype) for x in found), None, None
 
     run = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
@@ -75,7 +79,9 @@ def blockwise(
     return run(*varying(arrays, union))
 
 
-def ulysses(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag) -> Callable[..., Any]:
+def ulysses(
+    attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
+) -> Callable[..., Any]:
     """`attend` over whole sequences, for devices that hold tokens: each computes some heads of all tokens.
 
     `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, go by all-to-all to [B, T, H_X, K], where `attend(q, k, v)` is called with
@@ -103,7 +109,11 @@ def ulysses(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
                 "divides them, or context.attention, which needs no number of heads."
             )
         there, back = _by_place(q.shape[1], n, order)
-        copies = next(copies for copies in range(1, H // G + 1) if H // G % copies == 0 and copies * G % n == 0)
+        copies = next(
+            copies
+            for copies in range(1, H // G + 1)
+            if H // G % copies == 0 and copies * G % n == 0
+        )
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         to_heads = lambda x: jnp.take(axis.all_to_all(x, 2, 1, tiled=True), there, axis=1)
         q, k, v = map(to_heads, _alike(q, k, v, axis))
@@ -113,7 +123,9 @@ def ulysses(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
     return attended
 
 
-def gathered(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag) -> Callable[..., Any]:
+def gathered(
+    attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
+) -> Callable[..., Any]:
     """`attend` of this device's queries to all keys and values, which are gathered: the simple one.
 
     `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, become `attend(q, k, v, positions=(of q, of k))`, with the keys of whole
@@ -138,8 +150,15 @@ def gathered(attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigza
         q, k, v = _alike(q, k, v, axis)
         everywhere = lambda x: jnp.take(_gather(x, axis), there, axis=1)
         k, v = everywhere(k), everywhere(v)
-        known = {} if segments is None else {"segments": (segments, _sequence(segments, q, axis, there))}
-        known["positions"] = positions(tokens, axis, order=order), jnp.arange(tokens * n, dtype=jnp.int32)
+        known = (
+            {}
+            if segments is None
+            else {"segments": (segments, _sequence(segments, q, axis, there))}
+        )
+        known["positions"] = (
+            positions(tokens, axis, order=order),
+            jnp.arange(tokens * n, dtype=jnp.int32),
+        )
         if n > 1:
             check_places(attend, (q, k, v), known, tokens * n)
         return attend(q, k, v, **known)
@@ -174,4 +193,6 @@ def _by_place(tokens: int, n: int, order: Order) -> tuple[np.ndarray, np.ndarray
 def _sequence(segments, q, axis: Axis, there: np.ndarray):
     """Segments of whole sequences, in their order."""
     check_segments("context", segments, (q.shape[0], len(there) // axis.size()))
-    return jnp.take(axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True), there, axis=1)
+    return jnp.take(
+        axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True), there, axis=1
+    )

@@ -32,7 +32,9 @@ def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> fl
     for name, tokens in (("train", train), ("held_out", held_out)):
         check(tokens, vocabulary, where=name)
         if len(tokens) < 2:
-            raise ValueError(f"bigram needs two tokens or more in {name}, got {len(tokens)}. Bring more text.")
+            raise ValueError(
+                f"bigram needs two tokens or more in {name}, got {len(tokens)}. Bring more text."
+            )
     before, after = held_out[:-1], held_out[1:]
     pairs, counts = np.unique(_pairs(train, vocabulary), return_counts=True)
     wanted = _pairs(held_out, vocabulary)
@@ -41,7 +43,9 @@ def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> fl
     followers = np.bincount(pairs // vocabulary, minlength=vocabulary)[before]
     seen = np.bincount(train[:-1], minlength=vocabulary)[before]
     alone = _frequencies(train, vocabulary)[after]
-    probability = np.where(seen > 0, (together + followers * alone) / np.maximum(seen + followers, 1), alone)
+    probability = np.where(
+        seen > 0, (together + followers * alone) / np.maximum(seen + followers, 1), alone
+    )
     return float(-np.log(probability).mean())
 
 

@@ -36,7 +36,9 @@ def batch(
     Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, for tokens
     that are not whole numbers or do not fit int32, or for a seed, step, size, length or `rows` that there cannot be.
     """
-    seed, step, size, length = given.whole("data.batch", seed=seed, step=step, size=size, length=length)
+    seed, step, size, length = given.whole(
+        "data.batch", seed=seed, step=step, size=size, length=length
+    )
     if seed < 0 or step < 0 or size < 1 or length < 1 or seed >> 64:
         raise ValueError(
             "batch needs 0 <= seed < 2**64, step >= 0, size >= 1 and length >= 1, "
@@ -71,7 +73,11 @@ def _deal(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndar
 
 
 def held_out_batches(
-    tokens: Source, *, size: SupportsIndex, length: SupportsIndex, limit: SupportsIndex | None = None
+    tokens: Source,
+    *,
+    size: SupportsIndex,
+    length: SupportsIndex,
+    limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
     """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
 
@@ -109,7 +115,12 @@ def _as_int32(found: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
             "Encode a text with a Tokenizer."
         )
     int32 = np.iinfo(np.int32)
-    if not np.can_cast(tokens.dtype, np.int32) and not int32.min <= tokens.min() <= tokens.max() <= int32.max:
+    if (
+        not np.can_cast(tokens.dtype, np.int32)
+        and not int32.min <= tokens.min() <= tokens.max() <= int32.max
+    ):
         bad = tokens.max() if tokens.max() > int32.max else tokens.min()
-        raise ValueError(f"a batch needs tokens that fit int32, as devices hold them, got {bad}. Encode the text again.")
+        raise ValueError(
+            f"a batch needs tokens that fit int32, as devices hold them, got {bad}. Encode the text again."
+        )
     return tokens.astype(np.int32)

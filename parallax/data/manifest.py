@@ -37,7 +37,9 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     """
     line = json.dumps(record, sort_keys=True)
     if len(line) > disk.LARGEST - SEAL:
-        raise ValueError(f"{path}: a manifest has {disk.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it.")
+        raise ValueError(
+            f"{path}: a manifest has {disk.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it."
+        )
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "x", encoding="utf-8") as file:
@@ -64,11 +66,15 @@ def read(path: Path) -> dict[str, Any]:
         raise Damaged(str(error)) from error
     line, _, rest = content.partition(b"\n")
     if rest != f"{hashlib.sha256(line).hexdigest()}\n".encode():
-        raise Damaged(f"{path}: the manifest is damaged: needed a line of JSON and its sha256, got {len(content)} other bytes.")
+        raise Damaged(
+            f"{path}: the manifest is damaged: needed a line of JSON and its sha256, got {len(content)} other bytes."
+        )
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: needed a line of JSON, got {len(line)} bytes that are none: {error}.") from error
+        raise Damaged(
+            f"{path}: needed a line of JSON, got {len(line)} bytes that are none: {error}."
+        ) from error
     need(isinstance(record, dict), path, "an object", record)
     return record
 
@@ -76,8 +82,14 @@ def read(path: Path) -> dict[str, Any]:
 def need(condition: object, place: object, what: str, value: object) -> None:
     """Refuse with `Damaged` a value of a manifest that is not what was needed at `place`, a path and perhaps the name in it."""
     if not condition:
-        shown = repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
-        raise Damaged(f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not written by this program.")
+        shown = (
+            repr(value)
+            if isinstance(value, bool | int | float | str | None)
+            else f"a {type(value).__name__}"
+        )
+        raise Damaged(
+            f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not written by this program."
+        )
 
 
 def files(path: Path, value: Any, *, digest: Digest = hashlib.sha256) -> dict[str, list]:
@@ -85,13 +97,26 @@ def files(path: Path, value: Any, *, digest: Digest = hashlib.sha256) -> dict[st
 
     Raises `Damaged` for anything else.
     """
-    need(isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value)
+    need(
+        isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
+    )
     for name, entry in value.items():
         parts = PurePosixPath(name).parts
-        inside = parts and "/".join(parts) == name and not name.startswith("/") and ".." not in parts and name.isprintable()
+        inside = (
+            parts
+            and "/".join(parts) == name
+            and not name.startswith("/")
+            and ".." not in parts
+            and name.isprintable()
+        )
         need(inside, f"{path}: files", "names of files inside the folder", name)
         place = f"{path}: files: {name}"
-        need(isinstance(entry, list) and len(entry) == 2, place, f"a size and a {digest().name}", entry)
+        need(
+            isinstance(entry, list) and len(entry) == 2,
+            place,
+            f"a size and a {digest().name}",
+            entry,
+        )
         need(type(entry[0]) is int and entry[0] >= 0, place, "a size in bytes", entry[0])
         need(is_hash(entry[1], digest), place, f"a {digest().name}", entry[1])
     return value
@@ -99,7 +124,10 @@ def files(path: Path, value: Any, *, digest: Digest = hashlib.sha256) -> dict[st
 
 def is_hash(value: Any, digest: Digest = hashlib.sha256) -> bool:
     """Whether a JSON value is one in hexadecimal digits."""
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * digest().digest_size}}}", value) is not None
+    return (
+        isinstance(value, str)
+        and re.fullmatch(f"[0-9a-f]{{{2 * digest().digest_size}}}", value) is not None
+    )
 
 
 def number_of_format(record: Mapping[str, Any], path: Path, newest: int) -> int:
@@ -110,15 +138,25 @@ def number_of_format(record: Mapping[str, Any], path: Path, newest: int) -> int:
     number = record.get("format", 1)
     need(type(number) is int and number > 0, f"{path}: format", "the number of a format", number)
     if number > newest:
-        raise ValueError(f"{path}: it is of format {number}, and this program reads formats up to {newest}. Install a newer one.")
+        raise ValueError(
+            f"{path}: it is of format {number}, and this program reads formats up to {newest}. Install a newer one."
+        )
     return number
 
 
-def hashes(folder: Path, names: Iterable[str], *, digest: Digest = hashlib.sha256) -> dict[str, list]:
+def hashes(
+    folder: Path, names: Iterable[str], *, digest: Digest = hashlib.sha256
+) -> dict[str, list]:
     """The `[size in bytes, hash]` of each named file in `folder`, after it has reached the disk (by sha256 2 GB/s a core)."""
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name, digest, sync=True), names), strict=True))
+        return dict(
+            zip(
+                names,
+                pool.map(lambda name: _size_and_hash(folder / name, digest, sync=True), names),
+                strict=True,
+            )
+        )
 
 
 def check(folder: Path, files: Mapping[str, list]) -> None:
@@ -127,7 +165,9 @@ def check(folder: Path, files: Mapping[str, list]) -> None:
     check_hashes(folder, files)
 
 
-def check_hashes(folder: Path, files: Mapping[str, list], *, digest: Digest = hashlib.sha256) -> None:
+def check_hashes(
+    folder: Path, files: Mapping[str, list], *, digest: Digest = hashlib.sha256
+) -> None:
     """Refuse with `Damaged` any file in `folder` with other bytes than `hashes` found."""
 
     def wrong(name):
@@ -137,7 +177,9 @@ def check_hashes(folder: Path, files: Mapping[str, list], *, digest: Digest = ha
         for name, is_wrong in zip(files, pool.map(wrong, files), strict=True):
             if is_wrong:
                 needed = f"{digest().name} {files[name][1][:12]}..."
-                raise Damaged(f"{folder / name}: needed {needed}, the file has other bytes. It is damaged.")
+                raise Damaged(
+                    f"{folder / name}: needed {needed}, the file has other bytes. It is damaged."
+                )
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
@@ -146,7 +188,9 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
     for name, (size, _) in files.items():
         path = folder / name
         if not Path(os.path.realpath(path)).is_relative_to(inside):
-            raise Damaged(f"{path}: needed a file of its folder, found a link that leads out of it.")
+            raise Damaged(
+                f"{path}: needed a file of its folder, found a link that leads out of it."
+            )
         try:
             with disk.open_file(path, f"a file of {size} bytes") as file:
                 found = os.fstat(file.fileno()).st_size
@@ -155,14 +199,18 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
         except ValueError as error:
             raise Damaged(str(error)) from error
         if found != size:
-            raise Damaged(f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is another file.")
+            raise Damaged(
+                f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is another file."
+            )
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
     """Refuse with `Damaged` a file `among` those of `folder` that the manifest does not list."""
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: needed a file that the manifest lists, found one that it does not know.")
+            raise Damaged(
+                f"{path}: needed a file that the manifest lists, found one that it does not know."
+            )
 
 
 def _size_and_hash(path: Path, digest: Digest, *, sync: bool = False) -> list:

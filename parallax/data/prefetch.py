@@ -17,7 +17,13 @@ Batch = TypeVar("Batch")
 
 
 def placed(
-    tokens: Source, sharding: Sharding, *, seed: SupportsIndex, step: SupportsIndex, size: SupportsIndex, length: SupportsIndex
+    tokens: Source,
+    sharding: Sharding,
+    *,
+    seed: SupportsIndex,
+    step: SupportsIndex,
+    size: SupportsIndex,
+    length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
     """`data.batch` as one array over all processes' devices, of which each process reads the rows of its own devices alone.
 
@@ -38,7 +44,9 @@ def placed(
     def rows(index):
         place = index[0].indices(size)
         if place not in read:
-            read[place] = batch(tokens, seed=seed, step=step, size=size, length=length, rows=slice(*place))
+            read[place] = batch(
+                tokens, seed=seed, step=step, size=size, length=length, rows=slice(*place)
+            )
         return read[place]
 
     return jax.make_array_from_callback((size, length + 1), sharding, rows)
@@ -64,13 +72,22 @@ class Prefetched(Generic[Batch]):
         ValueError: `ahead` is below 1, or one of the numbers is not whole.
     """
 
-    def __init__(self, make: Callable[[int], Batch], start: SupportsIndex, stop: SupportsIndex, *, ahead: SupportsIndex = 2):
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        start: SupportsIndex,
+        stop: SupportsIndex,
+        *,
+        ahead: SupportsIndex = 2,
+    ):
         start, stop, ahead = given.whole("Prefetched", start=start, stop=stop, ahead=ahead)
         if ahead < 1:
             raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
         self._made: queue.Queue = queue.Queue(ahead)
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(make, start, stop), name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(make, start, stop), name="prefetch", daemon=True
+        )
         self._thread.start()
 
     def _run(self, make, start, stop):

@@ -50,7 +50,9 @@ class Shards:
 
     def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
         if places.size and not 0 <= places.min() <= places.max() < len(self):
-            raise IndexError(f"shards hold the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}.")
+            raise IndexError(
+                f"shards hold the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}."
+            )
         found = np.empty(places.shape, self.parts[0].dtype)
         of = np.searchsorted(self.starts, places, side="right") - 1
         for part in np.unique(of):
@@ -60,7 +62,11 @@ class Shards:
 
 
 def write(
-    folder: str | Path, pieces: Iterable[Tokens], *, vocabulary: SupportsIndex, shard_tokens: SupportsIndex = 1 << 27
+    folder: str | Path,
+    pieces: Iterable[Tokens],
+    *,
+    vocabulary: SupportsIndex,
+    shard_tokens: SupportsIndex = 1 << 27,
 ) -> None:
     """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last has what is left).
 
@@ -81,12 +87,26 @@ def write(
         files[name] = store(folder / name, shard, vocabulary)
         tokens[name] = len(shard)
     if not tokens:
-        raise ValueError(f"shards.write needs a token or more for {folder}, got none. Bring more text.")
-    record = {"format": FORMAT, "vocabulary": vocabulary, "dtype": stored_as(vocabulary).name, "tokens": tokens, "files": files}
+        raise ValueError(
+            f"shards.write needs a token or more for {folder}, got none. Bring more text."
+        )
+    record = {
+        "format": FORMAT,
+        "vocabulary": vocabulary,
+        "dtype": stored_as(vocabulary).name,
+        "tokens": tokens,
+        "files": files,
+    }
     manifest.write(folder / MANIFEST, record)
 
 
-def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex = 0, processes: SupportsIndex = 1) -> Shards:
+def read(
+    folder: str | Path,
+    *,
+    vocabulary: SupportsIndex,
+    rank: SupportsIndex = 0,
+    processes: SupportsIndex = 1,
+) -> Shards:
     """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every `processes`-th one from `rank` on.
 
     So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all. What was
@@ -96,7 +116,9 @@ def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex =
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
         ValueError: the shards were made for another vocabulary, or by a later program, or hold what is no token.
     """
-    vocabulary, rank, processes = given.whole("shards.read", vocabulary=vocabulary, rank=rank, processes=processes)
+    vocabulary, rank, processes = given.whole(
+        "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
+    )
     folder = Path(folder)
     place = folder / MANIFEST
     record = manifest.read(place)
@@ -111,12 +133,21 @@ def read(folder: str | Path, *, vocabulary: SupportsIndex, rank: SupportsIndex =
     if stated:
         check_dtype(record, place, vocabulary)
     files, tokens = manifest.files(place, record["files"]), record["tokens"]
-    sound = isinstance(tokens, dict) and tokens.keys() == files.keys() and all(type(count) is int for count in tokens.values())
+    sound = (
+        isinstance(tokens, dict)
+        and tokens.keys() == files.keys()
+        and all(type(count) is int for count in tokens.values())
+    )
     manifest.need(sound, f"{place}: tokens", "a number for each file", tokens)
     item = stored_as(vocabulary)
     for name, count in tokens.items():
         wanted, rest = divmod(files[name][0], item.itemsize)
-        manifest.need(count == wanted and not rest, f"{place}: tokens: {name}", f"the {wanted} tokens of its file", count)
+        manifest.need(
+            count == wanted and not rest,
+            f"{place}: tokens: {name}",
+            f"the {wanted} tokens of its file",
+            count,
+        )
     manifest.check_sizes(folder, files)
     parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
     sha256 = (files[name][1] for name in tokens)

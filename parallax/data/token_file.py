@@ -57,11 +57,15 @@ class File:
     @overload
     def __getitem__(self, places: slice, /) -> "File": ...
     @overload
-    def __getitem__(self, places: Integer[np.ndarray, "*dims"] | int, /) -> Integer[np.ndarray, "*dims"]: ...
+    def __getitem__(
+        self, places: Integer[np.ndarray, "*dims"] | int, /
+    ) -> Integer[np.ndarray, "*dims"]: ...
     def __getitem__(self, places: Any, /) -> Any:
         if isinstance(places, slice):
             if places.step not in (None, 1):
-                raise IndexError(f"{self.path}: needed a slice of step 1, got {places.step}. Ask for an array of places.")
+                raise IndexError(
+                    f"{self.path}: needed a slice of step 1, got {places.step}. Ask for an array of places."
+                )
             return dataclasses.replace(self, places=self.places[places])
         places = np.asarray(places)
         if places.dtype.kind not in "iu":
@@ -70,7 +74,9 @@ class File:
         if not places.size:
             return found
         if not 0 <= places.min() <= places.max() < len(self):
-            raise IndexError(f"{self.path}: it has the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}.")
+            raise IndexError(
+                f"{self.path}: it has the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}."
+            )
         flat, into = places.reshape(-1), found.reshape(-1)
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
         with self._opened() as descriptor:
@@ -101,7 +107,9 @@ class File:
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, f"{self.path}: the tokens cannot be read: {error.strerror or error}.") from error
+            raise OSError(
+                error.errno, f"{self.path}: the tokens cannot be read: {error.strerror or error}."
+            ) from error
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
         """Fill `into` with the tokens from place `first` on, as far as the file has them."""

@@ -63,10 +63,14 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         import tiktoken
     except ImportError as error:
-        raise ImportError('gpt2_tokenizer needs tiktoken, which is missing: pip install -e ".[examples]"') from error
+        raise ImportError(
+            'gpt2_tokenizer needs tiktoken, which is missing: pip install -e ".[examples]"'
+        ) from error
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: needed GPT-2's ranks, found no file. The repository has examples/data/gpt2.tiktoken.")
+        raise FileNotFoundError(
+            f"{path}: needed GPT-2's ranks, found no file. The repository has examples/data/gpt2.tiktoken."
+        )
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != GPT2_SHA256:
@@ -77,7 +81,9 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     encoding = tiktoken.Encoding(
         "gpt2",
         pat_str=GPT2_WORDS,
-        mergeable_ranks={b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())},
+        mergeable_ranks={
+            b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())
+        },
         special_tokens={"<|endoftext|>": GPT2_VOCABULARY - 1},
         explicit_n_vocab=GPT2_VOCABULARY,
     )
@@ -87,10 +93,18 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         try:
             return np.array(encoding.encode_ordinary(text), np.uint16)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of tiktoken's Rust, no `Exception` and under no public name
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # of tiktoken's Rust, no `Exception` and under no public name
                 raise
-            run = max(re.finditer(r"\s+", text), key=lambda run: run.end() - run.start(), default=None)
-            blanks = f"the longest run, at character {run.start()}, has {run.end() - run.start()}" if run else "it has none"
+            run = max(
+                re.finditer(r"\s+", text), key=lambda run: run.end() - run.start(), default=None
+            )
+            blanks = (
+                f"the longest run, at character {run.start()}, has {run.end() - run.start()}"
+                if run
+                else "it has none"
+            )
             raise ValueError(
                 f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} characters ({error}). Blanks in a row use up "
                 f"its stack: {blanks}. Shorten the run, or cut the text inside it."

@@ -61,13 +61,23 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     """
     path = Path(path)
     (vocabulary,) = given.whole("data.write", vocabulary=vocabulary)
-    size, sha256 = store(path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True))
-    record = {"format": FORMAT, "vocabulary": vocabulary, "dtype": stored_as(vocabulary).name, "bytes": size, "sha256": sha256}
+    size, sha256 = store(
+        path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
+    )
+    record = {
+        "format": FORMAT,
+        "vocabulary": vocabulary,
+        "dtype": stored_as(vocabulary).name,
+        "bytes": size,
+        "sha256": sha256,
+    }
     with _said(path):
         manifest.write(record_of(path), record)
 
 
-def store(path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None) -> list:
+def store(
+    path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None
+) -> list:
     """`write` without a record of the vocabulary, which gives the `[size in bytes, sha256]` of what it wrote.
 
     `before` is called once the tokens are on the disk, before they have a name.
@@ -98,9 +108,15 @@ def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> File:
     bytes a token where V asks for two, is empty, cut short, or holds tokens outside the vocabulary; `manifest.Damaged` where its
     bytes are not those that were written, or the record is damaged.
     """
-    path, item, (vocabulary,) = Path(path), stored_as(vocabulary), given.whole("data.read", vocabulary=vocabulary)
+    path, item, (vocabulary,) = (
+        Path(path),
+        stored_as(vocabulary),
+        given.whole("data.read", vocabulary=vocabulary),
+    )
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: needed a token file, found no file. Make one with data.write.")
+        raise FileNotFoundError(
+            f"{path}: needed a token file, found no file. Make one with data.write."
+        )
     size = path.stat().st_size
     if size == 0 or size % item.itemsize:
         raise ValueError(
@@ -143,7 +159,9 @@ def verify(file: File, vocabulary: int, *, sha256: str | None, stated: bool) -> 
         digest.update(part.data)
         high, upper = max(high, int(part.max())), max(upper, int(part[1::2].max(initial=0)))
     if sha256 and digest.hexdigest() != sha256:
-        raise manifest.Damaged(f"{file.path}: needed sha256 {sha256[:12]}..., the file has other bytes. It is damaged.")
+        raise manifest.Damaged(
+            f"{file.path}: needed sha256 {sha256[:12]}..., the file has other bytes. It is damaged."
+        )
     if high >= vocabulary:
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
@@ -183,7 +201,9 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
     """How a token is stored: in two bytes, or in four where V > 65,536. Raises `ValueError` for a V that there cannot be."""
     (vocabulary,) = given.whole("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
-        raise ValueError(f"a token file needs a vocabulary from 1 to {MOST}, got {vocabulary}. Give that of the tokenizer.")
+        raise ValueError(
+            f"a token file needs a vocabulary from 1 to {MOST}, got {vocabulary}. Give that of the tokenizer."
+        )
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
@@ -233,7 +253,9 @@ def _record(path: Path, vocabulary: int, size: int) -> dict[str, Any]:
     record = manifest.read(place)
     number = manifest.number_of_format(record, place, FORMAT)
     for name in ("vocabulary", "bytes"):
-        manifest.need(type(record.get(name)) is int, f"{place}: {name}", "a whole number", record.get(name))
+        manifest.need(
+            type(record.get(name)) is int, f"{place}: {name}", "a whole number", record.get(name)
+        )
     if record["bytes"] != size:
         raise ValueError(
             f"{path}: needed the {record['bytes']} bytes that {place.name} speaks of, the file has {size}. It was cut short, or "
@@ -246,11 +268,21 @@ def _record(path: Path, vocabulary: int, size: int) -> dict[str, Any]:
         )
     if number > 1:
         check_dtype(record, place, vocabulary)
-        manifest.need(manifest.is_hash(record.get("sha256")), f"{place}: sha256", "a sha256", record.get("sha256"))
+        manifest.need(
+            manifest.is_hash(record.get("sha256")),
+            f"{place}: sha256",
+            "a sha256",
+            record.get("sha256"),
+        )
     return record
 
 
 def check_dtype(record: dict[str, Any], place: Path, vocabulary: int) -> None:
     """Refuse with `manifest.Damaged` a record whose tokens are not stored as those of V are."""
     item = stored_as(vocabulary).name
-    manifest.need(record.get("dtype") == item, f"{place}: dtype", f"{item}, as vocabulary {vocabulary} asks", record.get("dtype"))
+    manifest.need(
+        record.get("dtype") == item,
+        f"{place}: dtype",
+        f"{item}, as vocabulary {vocabulary} asks",
+        record.get("dtype"),
+    )

@@ -34,7 +34,10 @@ def attention(order: Order, n: int, path: canvas.Path | None = None) -> str:
         _picture(hops, owner, n, path)
     spelt = lambda hop: "." if hop < 0 else str(hop)
     rows = [[f"queries {q} on device {owner[q]}", *map(spelt, row)] for q, row in enumerate(hops)]
-    blocks = [np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2]) for i in range(n)]
+    blocks = [
+        np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
+        for i in range(n)
+    ]
     told = f"{n} devices, {held.size} chunks: each device computes {table.blocks} blocks; used are {', '.join(map(str, blocks))}"
     return told + "\n" + canvas.columns([["keys", *map(str, range(held.size))], *rows])
 
@@ -47,10 +50,22 @@ def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> 
         colour = canvas.GREY if hops[q, k] < 0 else canvas.colour(int(hops[q, k]), n)
         panel.fill([k, k + 1, k + 1, k], [q, q, q + 1, q + 1], facecolor=colour, edgecolor="white")
         if hops[q, k] >= 0:
-            panel.text(k + 0.5, q + 0.5, str(owner[q]), ha="center", va="center", size=9, color=canvas.ink(colour))
+            panel.text(
+                k + 0.5,
+                q + 0.5,
+                str(owner[q]),
+                ha="center",
+                va="center",
+                size=9,
+                color=canvas.ink(colour),
+            )
     for h in range(n):
-        panel.plot([], [], "s", color=canvas.colour(h, n), label="own keys" if h == 0 else f"hop {h}")
-    panel.set(xlim=(0, size), ylim=(size, 0), xticks=np.arange(size) + 0.5, yticks=np.arange(size) + 0.5)
+        panel.plot(
+            [], [], "s", color=canvas.colour(h, n), label="own keys" if h == 0 else f"hop {h}"
+        )
+    panel.set(
+        xlim=(0, size), ylim=(size, 0), xticks=np.arange(size) + 0.5, yticks=np.arange(size) + 0.5
+    )
     panel.set_xticklabels([str(chunk) for chunk in range(size)])
     panel.set_yticklabels([str(chunk) for chunk in range(size)])
     panel.set(xlabel="chunk of keys", ylabel="chunk of queries", aspect="equal")

@@ -32,17 +32,23 @@ def bytes_by_kind(
     kinds = list(dict.fromkeys(kind for plan in plans.values() for kind in plan))
     totals = {name: sum(plan.values()) for name, plan in plans.items()}
     rows = [[counted, *plans]]
-    rows += [[kind, *(quantity(plan[kind], "B") if kind in plan else "-" for plan in plans.values())] for kind in kinds]
+    rows += [
+        [kind, *(quantity(plan[kind], "B") if kind in plan else "-" for plan in plans.values())]
+        for kind in kinds
+    ]
     rows.append(["in all", *(quantity(total, "B") for total in totals.values())])
     if limit is not None:
-        rows.append([f"of {quantity(limit, 'B')}", *(f"{total / limit:.0%}" for total in totals.values())])
+        rows.append(
+            [f"of {quantity(limit, 'B')}", *(f"{total / limit:.0%}" for total in totals.values())]
+        )
     if path is not None:
         _stacked(plans, kinds, totals, limit, counted, path)
     return canvas.columns(rows)
 
 
 def traffic(
-    sent: Mapping[str, Number] | Mapping[tuple[str, ...], Number] | Sequence[Entry], path: canvas.Path | None = None
+    sent: Mapping[str, Number] | Mapping[tuple[str, ...], Number] | Sequence[Entry],
+    path: canvas.Path | None = None,
 ) -> str:
     """The bytes that a device sends in a step along each axis (or several), as text, the most first.
 
@@ -56,14 +62,19 @@ def traffic(
         ImportError: with a `path`, where matplotlib is not installed.
     """
     along: dict[str, Number] = {}
-    pairs = sent.items() if isinstance(sent, Mapping) else [(entry.axes, entry.bytes) for entry in sent]
+    pairs = (
+        sent.items() if isinstance(sent, Mapping) else [(entry.axes, entry.bytes) for entry in sent]
+    )
     for axes, size in pairs:
         name = axes if isinstance(axes, str) else " x ".join(axes) or "no axis"
         along[name] = along.get(name, 0) + size
     along = dict(sorted(along.items(), key=lambda pair: -pair[1]))
     total = sum(along.values())
     rows = [["along", "a step", "share"]]
-    rows += [[name, quantity(size, "B"), f"{size / total:.1%}" if total else "-"] for name, size in along.items()]
+    rows += [
+        [name, quantity(size, "B"), f"{size / total:.1%}" if total else "-"]
+        for name, size in along.items()
+    ]
     rows.append(["in all", quantity(total, "B"), ""])
     if path is not None:
         _bars(along, path)
@@ -87,9 +98,13 @@ def balance(loads: Mapping[str, Sequence[Number]], path: canvas.Path | None = No
     rows = [["", "least", "mean", "most", "even"]]
     for name, each in loads.items():
         if not any(load > 0 for load in each):
-            raise ValueError(f"draw.balance needs a load above 0 of each name; {name!r} has {list(each)}. Leave it out.")
+            raise ValueError(
+                f"draw.balance needs a load above 0 of each name; {name!r} has {list(each)}. Leave it out."
+            )
         mean = sum(each) / len(each)
-        rows.append([name, f"{min(each):.4g}", f"{mean:.4g}", f"{max(each):.4g}", f"{mean / max(each):.0%}"])
+        rows.append(
+            [name, f"{min(each):.4g}", f"{mean:.4g}", f"{max(each):.4g}", f"{mean / max(each):.0%}"]
+        )
     if path is not None:
         _panels(loads, path)
     return canvas.columns(rows)
@@ -102,7 +117,11 @@ def _panels(loads: Mapping[str, Sequence[Number]], path: canvas.Path) -> None:
         axes = picture.add_subplot(1, len(loads), k + 1)
         axes.bar(range(len(each)), each, 0.8, color=canvas.colour(k, len(loads)))
         axes.axhline(sum(each) / len(each), color="black", linestyle="--", linewidth=1)
-        axes.set(title=f"{name}: {sum(each) / len(each) / max(each):.0%} even", ylim=(0, 1.08 * highest), xticks=range(len(each)))
+        axes.set(
+            title=f"{name}: {sum(each) / len(each) / max(each):.0%} even",
+            ylim=(0, 1.08 * highest),
+            xticks=range(len(each)),
+        )
         axes.title.set_size(10)
         canvas.bare(axes, "top", "right")
     picture.supylabel("load; dashed: the mean", size=9)
@@ -126,23 +145,66 @@ def _stacked(
     for k, kind in enumerate(kinds):
         colour = canvas.colour(k, len(kinds))
         heights = [plan.get(kind, 0) / unit for plan in plans.values()]
-        axes.bar(range(len(plans)), heights, 0.62, bottom=bottom, color=colour, label=kind, edgecolor="white", linewidth=0.6)
+        axes.bar(
+            range(len(plans)),
+            heights,
+            0.62,
+            bottom=bottom,
+            color=colour,
+            label=kind,
+            edgecolor="white",
+            linewidth=0.6,
+        )
         for place, (height, below) in enumerate(zip(heights, bottom, strict=True)):
             if height * unit > 0.045 * highest:
                 label = quantity(height * unit, "B")
-                axes.text(place, below + height / 2, label, ha="center", va="center", size=8, color=canvas.ink(colour))
+                axes.text(
+                    place,
+                    below + height / 2,
+                    label,
+                    ha="center",
+                    va="center",
+                    size=8,
+                    color=canvas.ink(colour),
+                )
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     for place, total in enumerate(totals.values()):
         label = quantity(total, "B")
-        axes.text(place, total / unit + 0.012 * highest / unit, label, ha="center", va="bottom", size=9, weight="bold")
+        axes.text(
+            place,
+            total / unit + 0.012 * highest / unit,
+            label,
+            ha="center",
+            va="bottom",
+            size=9,
+            weight="bold",
+        )
     if limit is not None:
-        axes.axhline(limit / unit, color="black", linestyle="--", linewidth=1, label=f"a device has {quantity(limit, 'B')}")
-    axes.set(ylabel=f"{name} {counted}", ylim=(0, 1.1 * highest / unit if highest else 1), xlim=(-0.6, len(plans) - 0.4))
+        axes.axhline(
+            limit / unit,
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label=f"a device has {quantity(limit, 'B')}",
+        )
+    axes.set(
+        ylabel=f"{name} {counted}",
+        ylim=(0, 1.1 * highest / unit if highest else 1),
+        xlim=(-0.6, len(plans) - 0.4),
+    )
     axes.set_xticks(range(len(plans)), list(plans))
     canvas.bare(axes, "top", "right")
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda k: (labels[k] in kinds, -k))  # as they lie, the topmost first
-    picture.legend([handles[k] for k in order], [labels[k] for k in order], loc="outside right upper", frameon=False, fontsize=9)
+    order = sorted(
+        range(len(labels)), key=lambda k: (labels[k] in kinds, -k)
+    )  # as they lie, the topmost first
+    picture.legend(
+        [handles[k] for k in order],
+        [labels[k] for k in order],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+    )
     canvas.save(picture, path)
 
 
@@ -155,7 +217,10 @@ def _bars(along: Mapping[str, Number], path: canvas.Path) -> None:
     colours = [canvas.colour(k, len(along)) for k in range(len(along))]
     bars = axes.barh(list(along), lengths, height=0.62, color=colours)
     axes.bar_label(bars, [quantity(size, "B") for size in along.values()], padding=4, size=9)
-    axes.set(xlabel=f"{name} that a device sends in a step", xlim=(0, 1.18 * highest / unit if highest else 1))
+    axes.set(
+        xlabel=f"{name} that a device sends in a step",
+        xlim=(0, 1.18 * highest / unit if highest else 1),
+    )
     axes.set_ylabel("along the axis")
     axes.invert_yaxis()
     canvas.bare(axes, "top", "right")

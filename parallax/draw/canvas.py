@@ -21,7 +21,9 @@ def figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('The pictures are drawn by matplotlib: pip install -e ".[examples]".') from error
+        raise ImportError(
+            'The pictures are drawn by matplotlib: pip install -e ".[examples]".'
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -30,7 +32,9 @@ def save(picture: Any, path: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
-        picture.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        picture.savefig(
+            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
+        )
 
 
 def bare(axes: Any, *sides: str) -> None:
@@ -65,4 +69,6 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows as lines of text with their columns aligned: so many of them to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     side = lambda k, cell: cell.ljust(widths[k]) if k < left else cell.rjust(widths[k])
-    return "\n".join("  ".join(side(k, cell) for k, cell in enumerate(row)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(side(k, cell) for k, cell in enumerate(row)).rstrip() for row in rows
+    )

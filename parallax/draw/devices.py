@@ -66,11 +66,19 @@ def sharding(array: Any, path: canvas.Path | None = None) -> str:
         f"{array.dtype.name}{list(array.shape)} {_spelt(array.sharding)}: {len(blocks)} block{'s' * (len(blocks) > 1)}, "
         f"{quantity(size, 'B')} of {quantity(array.size * array.dtype.itemsize, 'B')} on each of {len(held)} devices"
     )
-    heads = [f"dim {dim}" for dim in down] + [f"dim {across} {_range(k)}" if k else "devices" for k in columns]
-    rows = [heads] + [[*map(_range, line), *(_devices(holders[cells[line, k]]) for k in columns)] for line in lines]
+    heads = [f"dim {dim}" for dim in down] + [
+        f"dim {across} {_range(k)}" if k else "devices" for k in columns
+    ]
+    rows = [heads] + [
+        [*map(_range, line), *(_devices(holders[cells[line, k]]) for k in columns)]
+        for line in lines
+    ]
     if path is not None:
         grid = [[cells[line, k] for k in columns] for line in lines]
-        labels = [[", ".join(map(_range, line)) for line in lines], [_range(k) if k else "whole" for k in columns]]
+        labels = [
+            [", ".join(map(_range, line)) for line in lines],
+            [_range(k) if k else "whole" for k in columns],
+        ]
         dims = [_dims(array, down), _dims(array, [] if across is None else [across])]
         _sharding_picture(array.sharding, grid, labels, dims, holders, title, path)
     return f"{title}\n{canvas.columns(rows, left=0)}"
@@ -92,12 +100,26 @@ def model(tree: PyTree, path: canvas.Path | None = None) -> str:
     leaves = {name: leaf for name, leaf in rules.paths(tree) if is_array(leaf)}
     held = {name: _held(leaf, name) for name, leaf in leaves.items()}
     whole = {name: leaf.size * leaf.dtype.itemsize for name, leaf in leaves.items()}
-    own = {name: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for name, leaf in leaves.items()}
+    own = {
+        name: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for name, leaf in leaves.items()
+    }
     rows = [["leaf", "shape", "type", "split", "bytes in all", "on a device"]]
     for name, leaf in leaves.items():
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        rows.append([name, shape, leaf.dtype.name, _spelt(leaf.sharding), f"{whole[name]:,}", f"{own[name]:,}"])
-    rows.append([f"{len(leaves)} leaves", "", "", "", f"{sum(whole.values()):,}", f"{sum(own.values()):,}"])
+        rows.append(
+            [
+                name,
+                shape,
+                leaf.dtype.name,
+                _spelt(leaf.sharding),
+                f"{whole[name]:,}",
+                f"{own[name]:,}",
+            ]
+        )
+    rows.append(
+        [f"{len(leaves)} leaves", "", "", "", f"{sum(whole.values()):,}", f"{sum(own.values()):,}"]
+    )
     if path is not None:
         _model_picture(held, whole, own, path)
     return canvas.columns(rows, left=4)
@@ -114,8 +136,14 @@ def _held(array: Any, name: str = "draw.sharding") -> dict[Device, Block]:
             f"Place it with mesh.place, or pass jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))."
         )
     found = array.sharding.devices_indices_map(tuple(array.shape))
-    order = list(_placed(array.sharding).flat) if isinstance(array.sharding, NamedSharding) else sorted(found, key=_id)
-    bounds = lambda index: tuple(part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True))
+    order = (
+        list(_placed(array.sharding).flat)
+        if isinstance(array.sharding, NamedSharding)
+        else sorted(found, key=_id)
+    )
+    bounds = lambda index: tuple(
+        part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)
+    )
     return {device: bounds(found[device]) for device in order}
 
 
@@ -155,7 +183,11 @@ def _number(device: Any) -> str:
 
 def _devices(held: Sequence[Any]) -> str:
     numbers = [_number(device) for device in held]
-    return ",".join(numbers) if len(numbers) <= NAMED else f"{numbers[0]},{numbers[1]},...({len(numbers)})"
+    return (
+        ",".join(numbers)
+        if len(numbers) <= NAMED
+        else f"{numbers[0]},{numbers[1]},...({len(numbers)})"
+    )
 
 
 # Pictures
@@ -178,7 +210,11 @@ def _mesh_picture(numbers: np.ndarray, names: list[str], title: str, path: canva
         axes.set_title(", ".join(f"{name} {i}" for name, i in zip(names, at, strict=False)), size=9)
         _grid(axes, columns, rows)
         axes.set_xticks([k + 0.5 for k in range(columns)], [str(k) for k in range(columns)], size=8)
-        axes.set_yticks([k + 0.5 for k in range(rows)], [str(k) for k in range(rows)] if names[-2] else [""] * rows, size=8)
+        axes.set_yticks(
+            [k + 0.5 for k in range(rows)],
+            [str(k) for k in range(rows)] if names[-2] else [""] * rows,
+            size=8,
+        )
         axes.set_xlabel(names[-1], size=9)
         axes.set_ylabel(names[-2], size=9)
     picture.suptitle(f"{title} (in each cell its number)", size=10)
@@ -197,7 +233,11 @@ def _sharding_picture(
     rows, columns = len(grid), len(grid[0])
     colours = {block: canvas.colour(k, len(holders)) for k, block in enumerate(holders)}
     devices = {_number(device): block for block, own in holders.items() for device in own}
-    placed = _placed(sharding) if isinstance(sharding, NamedSharding) else np.array([d for own in holders.values() for d in own])
+    placed = (
+        _placed(sharding)
+        if isinstance(sharding, NamedSharding)
+        else np.array([d for own in holders.values() for d in own])
+    )
     names = list(sharding.mesh.axis_names) if isinstance(sharding, NamedSharding) else ["devices"]
     table = np.vectorize(_number, otypes=[object])(placed).reshape(-1, placed.shape[-1])
     wide = max(0.85, 0.085 * max(len(_devices(own)) for own in holders.values()) + 0.2)
@@ -209,14 +249,18 @@ def _sharding_picture(
         _cell(left, column, row, colours[line[column]], _devices(holders[line[column]]), 0.62)
     _grid(left, columns, rows, square=False)
     left.set_xticks([k + 0.5 for k in range(columns)], labels[1], size=8)
-    left.set_yticks([k + 0.5 for k in range(rows)], [label or "whole" for label in labels[0]], size=8)
+    left.set_yticks(
+        [k + 0.5 for k in range(rows)], [label or "whole" for label in labels[0]], size=8
+    )
     left.set_xlabel(dims[1], size=9)
     left.set_ylabel(dims[0], size=9)
     left.set_title("the array: in each block the devices that hold it", size=9)
     for (row, column), number in np.ndenumerate(table):
         _cell(right, column, row, colours[devices[number]], number, 0.62)
     _grid(right, table.shape[1], table.shape[0])
-    right.set_xticks([k + 0.5 for k in range(table.shape[1])], [str(k) for k in range(table.shape[1])], size=8)
+    right.set_xticks(
+        [k + 0.5 for k in range(table.shape[1])], [str(k) for k in range(table.shape[1])], size=8
+    )
     places = [", ".join(map(str, at)) for at in np.ndindex(placed.shape[:-1])]
     right.set_yticks([k + 0.5 for k in range(table.shape[0])], places, size=8)
     right.set_xlabel(names[-1], size=9)
@@ -227,13 +271,18 @@ def _sharding_picture(
 
 
 def _model_picture(
-    held: Mapping[str, Mapping[Any, Block]], whole: Mapping[str, int], own: Mapping[str, int], path: canvas.Path
+    held: Mapping[str, Mapping[Any, Block]],
+    whole: Mapping[str, int],
+    own: Mapping[str, int],
+    path: canvas.Path,
 ) -> None:
     shown = sorted(sorted(held, key=lambda name: -whole[name])[:ROWS], key=list(held).index)
     devices = list(next(iter(held.values())))
     cell = min(0.36, 10 / len(devices))
     longest = max(map(len, shown))
-    picture = canvas.figure(max(cell * len(devices) + 0.075 * longest + 2.6, 7.0), 0.24 * len(shown) + 1.5)
+    picture = canvas.figure(
+        max(cell * len(devices) + 0.075 * longest + 2.6, 7.0), 0.24 * len(shown) + 1.5
+    )
     axes = picture.add_subplot()
     for row, name in enumerate(shown):
         blocks = list(dict.fromkeys(held[name].values()))
@@ -242,7 +291,9 @@ def _model_picture(
             colour = canvas.GREY if len(blocks) == 1 else canvas.colour(number, len(blocks))
             _cell(axes, column, row, colour, str(number), cell)
     _grid(axes, len(devices), len(shown), square=False)
-    axes.set_xticks([k + 0.5 for k in range(len(devices))], [_number(device) for device in devices], size=8)
+    axes.set_xticks(
+        [k + 0.5 for k in range(len(devices))], [_number(device) for device in devices], size=8
+    )
     axes.set_yticks([k + 0.5 for k in range(len(shown))], shown, size=8)
     axes.set_xlabel("device", size=9)
     sizes = axes.secondary_yaxis("right")
@@ -261,9 +312,19 @@ def _cell(axes: Any, column: int, row: int, colour: Any, label: str, inches: flo
     """A square of a grid, labelled where there is room."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2))
+    axes.add_patch(
+        Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2)
+    )
     if inches >= 0.2:
-        axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", size=8, color=canvas.ink(colour))
+        axes.text(
+            column + 0.5,
+            row + 0.5,
+            label,
+            ha="center",
+            va="center",
+            size=8,
+            color=canvas.ink(colour),
+        )
 
 
 def _grid(axes: Any, columns: int, rows: int, square: bool = True) -> None:

@@ -35,10 +35,15 @@ def in_flight(
     """
     backward = backward_cost(schedule, backward)
     if min(forward, backward, weight) <= 0:
-        raise ValueError(f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. Give each job its time.")
+        raise ValueError(
+            f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. Give each job its time."
+        )
     spans = run(schedule, forward, backward, weight)
     end = max(span.stop for span in spans)
-    curves = [_curve(schedule, [span for span in spans if span.stage == stage]) for stage in range(schedule.stages)]
+    curves = [
+        _curve(schedule, [span for span in spans if span.stage == stage])
+        for stage in range(schedule.stages)
+    ]
     rows = [["stage", "most", "mean"]]
     for stage, curve in enumerate(curves):
         rows.append([str(stage), f"{max(held for _, held in curve):g}", f"{_mean(curve, end):.3g}"])
@@ -56,12 +61,18 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     for time, change in sorted(begun + ended):
         held += change
         curve.append((time, held / schedule.chunks))
-    return [point for point, after in zip(curve, [*curve[1:], None], strict=True) if after is None or after[0] > point[0]]
+    return [
+        point
+        for point, after in zip(curve, [*curve[1:], None], strict=True)
+        if after is None or after[0] > point[0]
+    ]
 
 
 def _mean(curve: Curve, end: float) -> float:
     stops = [time for time, _ in curve[1:]] + [end]
-    return sum(held * (stop - start) for (start, held), stop in zip(curve, stops, strict=True)) / end
+    return (
+        sum(held * (stop - start) for (start, held), stop in zip(curve, stops, strict=True)) / end
+    )
 
 
 def _picture(curves: Sequence[Curve], end: float, wide: float, path: canvas.Path) -> None:

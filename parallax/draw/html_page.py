@@ -37,9 +37,17 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
         ValueError: a picture has another suffix than .svg or .png.
     """
     names = {name: f"section-{i}" for i, name in enumerate(sections, 1)}
-    links = " ".join(f'<a href="#{anchor}">{html.escape(name)}</a>' for name, anchor in names.items())
+    links = " ".join(
+        f'<a href="#{anchor}">{html.escape(name)}</a>' for name, anchor in names.items()
+    )
     body = [
-        "\n".join([f'<section id="{names[name]}">', f"<h2>{html.escape(name)}</h2>", *(_shown(part, name) for part in parts)])
+        "\n".join(
+            [
+                f'<section id="{names[name]}">',
+                f"<h2>{html.escape(name)}</h2>",
+                *(_shown(part, name) for part in parts),
+            ]
+        )
         for name, parts in sections.items()
     ]
     lines = [
@@ -56,10 +64,14 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 def _shown(part: str | Path, name: str) -> str:
     if isinstance(part, str):
         longest = max(map(len, part.splitlines()), default=0)
-        wraps = ' class="wraps"' if longest > LONG else ""  # shorter lines may be columns, which stay aligned
+        wraps = (
+            ' class="wraps"' if longest > LONG else ""
+        )  # shorter lines may be columns, which stay aligned
         return f"<pre{wraps}>{html.escape(part)}</pre>"
     kind = KINDS.get(part.suffix)
     if kind is None:
-        raise ValueError(f"draw.page: a picture must be an SVG or a PNG; got {part.name}. Draw it to a path with that suffix.")
+        raise ValueError(
+            f"draw.page: a picture must be an SVG or a PNG; got {part.name}. Draw it to a path with that suffix."
+        )
     image = f'<img alt="{html.escape(name)}" src="data:{kind};base64,{base64.b64encode(part.read_bytes()).decode()}">'
     return f'<div class="picture">{image}</div>'

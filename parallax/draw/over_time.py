@@ -15,7 +15,9 @@ LARGEST = 8  # buffers that the text tells of
 POINTS = 4000  # that a curve is drawn with: more do not show
 
 
-def memory(profile: Profile, path: canvas.Path | None = None, *, between: Sequence[int] = ()) -> str:
+def memory(
+    profile: Profile, path: canvas.Path | None = None, *, between: Sequence[int] = ()
+) -> str:
     """The temporaries of a step at their peak and in each phase, as text, and the largest buffers at the peak.
 
     With a `path`, also as a picture there: the bytes on a device over the instructions of a step, standing on what is there all
@@ -39,7 +41,14 @@ def memory(profile: Profile, path: canvas.Path | None = None, *, between: Sequen
     for k, name in enumerate(PHASES):
         inside = profile.filled[profile.phase == k]
         if len(inside):
-            rows.append([name, f"{len(inside):,}", quantity(float(inside.max()), "B"), quantity(float(inside[-1]), "B")])
+            rows.append(
+                [
+                    name,
+                    f"{len(inside):,}",
+                    quantity(float(inside.max()), "B"),
+                    quantity(float(inside[-1]), "B"),
+                ]
+            )
     alike = Counter(profile.at_peak)
     largest = sorted(alike, key=lambda value: (-alike[value] * value.bytes, value.what))[:LARGEST]
     lines += [canvas.columns(rows), f"the largest of {len(profile.at_peak)} buffers at the peak:"]
@@ -66,7 +75,9 @@ def sampled(samples: Sampled, path: canvas.Path | None = None) -> str:
     rows = [["step", "seconds", "samples", "least", "most"]]
     for k, (start, stop) in enumerate(zip([0.0, *samples.marks], samples.marks, strict=False), 1):
         inside = used[(start <= seconds) & (seconds <= stop)]
-        least, most = (quantity(int(f(inside)), "B") if len(inside) else "-" for f in (np.min, np.max))
+        least, most = (
+            quantity(int(f(inside)), "B") if len(inside) else "-" for f in (np.min, np.max)
+        )
         rows.append([str(k), f"{stop - start:.4f}", str(len(inside)), least, most])
     if path is not None:
         _sampled_picture(samples, seconds, used, path)
@@ -83,7 +94,12 @@ def _memory_picture(profile: Profile, between: list[int], path: canvas.Path) -> 
     for axes in run:
         for k, held in enumerate(between):
             _curve(axes, profile, (held + profile.outputs) / unit, unit, left=k + 0.5, width=1.0)
-        axes.set(xlabel="step", ylabel=f"{name} on a device", xlim=(0.5, len(between) + 0.5), ylim=(0, None))
+        axes.set(
+            xlabel="step",
+            ylabel=f"{name} on a device",
+            xlim=(0.5, len(between) + 0.5),
+            ylim=(0, None),
+        )
         if len(between) <= 32:
             axes.set_xticks(range(1, len(between) + 1))
         axes.set_title(f"{len(between)} steps", size=10)
@@ -97,44 +113,89 @@ def _memory_picture(profile: Profile, between: list[int], path: canvas.Path) -> 
         ha="left" if top < len(profile.live) / 2 else "right",
         size=9,
     )
-    step.set(xlabel="instructions of one step, in the order in which they run, loops rolled out", ylabel=f"{name} on a device")
+    step.set(
+        xlabel="instructions of one step, in the order in which they run, loops rolled out",
+        ylabel=f"{name} on a device",
+    )
     step.set(xlim=(0, max(len(profile.live), 1)), ylim=(0, 1.1 * (there + profile.peak) / unit))
     step.set_title("one step" if between else "", size=10)
     for axes in (*run, step):
         canvas.bare(axes, "top", "right")
     handles, labels = step.get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    picture.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9
+    )
     canvas.save(picture, path)
 
 
-def _curve(axes: Any, profile: Profile, base: float, unit: float, *, left: float, width: float) -> None:
+def _curve(
+    axes: Any, profile: Profile, base: float, unit: float, *, left: float, width: float
+) -> None:
     """One step's bytes from `left` on, above `base`."""
     count = len(profile.live)
-    axes.fill_between([left, left + width], 0, base, color="0.72", linewidth=0, label="arguments and results")
+    axes.fill_between(
+        [left, left + width], 0, base, color="0.72", linewidth=0, label="arguments and results"
+    )
     if not count:
         return
     bounds = np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(int))
-    live, filled = (base + np.maximum.reduceat(curve, bounds[:-1]) / unit for curve in (profile.live, profile.filled))
+    live, filled = (
+        base + np.maximum.reduceat(curve, bounds[:-1]) / unit
+        for curve in (profile.live, profile.filled)
+    )
     phase, places = profile.phase[bounds[:-1]], left + width * bounds / count
     again = lambda values: np.append(values, values[-1])
-    axes.fill_between(places, base, again(live), step="post", color="0.90", linewidth=0, label="set aside, but empty")
+    axes.fill_between(
+        places,
+        base,
+        again(live),
+        step="post",
+        color="0.90",
+        linewidth=0,
+        label="set aside, but empty",
+    )
     for k, name in enumerate(PHASES):
         inside = again(phase == k)
-        inside[1:] |= inside[:-1] & (again(phase)[1:] != again(phase)[:-1])  # up to where the next one begins
+        inside[1:] |= inside[:-1] & (
+            again(phase)[1:] != again(phase)[:-1]
+        )  # up to where the next one begins
         if (phase == k).any():
             of = dict(step="post", color=COLOURS[k], linewidth=0, label=name)
             axes.fill_between(places, base, again(filled), where=inside, **of)
 
 
-def _sampled_picture(samples: Sampled, seconds: np.ndarray, used: np.ndarray, path: canvas.Path) -> None:
+def _sampled_picture(
+    samples: Sampled, seconds: np.ndarray, used: np.ndarray, path: canvas.Path
+) -> None:
     unit, name = canvas.scale(float(max(used.max(), samples.peak)))
     picture = canvas.figure(9.0, 3.8)
     axes = picture.add_subplot()
-    axes.fill_between(seconds, 0, used / unit, step="post", color=COLOURS[0], alpha=0.35, linewidth=0)
+    axes.fill_between(
+        seconds, 0, used / unit, step="post", color=COLOURS[0], alpha=0.35, linewidth=0
+    )
     axes.step(seconds, used / unit, where="post", color=COLOURS[0], linewidth=1)
-    axes.vlines(samples.marks, 0, 1, transform=axes.get_xaxis_transform(), color="0.6", linewidth=0.6, label="a step ends")
-    axes.axhline(samples.peak / unit, color="black", linestyle="--", linewidth=1, label=f"peak {quantity(samples.peak, 'B')}")
-    axes.set(xlabel="seconds", ylabel=f"{name} in use on {samples.device}", xlim=(0, seconds[-1] or 1), ylim=(0, None))
+    axes.vlines(
+        samples.marks,
+        0,
+        1,
+        transform=axes.get_xaxis_transform(),
+        color="0.6",
+        linewidth=0.6,
+        label="a step ends",
+    )
+    axes.axhline(
+        samples.peak / unit,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"peak {quantity(samples.peak, 'B')}",
+    )
+    axes.set(
+        xlabel="seconds",
+        ylabel=f"{name} in use on {samples.device}",
+        xlim=(0, seconds[-1] or 1),
+        ylim=(0, None),
+    )
     canvas.bare(axes, "top", "right")
     picture.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     canvas.save(picture, path)

@@ -25,7 +25,10 @@ def replay(timeline: Timeline, path: canvas.Path | None = None, *, width: int = 
     lines = []
     for row, events in rows.items():
         busy = _busy(events, timeline.seconds, width)
-        marks = "".join("#" if share > 0.95 else "+" if share > 0.5 else "." if share > 0.02 else " " for share in busy)
+        marks = "".join(
+            "#" if share > 0.95 else "+" if share > 0.5 else "." if share > 0.02 else " "
+            for share in busy
+        )
         lines.append(f"{row.ljust(longest)} |{marks}| {busy.mean():>4.0%}")
     if path is not None:
         _picture(timeline, rows, path)
@@ -36,7 +39,8 @@ def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write a Chrome trace to `path`, which Perfetto opens: a thread for computing, and one for each set of axes."""
     rows = list(_rows(timeline.events))
     events: list[dict] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": k, "args": {"name": row}} for k, row in enumerate(rows)
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": k, "args": {"name": row}}
+        for k, row in enumerate(rows)
     ]
     events += [
         {
@@ -68,7 +72,9 @@ def _busy(events: Sequence[Event], end: float, width: int) -> np.ndarray:
     for event in sorted(events, key=lambda event: event.start):
         start = max(event.start, until)
         until = max(until, event.stop)
-        busy += np.clip(np.minimum(edges[1:], event.stop) - np.maximum(edges[:-1], start), 0.0, None)
+        busy += np.clip(
+            np.minimum(edges[1:], event.stop) - np.maximum(edges[:-1], start), 0.0, None
+        )
     return busy * width / end if end else busy
 
 
@@ -79,8 +85,15 @@ def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path
         spans = [(1e3 * event.start, 1e3 * (event.stop - event.start)) for event in events]
         axes.barh(k, 1e3 * timeline.seconds, height=0.8, color=canvas.GREY)
         axes.broken_barh(spans, (k - 0.4, 0.8), color=canvas.colour(k, len(rows)))
-    axes.set(xlim=(0, 1e3 * timeline.seconds), ylim=(len(rows) - 0.5, -0.5), xlabel="milliseconds, estimated")
+    axes.set(
+        xlim=(0, 1e3 * timeline.seconds),
+        ylim=(len(rows) - 0.5, -0.5),
+        xlabel="milliseconds, estimated",
+    )
     axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_title(f"{1e3 * timeline.seconds:.4g} ms, of which {1e3 * timeline.exposed:.3g} ms exposed messages", size=10)
+    axes.set_title(
+        f"{1e3 * timeline.seconds:.4g} ms, of which {1e3 * timeline.exposed:.3g} ms exposed messages",
+        size=10,
+    )
     canvas.bare(axes)
     canvas.save(picture, path)

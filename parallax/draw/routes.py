@@ -36,10 +36,13 @@ def _lines(table: Route) -> Iterator[str]:
         if r:
             sends = table.rounds[r - 1].items()
             told = [
-                f"{', '.join(str(table.device_number(o)) for o in offsets)} go {_spelt(step)} further" for step, offsets in sends
+                f"{', '.join(str(table.device_number(o)) for o in offsets)} go {_spelt(step)} further"
+                for step, offsets in sends
             ]
             yield f"round {r - 1}: {'; '.join(told) or 'rests'}"
-        yield "  holds  " + "   ".join(f"{o}: {' '.join(map(str, sorted(terms)))}" for o, terms in sorted(held.items()))
+        yield "  holds  " + "   ".join(
+            f"{o}: {' '.join(map(str, sorted(terms)))}" for o, terms in sorted(held.items())
+        )
 
 
 def _held(table: Route) -> Iterator[dict[int, set[int]]]:
@@ -68,13 +71,36 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
             for o, terms in held.items():
                 colour = canvas.COLOURS[2] if o == 0 else canvas.COLOURS[5]
                 panel.plot([o], [r], "o", markersize=13, color=colour)
-                panel.text(o, r, str(len(terms)), ha="center", va="center", size=8, color=canvas.ink(colour))
+                panel.text(
+                    o,
+                    r,
+                    str(len(terms)),
+                    ha="center",
+                    va="center",
+                    size=8,
+                    color=canvas.ink(colour),
+                )
         for r, sends in enumerate(table.rounds):
             for k, (step, offsets) in enumerate(sends.items()):
                 for o in offsets:
-                    ends = [table.device_number(o), table.device_number(table.offset_after(o, step))]
-                    panel.plot(ends, [r, r + 1], "-", linewidth=1.4, color=canvas.colour(k, len(sends)), zorder=0)
-        panel.set(xlim=(-0.6, n - 0.4), ylim=(rounds + 0.5, -0.5), xticks=range(n), yticks=[r + 0.5 for r in range(rounds)])
+                    ends = [
+                        table.device_number(o),
+                        table.device_number(table.offset_after(o, step)),
+                    ]
+                    panel.plot(
+                        ends,
+                        [r, r + 1],
+                        "-",
+                        linewidth=1.4,
+                        color=canvas.colour(k, len(sends)),
+                        zorder=0,
+                    )
+        panel.set(
+            xlim=(-0.6, n - 0.4),
+            ylim=(rounds + 0.5, -0.5),
+            xticks=range(n),
+            yticks=[r + 0.5 for r in range(rounds)],
+        )
         panel.set_yticklabels([f"round {r}" for r in range(rounds)])
         panel.set_xlabel("block, by how far its device is; 0: home")
         panel.tick_params(length=0)

@@ -12,15 +12,23 @@ from parallax.schedule import Cost, Schedule, Span, job_name
 from parallax.schedule.table import backward_cost
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
-COLOURS = {"forward": (0.00, 0.45, 0.70), "backward": (0.84, 0.37, 0.00), "weight": (0.00, 0.62, 0.45)}  # Okabe and Ito's
+COLOURS = {
+    "forward": (0.00, 0.45, 0.70),
+    "backward": (0.84, 0.37, 0.00),
+    "weight": (0.00, 0.62, 0.45),
+}  # Okabe and Ito's
 
 
-def lockstep(schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[Span, ...]:
+def lockstep(
+    schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
+) -> tuple[Span, ...]:
     """When every job runs in one program on all devices: `schedule.lockstep`."""
     return schedule.lockstep(forward, backward_cost(schedule, backward), weight)
 
 
-def summary(schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> str:
+def summary(
+    schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
+) -> str:
     """One line of sizes, makespan, bubble and the in-flight peak."""
     backward = backward_cost(schedule, backward)
     makespan, bubble = (f(forward, backward, weight) for f in (schedule.makespan, schedule.bubble))
@@ -38,7 +46,10 @@ def text(schedule: Schedule) -> str:
     The second line names the lanes that run anywhere in a tick: where it changes, a new phase begins.
     """
     names = _letters(schedule)
-    runs = {names[lane]: [bool((jobs >= 0).any()) for jobs in table] for lane, table in schedule.lanes.items()}
+    runs = {
+        names[lane]: [bool((jobs >= 0).any()) for jobs in table]
+        for lane, table in schedule.lanes.items()
+    }
     running = ["".join(name for name in runs if runs[name][tick]) for tick in range(schedule.ticks)]
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
@@ -48,7 +59,9 @@ def text(schedule: Schedule) -> str:
             lines.append([f"stage {s} {names[lane]}", *cells])
     first = max(len(line[0]) for line in lines)
     width = max(len(cell) for line in lines for cell in line[1:])
-    return "\n".join(line[0].ljust(first) + "".join(f" {cell:>{width}}" for cell in line[1:]) for line in lines)
+    return "\n".join(
+        line[0].ljust(first) + "".join(f" {cell:>{width}}" for cell in line[1:]) for line in lines
+    )
 
 
 def timeline(
@@ -92,16 +105,33 @@ def timeline(
         )
         longest = len(str(schedule.microbatches - 1))
         for span, length, colour in zip(spans, lengths, colours, strict=True):
-            if length / end * inches > 0.075 * longest + 0.02:  # inches: so wide are digits of size 8
-                middle, ink = (span.start + span.stop) / 2, "white" if sum(colour) < 1.6 else "black"
-                axes.text(middle, span.stage, str(span.microbatch), ha="center", va="center", size=8, color=ink)
+            if (
+                length / end * inches > 0.075 * longest + 0.02
+            ):  # inches: so wide are digits of size 8
+                middle, ink = (
+                    (span.start + span.stop) / 2,
+                    "white" if sum(colour) < 1.6 else "black",
+                )
+                axes.text(
+                    middle,
+                    span.stage,
+                    str(span.microbatch),
+                    ha="center",
+                    va="center",
+                    size=8,
+                    color=ink,
+                )
         axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
         costs = dict(zip(LETTERS, (forward, backward, weight), strict=True))
         units = ", ".join(f"{names[lane]} {costs[lane]:g}" for lane in lanes)
-        axes.set_xlabel(f"time, in units of the costs given (a microbatch through a whole stage: {units})")
+        axes.set_xlabel(
+            f"time, in units of the costs given (a microbatch through a whole stage: {units})"
+        )
         title = summary(schedule, forward, backward, weight)
         if run not in (lockstep, Schedule.lockstep):
-            work = schedule.makespan(forward, backward, weight) - schedule.bubble(forward, backward, weight)
+            work = schedule.makespan(forward, backward, weight) - schedule.bubble(
+                forward, backward, weight
+            )
             title = f"{title}\n(this in lockstep; drawn here: time {end:g}, bubble {end - work:g})"
         figure.suptitle(title, size=10)
         held = axes.secondary_yaxis("right")
@@ -115,8 +145,16 @@ def timeline(
             for c in range(schedule.chunks)
         ]
         handles.append(Patch(color="0.88", label="bubble"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=min(len(handles), 5),
+            frameon=False,
+            fontsize=8,
+        )
+        figure.savefig(
+            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
+        )
 
 
 def width(spans: Sequence[Span]) -> float:
@@ -126,7 +164,12 @@ def width(spans: Sequence[Span]) -> float:
 
 
 def trace(
-    schedule: Schedule, path: str | os.PathLike[str], *, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
+    schedule: Schedule,
+    path: str | os.PathLike[str],
+    *,
+    forward: Cost = 1,
+    backward: Cost | None = None,
+    weight: Cost = 1,
 ) -> None:
     """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms."""
     events: list[dict] = []
@@ -134,8 +177,24 @@ def trace(
         name = f"{schedule.stages}-stage pipeline, {run.__name__}"
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         for s in range(schedule.stages):
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": s, "args": {"name": f"stage {s}"}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": process, "tid": s, "args": {"sort_index": s}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": process,
+                    "tid": s,
+                    "args": {"name": f"stage {s}"},
+                }
+            )
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "pid": process,
+                    "tid": s,
+                    "args": {"sort_index": s},
+                }
+            )
         events += [
             {
                 "ph": "X",
@@ -159,8 +218,14 @@ def _letters(schedule: Schedule) -> dict[str, str]:
 
 
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
-    word = "input gradient" if _letters(schedule)[lane] == "I" else {"weight": "weight gradient"}.get(lane, lane)
-    return f"{word} ({_letters(schedule)[lane]})" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
+    word = (
+        "input gradient"
+        if _letters(schedule)[lane] == "I"
+        else {"weight": "weight gradient"}.get(lane, lane)
+    )
+    return f"{word} ({_letters(schedule)[lane]})" + (
+        f", chunk {chunk}" if schedule.chunks > 1 else ""
+    )
 
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:

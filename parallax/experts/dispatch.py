@@ -22,7 +22,9 @@ from parallax.collectives import Axis
 from parallax.collectives.axis import xla
 from parallax.collectives.types import axes
 
-Local = Callable[[Array, Array, Array, Array], Array]  # `Compute` of this device's experts: of (x, source, ids, weights)
+Local = Callable[
+    [Array, Array, Array, Array], Array
+]  # `Compute` of this device's experts: of (x, source, ids, weights)
 
 
 class Sent(NamedTuple):
@@ -91,7 +93,9 @@ class Gathered:
     def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
         """(n - 1) T D each way."""
         rows = (n - 1) * tokens
-        return Sent(rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize)
+        return Sent(
+            rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize
+        )
 
 
 gathered = Gathered()
@@ -129,11 +133,15 @@ class exchanged:
         room = self.room(len(ids), ids.shape[1], held, n)
         wanted = _wanted(ids, held, n)
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
-        into = lambda fill, values: jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
+        into = lambda fill, values: (
+            jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
+        )
         there = lambda a: axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
         arrived = there(x.at[into(len(x), wanted.token)].get(mode="fill", fill_value=0))
         rows = jnp.arange(n * room, dtype=jnp.int32)
-        y = compute(arrived, rows, there(into(held, wanted.expert)), jnp.ones(n * room, weights.dtype))
+        y = compute(
+            arrived, rows, there(into(held, wanted.expert)), jnp.ones(n * room, weights.dtype)
+        )
         y = there(y).at[place].get(mode="fill", fill_value=0)
         return _joined(y, weights), jnp.sum(wanted.rank >= room, dtype=jnp.int32)
 
@@ -192,7 +200,9 @@ class ragged:
         n, me, (tokens, k) = axis.size(), axis.index(), ids.shape
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, held))
         wanted = _wanted(ids, held, n)
-        counts = jnp.sum(wanted.device[None] == jnp.arange(n, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        counts = jnp.sum(
+            wanted.device[None] == jnp.arange(n, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32
+        )
         wish = axis.all_gather(counts[None], axis=0, tiled=True)  # [from, to]
         before = lambda a, dim: jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
         granted = jnp.clip(room - before(wish, 0), 0, wish)
@@ -200,17 +210,31 @@ class ragged:
         leaves, arrives = before(wish, 1), before(granted, 0)
 
         def there(a, empty):
-            return self.move(a, empty, leaves[me], granted[me], arrives[me], granted[:, me], axis_name=axis.names)
+            return self.move(
+                a, empty, leaves[me], granted[me], arrives[me], granted[:, me], axis_name=axis.names
+            )
 
         def back(a, empty):
-            return self.move(a, empty, arrives[:, me], granted[:, me], leaves[:, me], granted[me], axis_name=axis.names)
+            return self.move(
+                a,
+                empty,
+                arrives[:, me],
+                granted[:, me],
+                leaves[:, me],
+                granted[me],
+                axis_name=axis.names,
+            )
 
         place = leaves[me][wanted.device] + wanted.rank
-        in_order = lambda values: jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
+        in_order = lambda values: (
+            jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
+        )
         empty = lambda rows: jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
         arrived = there(x[in_order(wanted.token)], empty(room))
         known = there(in_order(wanted.expert), jnp.full(room, held, jnp.int32) + me * 0)
-        y = compute(arrived, jnp.arange(room, dtype=jnp.int32), known, jnp.ones(room, weights.dtype))
+        y = compute(
+            arrived, jnp.arange(room, dtype=jnp.int32), known, jnp.ones(room, weights.dtype)
+        )
         y = back(y, empty(k * tokens))[place]
         return _joined(y, weights), jnp.sum(wish[me] - granted[me], dtype=jnp.int32)
 
@@ -241,8 +265,14 @@ def _wanted(ids: Array, held: int, n: int) -> Wanted:
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), held)
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(k * tokens, dtype=jnp.int32), unique_indices=True)
-    return Wanted(jnp.tile(jnp.arange(tokens, dtype=jnp.int32), k), device, expert, places - starts[device])
+    places = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(k * tokens, dtype=jnp.int32), unique_indices=True)
+    )
+    return Wanted(
+        jnp.tile(jnp.arange(tokens, dtype=jnp.int32), k), device, expert, places - starts[device]
+    )
 
 
 def _joined(y: Array, weights: Array) -> Array:

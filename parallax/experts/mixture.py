@@ -28,9 +28,13 @@ class Gated(eqx.Module):
     up: Float[Array, "... width hidden"]
     down: Float[Array, "... hidden width"]
 
-    def __init__(self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray):
+    def __init__(
+        self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray
+    ):
         keys = jax.random.split(key, 3)
-        normal = lambda key, *shape: jax.random.normal(key, shape, dtype) / jnp.asarray(shape[-2] ** 0.5, dtype)
+        normal = lambda key, *shape: (
+            jax.random.normal(key, shape, dtype) / jnp.asarray(shape[-2] ** 0.5, dtype)
+        )
         self.gate, self.up = (normal(key, experts, width, hidden) for key in keys[:2])
         self.down = normal(keys[2], experts, hidden, width)
 
@@ -94,7 +98,9 @@ def moe(
     rows = lambda a: a.reshape(-1, a.shape[-1])
     local = functools.partial(compute, params.experts)
     tokens, weights = joins.enter(x), joins.enter(choice.weights.astype(x.dtype))
-    y, dropped = dispatch(rows(tokens), rows(joins.gathered(choice.experts)), rows(weights), local, axis, held)
+    y, dropped = dispatch(
+        rows(tokens), rows(joins.gathered(choice.experts)), rows(weights), local, axis, held
+    )
     told = statistics(choice, dropped, joins.over_tokens, counted=joins.parts // joins.contexts)
     return joins.leave(y.reshape(tokens.shape)), told
 
@@ -114,7 +120,9 @@ def _held(params: Mixture, axis: Axis) -> int:
 
 
 def _check_varies(x: Array, axis: Axis) -> None:
-    same = [name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1]
+    same = [
+        name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1
+    ]
     if same:
         raise ValueError(
             f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are split, and x, "

@@ -36,10 +36,14 @@ class Choice(NamedTuple):
     shares: Float[Array, "*tokens experts"]
 
 
-Route: TypeAlias = Callable[[Float[Array, "*tokens experts"], Float[Array, " experts"] | None], Choice]
+Route: TypeAlias = Callable[
+    [Float[Array, "*tokens experts"], Float[Array, " experts"] | None], Choice
+]
 
 
-def top(k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False) -> Route:
+def top(
+    k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
+) -> Route:
     """Each token goes to the k experts of the highest score; of equal ones, to the first. The scores are the weights.
 
     Where there is a bias it counts in the choice alone, and not in the weights: by it `rebalanced` evens out the load without an
@@ -74,7 +78,9 @@ def top(k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised:
 
 def _divided(scores: Array) -> Array:
     """Scores by their sum, which may be too small for a number."""
-    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
+    return scores / jnp.maximum(
+        jnp.sum(scores, axis=-1, keepdims=True), jnp.finfo(scores.dtype).tiny
+    )
 
 
 class Statistics(NamedTuple):
@@ -97,7 +103,9 @@ class Statistics(NamedTuple):
     dropped: Float[Array, ""]
 
 
-def statistics(choice: Choice, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1) -> Statistics:
+def statistics(
+    choice: Choice, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
+) -> Statistics:
     """The statistics of choices `[B, T, ...]`, of which `dropped` in all found no room.
 
     Args:
@@ -116,7 +124,8 @@ def statistics(choice: Choice, dropped: Int[Array, ""], axis: AxisLike = (), *, 
         z=z,
         entropy=entropy,
         load=jnp.mean(load, axis=0),
-        dropped=axis.all_reduce(varying(dropped.astype(load.dtype), axis.names)) / (sequences * counted),
+        dropped=axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
+        / (sequences * counted),
     )
 
 
@@ -130,6 +139,8 @@ def rebalanced(
     (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
-    even = jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean  # some roundings of one sum, and of its mean
+    even = (
+        jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean
+    )  # some roundings of one sum, and of its mean
     step = jnp.where(even, jnp.zeros((), load.dtype), jnp.sign(mean - load))
     return bias + jnp.asarray(rate, bias.dtype) * step.astype(bias.dtype)

@@ -62,9 +62,16 @@ def blocks(expert: Expert = called, *, size: int = 128) -> Compute:
     def compute(experts, x, source, ids, weights):
         trained, rest = eqx.partition(experts, eqx.is_inexact_array)
         others, static = eqx.partition(rest, eqx.is_array)
-        run = _loops(lambda trained, others, rows: expert(eqx.combine(trained, others, static), rows), size)
+        run = _loops(
+            lambda trained, others, rows: expert(eqx.combine(trained, others, static), rows), size
+        )
         arguments = trained, others, x, source, ids, weights
-        return run(*varying(arguments, tuple({name for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)})))
+        return run(
+            *varying(
+                arguments,
+                tuple({name for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)}),
+            )
+        )
 
     return compute
 
@@ -85,7 +92,9 @@ class Block(NamedTuple):
     pair: Int[Array, " size"]
 
 
-def _table(source: Array, ids: Array, rows: int, count: int, size: int) -> tuple[Callable[[Array], Block], Array]:
+def _table(
+    source: Array, ids: Array, rows: int, count: int, size: int
+) -> tuple[Callable[[Array], Block], Array]:
     """A function from a block's number to the block, and the number of blocks."""
     pairs = len(ids)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
@@ -100,15 +109,24 @@ def _table(source: Array, ids: Array, rows: int, count: int, size: int) -> tuple
         counts = place < starts[expert + 1]
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        return Block(expert, read, jnp.where(counts, read, rows + within), jnp.where(counts, pair, pairs + within))
+        return Block(
+            expert,
+            read,
+            jnp.where(counts, read, rows + within),
+            jnp.where(counts, pair, pairs + within),
+        )
 
     return block, ends[-1]
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
     """The loop over blocks and its transpose."""
-    at = lambda tree, i: jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), tree)
-    add = lambda total, index, term: total.at[index].add(term.astype(total.dtype), mode="drop", unique_indices=True)
+    at = lambda tree, i: jax.tree.map(
+        lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), tree
+    )
+    add = lambda total, index, term: total.at[index].add(
+        term.astype(total.dtype), mode="drop", unique_indices=True
+    )
     take = lambda x, index: x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
     zeros = lambda x: jnp.zeros_like(x, dtype=wide(x.dtype))
 
@@ -148,16 +166,26 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             of = lambda w, rows: apply(w, at(others, one.expert), rows)
             made, transposed = jax.vjp(of, at(trained, one.expert), x[one.read])
             back = take(ct, one.written)
-            d_trained, d_rows = transposed(back * take(weights, one.pair)[:, None].astype(back.dtype))
+            d_trained, d_rows = transposed(
+                back * take(weights, one.pair)[:, None].astype(back.dtype)
+            )
             d_weights = jnp.sum(made.astype(sums[2].dtype) * back.astype(sums[2].dtype), axis=-1)
             return (
-                jax.tree.map(lambda total, d: total.at[one.expert].add(d.astype(total.dtype)), sums[0], d_trained),
+                jax.tree.map(
+                    lambda total, d: total.at[one.expert].add(d.astype(total.dtype)),
+                    sums[0],
+                    d_trained,
+                ),
                 add(sums[1], one.written, d_rows),
                 add(sums[2], one.pair, d_weights),
             )
 
-        sums = lax.fori_loop(jnp.zeros_like(count), count, body, jax.tree.map(zeros, (trained, x, weights)))
-        d_trained, d_x, d_weights = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, (trained, x, weights))
+        sums = lax.fori_loop(
+            jnp.zeros_like(count), count, body, jax.tree.map(zeros, (trained, x, weights))
+        )
+        d_trained, d_x, d_weights = jax.tree.map(
+            lambda total, x: total.astype(x.dtype), sums, (trained, x, weights)
+        )
         return d_trained, jax.tree.map(lambda _: None, others), d_x, None, None, d_weights
 
     run.defvjp(forward, backward)

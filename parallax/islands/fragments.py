@@ -59,7 +59,9 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
         def one(globs):
             globs = (globs,) if isinstance(globs, str) else globs
             covers = lambda path: any(rules.covers(glob, trees.dotted(path)) for glob in globs)
-            get = lambda model: jax.tree.map_with_path(lambda path, leaf: leaf if covers(path) else None, model)
+            get = lambda model: jax.tree.map_with_path(
+                lambda path, leaf: leaf if covers(path) else None, model
+            )
             return Fragment(get, lambda model, part: eqx.combine(part, model))
 
         return tuple(map(one, patterns))
@@ -95,7 +97,9 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
                 return eqx.tree_at(where, none(model), cut, is_leaf=lambda x: x is None)
 
             def put(model, part):
-                new = jax.tree.map(lambda leaf, own: leaf.at[start:stop].set(own), where(model), where(part))
+                new = jax.tree.map(
+                    lambda leaf, own: leaf.at[start:stop].set(own), where(model), where(part)
+                )
                 return eqx.tree_at(where, model, new)
 
             return Fragment(get, put)
@@ -122,7 +126,11 @@ def of(stream: Stream, model: PyTree, specs: Specs | None = None) -> tuple[Fragm
             name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
             shape = wholes[name].shape
-            cut = [dim for dim, entry in enumerate(splits.get(name, ())) if entry is not None and leaf.shape[dim] != shape[dim]]
+            cut = [
+                dim
+                for dim, entry in enumerate(splits.get(name, ()))
+                if entry is not None and leaf.shape[dim] != shape[dim]
+            ]
             if cut:
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by {splits[name]}, so it would be "

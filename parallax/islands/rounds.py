@@ -29,7 +29,15 @@ from jaxtyping import Array, Bool, Int
 from parallax import jaxprs, trees
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
-from parallax.collectives.types import axes_of_type, index, replicated, size, varying, varying_axes, wide
+from parallax.collectives.types import (
+    axes_of_type,
+    index,
+    replicated,
+    size,
+    varying,
+    varying_axes,
+    wide,
+)
 from parallax.islands import fragments
 from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Stream
 from parallax.islands.state import Sent, State, names_of
@@ -37,7 +45,9 @@ from parallax.optimizers.elementwise import checked, with_extra
 from parallax.step import Info, Step
 from parallax.typed import PyTree
 
-IslandStep = Callable[..., tuple[State, Info]]  # of a state, a batch, perhaps a limit and who is there
+IslandStep = Callable[
+    ..., tuple[State, Info]
+]  # of a state, a batch, perhaps a limit and who is there
 
 
 def nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
@@ -96,14 +106,23 @@ def local(
             due = lambda number, offset=offset: (number > 0) & ((number - offset) % every == 0)
             one = _Round(part, k, update, axis, stream.mixing)
             if not stream.delay:
-                both = lambda both, one=one: one.received(both[0], both[1], one.sent(both[0], both[1], present))
+                both = lambda both, one=one: one.received(
+                    both[0], both[1], one.sent(both[0], both[1], present)
+                )
                 inner, state = _when(due(inner.step), both, (inner, state))
             else:
-                start = lambda both, one=one: (both[0], one.waiting(both[1], one.sent(both[0], both[1], present)))
+                start = lambda both, one=one: (
+                    both[0],
+                    one.waiting(both[1], one.sent(both[0], both[1], present)),
+                )
                 inner, state = _when(due(inner.step), start, (inner, state))
-                finish = lambda both, one=one, k=k: one.received(both[0], both[1], (both[1].sent[k], both[1].error[k]))
+                finish = lambda both, one=one, k=k: one.received(
+                    both[0], both[1], (both[1].sent[k], both[1].error[k])
+                )
                 inner, state = _when(due(inner.step - stream.delay), finish, (inner, state))
-        return eqx.tree_at(lambda state: state.inner, state, _stacked(inner, names)), _each(info, lambda x: x[None])
+        return eqx.tree_at(lambda state: state.inner, state, _stacked(inner, names)), _each(
+            info, lambda x: x[None]
+        )
 
     return step
 
@@ -117,7 +136,9 @@ class _Round(eqx.Module):
     axis: Any
     mixing: float
 
-    def sent(self, inner: Any, state: State, present: Bool[Array, " islands"] | None) -> tuple[Sent, PyTree]:
+    def sent(
+        self, inner: Any, state: State, present: Bool[Array, " islands"] | None
+    ) -> tuple[Sent, PyTree]:
         """The mean of what the islands that are there changed, and what int8 rounded away."""
         names = names_of(self.axis)
         there = jnp.ones(size(names), bool) if present is None else jnp.asarray(present)
@@ -127,7 +148,9 @@ class _Round(eqx.Module):
             kind = wide(w.dtype)
             return jnp.where(here, w.astype(kind) - own.astype(kind), jnp.zeros((), kind))
 
-        delta = jax.tree.map(changed, self.part.get(state.model), self.part.get(_beside(inner.model, state.model)))
+        delta = jax.tree.map(
+            changed, self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
+        )
         total, error = self._total(delta, state.error[self.k], here)
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
         return Sent(mean, count > 0, here[None]), error
@@ -136,13 +159,22 @@ class _Round(eqx.Module):
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
         none = lambda x: jnp.zeros((), x.dtype)
-        owed = jax.tree.map(lambda x: jnp.where(here, x, none(x)), error)  # who is away sends nothing, and keeps what it owes
+        owed = jax.tree.map(
+            lambda x: jnp.where(here, x, none(x)), error
+        )  # who is away sends nothing, and keeps what it owes
         total, new = self.axis.all_reduce(delta, owed)
-        return total, jax.tree.map(lambda x, before: x + jnp.where(here, none(x), before), new, error)
+        return total, jax.tree.map(
+            lambda x, before: x + jnp.where(here, none(x), before), new, error
+        )
 
     def waiting(self, state: State, sent: tuple[Sent, PyTree]) -> State:
         """`state` with what was sent."""
-        return eqx.tree_at(lambda state: (state.sent[self.k], state.error[self.k]), state, sent, is_leaf=lambda x: x is None)
+        return eqx.tree_at(
+            lambda state: (state.sent[self.k], state.error[self.k]),
+            state,
+            sent,
+            is_leaf=lambda x: x is None,
+        )
 
     def received(self, inner: Any, state: State, given: tuple[Sent, PyTree]) -> tuple[Any, State]:
         """The outer weights after the outer optimizer's step, and those of each island that was there."""
@@ -150,7 +182,9 @@ class _Round(eqx.Module):
         weights, own = self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
-        chosen = lambda new, old: jax.tree.map(lambda a, b: jnp.where(sent.some, a.astype(b.dtype), b), new, old)
+        chosen = lambda new, old: jax.tree.map(
+            lambda a, b: jnp.where(sent.some, a.astype(b.dtype), b), new, old
+        )
         weights = chosen(optax.apply_updates(weights, updates), weights)
         moments = chosen(moments, state.optimizer[self.k])
         taken = lambda new, old: jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)
@@ -207,7 +241,10 @@ def _own(inner: Any, names: tuple[str, ...]) -> Any:
     arrays, static = eqx.partition(inner, trees.is_array)
     number, rest = arrays.step, eqx.tree_at(lambda state: state.step, arrays, None)
     own_arrays = jax.tree.map_with_path(own, rest)
-    return eqx.combine(eqx.tree_at(lambda state: state.step, own_arrays, number, is_leaf=lambda x: x is None), static)
+    return eqx.combine(
+        eqx.tree_at(lambda state: state.step, own_arrays, number, is_leaf=lambda x: x is None),
+        static,
+    )
 
 
 def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
@@ -228,14 +265,18 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
     def run(inner, batch, limit):
         _check_split(batch, names)
-        hidden = lambda x: replicated(x, over) if (over := tuple(set(names) & set(varying_axes(x)))) else x
+        hidden = lambda x: (
+            replicated(x, over) if (over := tuple(set(names) & set(varying_axes(x)))) else x
+        )
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         rests = []
 
         def traced(arrays):
             inner, batch, limit = eqx.combine(arrays, static)
-            made, rest = eqx.partition(train(inner, batch) if limit is None else train(inner, batch, limit), trees.is_array)
+            made, rest = eqx.partition(
+                train(inner, batch) if limit is None else train(inner, batch, limit), trees.is_array
+            )
             rests.append(rest)
             return made
 
@@ -252,7 +293,11 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
-    if size(names) > 1 and leaves and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves):
+    if (
+        size(names) > 1
+        and leaves
+        and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves)
+    ):
         raise ValueError(
             f"islands.local: the batch is the same on all islands, so they would all train the same. Split it over {names} too, "
             f"such as by the spec P({(*names, 'data')!r})."

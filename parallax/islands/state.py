@@ -114,11 +114,20 @@ def planned(
     trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), trees.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
     parts = fragments.of(stream, seen, specs.model)
-    make = _maker(outer, parts, trained, islands, feedback=isinstance(axis, ErrorFeedback), waits=stream.delay > 0)
+    make = _maker(
+        outer,
+        parts,
+        trained,
+        islands,
+        feedback=isinstance(axis, ErrorFeedback),
+        waits=stream.delay > 0,
+    )
     shapes = jax.eval_shape(make, arrays)
 
     by_path = trees.by_path(specs.model)
-    spec_of = lambda tree: jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
+    spec_of = lambda tree: jax.tree.map_with_path(
+        lambda path, leaf: by_path[trees.dotted(path)], tree
+    )
     stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=trees.is_spec)
     of_parts = [spec_of(jax.eval_shape(part.get, seen)) for part in parts]
     of_optimizer = (
@@ -129,17 +138,31 @@ def planned(
         step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale)),
         spec_of(seen),
         tuple(of_optimizer),
-        tuple(None if error is None else stacked(found) for error, found in zip(shapes.error, of_parts, strict=True)),
-        tuple(None if sent is None else Sent(found, P(), P(over)) for sent, found in zip(shapes.sent, of_parts, strict=True)),
+        tuple(
+            None if error is None else stacked(found)
+            for error, found in zip(shapes.error, of_parts, strict=True)
+        ),
+        tuple(
+            None if sent is None else Sent(found, P(), P(over))
+            for sent, found in zip(shapes.sent, of_parts, strict=True)
+        ),
     )
     at = trees.shardings(placed, mesh_)
     begin = jax.jit(make, out_shardings=at)
-    whole = lambda state: eqx.tree_at(lambda state: state.inner, state, eqx.combine(state.inner, static))
-    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at)
-    return Planned(lambda state: whole(begin(eqx.filter(state, trees.is_array))), whole(shapes), placed)
+    whole = lambda state: eqx.tree_at(
+        lambda state: state.inner, state, eqx.combine(state.inner, static)
+    )
+    shapes = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at
+    )
+    return Planned(
+        lambda state: whole(begin(eqx.filter(state, trees.is_array))), whole(shapes), placed
+    )
 
 
-def _maker(outer, parts, trained, islands: int, *, feedback: bool, waits: bool) -> Callable[[step.State], State]:
+def _maker(
+    outer, parts, trained, islands: int, *, feedback: bool, waits: bool
+) -> Callable[[step.State], State]:
     """From the arrays of one island's state to those of all islands'."""
     copies = lambda x: jnp.broadcast_to(x[None], (islands, *x.shape))
 
@@ -147,13 +170,18 @@ def _maker(outer, parts, trained, islands: int, *, feedback: bool, waits: bool) 
         stacked = jax.tree.map(copies, state)
         weights = trained(state.model)
         found = [part.get(weights) for part in parts]
-        zeros = lambda part, *lead: jax.tree.map(lambda w: jnp.zeros((*lead, *w.shape), wide(w.dtype)), part)
+        zeros = lambda part, *lead: jax.tree.map(
+            lambda w: jnp.zeros((*lead, *w.shape), wide(w.dtype)), part
+        )
         return State(
             eqx.tree_at(lambda state: state.step, stacked, state.step),
             weights,
             tuple(outer.init(part) for part in found),
             tuple(zeros(part, islands) if feedback else None for part in found),
-            tuple(Sent(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool)) if waits else None for part in found),
+            tuple(
+                Sent(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool)) if waits else None
+                for part in found
+            ),
         )
 
     return make
@@ -169,7 +197,9 @@ def count(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
     """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
     names = names_of(axis)
     if strange := [name for name in names if name not in mesh_.shape]:
-        raise ValueError(f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make.")
+        raise ValueError(
+            f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make."
+        )
     return math.prod(mesh_.shape[name] for name in names)
 
 
@@ -188,8 +218,12 @@ def of_others(shapes: State, islands: int) -> State:
 
     each = lambda tree: jax.tree.map(lambda x: leaf(x) if trees.is_array(x) else x, tree)
     sent = lambda one: None if one is None else Sent(one.mean, one.some, each(one.here))
-    inner = eqx.tree_at(_step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none)
-    return State(inner, shapes.model, shapes.optimizer, each(shapes.error), tuple(map(sent, shapes.sent)))
+    inner = eqx.tree_at(
+        _step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none
+    )
+    return State(
+        inner, shapes.model, shapes.optimizer, each(shapes.error), tuple(map(sent, shapes.sent))
+    )
 
 
 def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
@@ -201,7 +235,9 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
     All islands go on from the outer weights. Of n islands that there were, island i mod n gives island i its inner optimizer's
     state. What is under way or was rounded away is dropped.
     """
-    first = lambda tree: next(leaf.shape[0] for leaf in jax.tree.leaves(tree) if trees.is_array(leaf))
+    first = lambda tree: next(
+        leaf.shape[0] for leaf in jax.tree.leaves(tree) if trees.is_array(leaf)
+    )
     before, islands = first(state.inner.model), first(shapes.inner.model)
     chosen = jnp.arange(islands) % before
     taken = lambda tree: jax.tree.map(lambda x: x[chosen], tree)
@@ -211,15 +247,28 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
     def change(state):
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
-        new = step.State(eqx.combine(copies, taken(inner.model)), taken(inner.optimizer), inner.step, taken(inner.scale))
-        none = lambda sent: Sent(jax.tree.map(jnp.zeros_like, sent.mean), jnp.zeros_like(sent.some), zeros(sent.here))
+        new = step.State(
+            eqx.combine(copies, taken(inner.model)),
+            taken(inner.optimizer),
+            inner.step,
+            taken(inner.scale),
+        )
+        none = lambda sent: Sent(
+            jax.tree.map(jnp.zeros_like, sent.mean), jnp.zeros_like(sent.some), zeros(sent.here)
+        )
         sent = tuple(None if each is None else none(each) for each in state.sent)
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
-    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, trees.is_array))
+    places = jax.tree.map(
+        lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, trees.is_array)
+    )
     lost = ["the inner steps since the last round, on every island, where there were any"]
-    lost += [f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"] * (islands < before)
-    lost += [f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"] * (islands > before)
+    lost += [
+        f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"
+    ] * (islands < before)
+    lost += [
+        f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"
+    ] * (islands > before)
     lost += ["what int8 had rounded away"] * any(jax.tree.leaves(state.error))
     lost += ["the exchanges under way"] * any(each is not None for each in state.sent)
     return eqx.combine(jax.jit(change, out_shardings=places)(arrays), static), lost

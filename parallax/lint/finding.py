@@ -25,5 +25,8 @@ def report(findings: Sequence[Finding]) -> str:
     """The findings as text, three lines each, and how many there are; of none, one line that says so."""
     if not findings:
         return "lint: nothing found."
-    lines = [f"{finding.where}: {finding.kind}\n    {finding.harm}\n    Cure: {finding.cure}" for finding in findings]
+    lines = [
+        f"{finding.where}: {finding.kind}\n    {finding.harm}\n    Cure: {finding.cure}"
+        for finding in findings
+    ]
     return "\n".join([*lines, f"lint: {len(findings)} found."])

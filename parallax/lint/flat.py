@@ -68,23 +68,36 @@ class Flat:
         return value
 
     def _opened(
-        self, jaxpr: Jaxpr, arguments: Sequence[int], around: tuple[JaxprEqn, ...], *, hidden: bool = False
+        self,
+        jaxpr: Jaxpr,
+        arguments: Sequence[int],
+        around: tuple[JaxprEqn, ...],
+        *,
+        hidden: bool = False,
     ) -> tuple[int, ...]:
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
-            return tuple(self._literal(atom) if jaxprs.is_literal(atom) else known[atom] for atom in atoms)
+            return tuple(
+                self._literal(atom) if jaxprs.is_literal(atom) else known[atom] for atom in atoms
+            )
 
         for eqn in jaxpr.eqns:
             at = around if hidden else (eqn, *around)
-            known |= zip(eqn.outvars, self._equation(eqn, read(eqn.invars), at, hidden=hidden), strict=True)
+            known |= zip(
+                eqn.outvars, self._equation(eqn, read(eqn.invars), at, hidden=hidden), strict=True
+            )
         return read(jaxpr.outvars)
 
-    def _equation(self, eqn: JaxprEqn, inputs: tuple[int, ...], at: tuple[JaxprEqn, ...], *, hidden: bool) -> tuple[int, ...]:
+    def _equation(
+        self, eqn: JaxprEqn, inputs: tuple[int, ...], at: tuple[JaxprEqn, ...], *, hidden: bool
+    ) -> tuple[int, ...]:
         name = eqn.primitive.name
         if name == "cond":
-            branches = [self._opened(branch, inputs[1:], at, hidden=hidden) for branch in jaxprs.inner(eqn)]
+            branches = [
+                self._opened(branch, inputs[1:], at, hidden=hidden) for branch in jaxprs.inner(eqn)
+            ]
             return tuple(
                 self._node(CHOSEN, eqn, (inputs[0], *each), [aval], None, at)[0]
                 for *each, aval in zip(*branches, jaxprs.types(eqn.outvars), strict=True)
@@ -93,7 +106,9 @@ class Flat:
         sent = values.sent(eqn, ours)
         inner = None if sent or name in LOOPS else ours or jaxprs.called(eqn)
         if inner:
-            return self._opened(inner, inputs, at, hidden=hidden or bool(ours) or jaxprs.is_jax_function(inner))
+            return self._opened(
+                inner, inputs, at, hidden=hidden or bool(ours) or jaxprs.is_jax_function(inner)
+            )
         return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, at)
 
     def _node(
@@ -129,4 +144,8 @@ def sliced(eqn: JaxprEqn) -> range:
 
 def body(eqn: JaxprEqn) -> Jaxpr:
     """What a loop repeats."""
-    return jaxprs.inner(eqn)[0] if eqn.primitive.name == "scan" else jaxprs.opened(eqn.params["body_jaxpr"])
+    return (
+        jaxprs.inner(eqn)[0]
+        if eqn.primitive.name == "scan"
+        else jaxprs.opened(eqn.params["body_jaxpr"])
+    )

@@ -24,7 +24,12 @@ def arrays(tree: PyTree, *, uneven: float = 0.1) -> list[Finding]:
     Each process sees the blocks on its own devices alone: in a run of many, call it on all; `fingerprint` compares between them.
     """
     leaves = _live(tree)
-    findings = [found for path, leaf in leaves for block in _blocks(leaf) for found in _differing(path, leaf, block)]
+    findings = [
+        found
+        for path, leaf in leaves
+        for block in _blocks(leaf)
+        for found in _differing(path, leaf, block)
+    ]
     held = Counter()
     for _, leaf in leaves:
         held.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
@@ -47,7 +52,11 @@ def fingerprint(tree: PyTree) -> str:
 
 def _live(tree: PyTree) -> list[tuple[str, jax.Array]]:
     """Each JAX array with its path; random keys as the numbers that they are."""
-    leaves = [(dotted(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree) if isinstance(leaf, jax.Array)]
+    leaves = [
+        (dotted(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, jax.Array)
+    ]
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return [(path, jax.random.key_data(leaf) if is_key(leaf) else leaf) for path, leaf in leaves]
 
@@ -71,7 +80,9 @@ def _differing(path: str, leaf: jax.Array, block: list[Any]) -> list[Finding]:
     ]
 
 
-def _differs(path: str, block: list[Any], bytes_differ: np.ndarray, shard: Any, usual: Any) -> Finding:
+def _differs(
+    path: str, block: list[Any], bytes_differ: np.ndarray, shard: Any, usual: Any
+) -> Finding:
     differ = bytes_differ.any(axis=-1).reshape(shard.data.shape)
     first = tuple(int(i) for i in np.argwhere(differ)[0])
     place = tuple(i + start for i, start in zip(first, _start(shard), strict=True))
@@ -89,13 +100,19 @@ def _differs(path: str, block: list[Any], bytes_differ: np.ndarray, shard: Any, 
 def _uneven(held: Counter, tolerance: float) -> list[Finding]:
     if not held:
         return []
-    most, least = max(held, key=lambda device: held[device]), min(held, key=lambda device: held[device])
+    most, least = (
+        max(held, key=lambda device: held[device]),
+        min(held, key=lambda device: held[device]),
+    )
     if held[most] <= (1 + tolerance) * held[least]:
         return []
     harm = f"device {most.id} holds {held[most]:,} bytes and device {least.id} {held[least]:,}: the fullest decides what fits."
     return [
         Finding(
-            "uneven-bytes", f"device {most.id}", harm, "Split over all devices what lies on some: mesh.place with rules.specs."
+            "uneven-bytes",
+            f"device {most.id}",
+            harm,
+            "Split over all devices what lies on some: mesh.place with rules.specs.",
         )
     ]
 

@@ -9,7 +9,9 @@ from jax.extend.core import JaxprEqn
 from parallax import jaxprs
 from parallax.lint.values import VIEWS, Value
 
-Part = tuple[str, int]  # ("sum", k): the k-th sum in the loop's body; ("carry", i): its i-th carry as the trip begins
+Part = tuple[
+    str, int
+]  # ("sum", k): the k-th sum in the loop's body; ("carry", i): its i-th carry as the trip begins
 
 LINEAR = VIEWS | {
     "add",
@@ -70,7 +72,9 @@ class Loop:
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
         # A carry that is used otherwise takes with it all that is added to it.
-        added = {part for value in carries if not value.parts & self.spoiled for part in value.parts}
+        added = {
+            part for value in carries if not value.parts & self.spoiled for part in value.parts
+        }
         return [each for k, each in enumerate(self.sums) if ("sum", k) in added - self.spoiled]
 
     def _is_linear(self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[Part]) -> bool:

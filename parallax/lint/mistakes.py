@@ -11,9 +11,17 @@ from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def under_a_predicate(sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str) -> Finding:
+def under_a_predicate(
+    sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str
+) -> Finding:
     """A collective that some devices never come to; the predicate of `what` differs along `along`, of `size` devices."""
-    name = "ppermute" if sent.kind == "permute" else f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
+    name = (
+        "ppermute"
+        if sent.kind == "permute"
+        else f"{sent.kind} made of ppermutes"
+        if sent.permutes
+        else sent.kind
+    )
     waits = "every device of the program" if sent.permutes else "all devices of its axis"
     return Finding(
         "collective-under-a-predicate",
@@ -49,7 +57,9 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
     )
 
 
-def same_every_trip(sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str) -> Finding:
+def same_every_trip(
+    sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str
+) -> Finding:
     """A collective in a loop, of what the loop does not change."""
     return Finding(
         "same-every-trip",
@@ -72,7 +82,9 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
     )
 
 
-def update_mixes_a_shard(operation: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+def update_mixes_a_shard(
+    operation: str, aval, axes: frozenset[str], size: int, where: str
+) -> Finding:
     """A reduction of a shard that goes into the shard's update."""
     return Finding(
         "update-mixes-a-shard",
@@ -95,7 +107,9 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
     )
 
 
-def gathered_out_of_order(aval, dim: int, split: tuple[str, ...], over: tuple[str, ...], where: str) -> Finding:
+def gathered_out_of_order(
+    aval, dim: int, split: tuple[str, ...], over: tuple[str, ...], where: str
+) -> Finding:
     """A gather of blocks that do not lie one after another."""
     return Finding(
         "gathered-out-of-order",
@@ -118,7 +132,9 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
     )
 
 
-def reduced_over_a_split_dim(operation: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+def reduced_over_a_split_dim(
+    operation: str, aval, axes: frozenset[str], size: int, where: str
+) -> Finding:
     """A reduction over some of a dim's elements, taken for one over all."""
     return Finding(
         "reduced-over-a-split-dim",
@@ -158,7 +174,9 @@ REPEATED = {  # kind: the numbers, the harm and the cure
 }
 
 
-def repeated_on_each_device(kind: str, aval, axes: frozenset[str], size: int, where: str) -> Finding:
+def repeated_on_each_device(
+    kind: str, aval, axes: frozenset[str], size: int, where: str
+) -> Finding:
     """Numbers that all devices have alike, for elements of which each device has others."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
@@ -188,14 +206,22 @@ def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) ->
     )
 
 
-def wide_product(eqn: JaxprEqn, operands: list[Value], where: str, declared: bool) -> Finding | None:
+def wide_product(
+    eqn: JaxprEqn, operands: list[Value], where: str, declared: bool
+) -> Finding | None:
     """A product in 32 bits or more of numbers that have 16, or, where 16 bits were `declared`, of any."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
-    short = {value.narrow for value in operands if value.narrow} | {aval.dtype.name for aval in avals if is_narrow(aval.dtype)}
+    short = {value.narrow for value in operands if value.narrow} | {
+        aval.dtype.name for aval in avals if is_narrow(aval.dtype)
+    }
     if not wide or not (short or declared):
         return None
-    why = f"an operand came from {' and '.join(sorted(short))}" if short else "all products were declared to be in 16 bits"
+    why = (
+        f"an operand came from {' and '.join(sorted(short))}"
+        if short
+        else "all products were declared to be in 16 bits"
+    )
     terms = types(eqn.outvars)[0].size * _summed_terms(eqn)
     return Finding(
         "wide-product",

@@ -38,12 +38,16 @@ def either(one: Known, other: Known) -> Known:
     same = (one.dims, one.argument) == (other.dims, other.argument)
     place = one if same else Known()
     together = spread.either(one.spread, other.spread)
-    return Known(place.dims, place.argument, one.fed & other.fed, one.chosen | other.chosen, together)
+    return Known(
+        place.dims, place.argument, one.fed & other.fed, one.chosen | other.chosen, together
+    )
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
     """The axes that split an array into blocks of several rows."""
-    return frozenset(axis for axes, size in zip(dims, shape, strict=True) if size > 1 for axis in axes)
+    return frozenset(
+        axis for axes, size in zip(dims, shape, strict=True) if size > 1 for axis in axes
+    )
 
 
 def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
@@ -91,6 +95,13 @@ def joined_axes(program: Flat, node: Node) -> frozenset[str]:
         return frozenset(node.sent.axes)
     if node.name == "replicated":
         return frozenset(node.eqn.params["axes"])
-    inside = [each for part in jaxprs.inner(node.eqn) for each in jaxprs.every(part)] if node.name in LOOPS else []
-    sent = [values.sent(each, program.ours(each) if each.primitive.name == LINEAR else None) for each in inside]
+    inside = (
+        [each for part in jaxprs.inner(node.eqn) for each in jaxprs.every(part)]
+        if node.name in LOOPS
+        else []
+    )
+    sent = [
+        values.sent(each, program.ours(each) if each.primitive.name == LINEAR else None)
+        for each in inside
+    ]
     return frozenset(axis for each in sent if each for axis in each.axes)

@@ -15,7 +15,9 @@ from parallax.lint.finding import Finding
 from parallax.lint.walk import Walk
 
 
-def program(f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike | None = None) -> list[Finding]:
+def program(
+    f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike | None = None
+) -> list[Finding]:
     """The mistakes in `f(*args)` that run in silence, in the order of the program. It is traced only.
 
     * `collective-under-a-predicate`: a `ppermute`, ours too, in a `cond`, `switch` or `while` whose predicate differs between

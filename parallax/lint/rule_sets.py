@@ -40,16 +40,24 @@ def rules(
         large: in bytes of the whole leaf.
         limit: in bytes a device; None for no limit.
     """
-    batch_axes = tuple(dict.fromkeys(axis for spec in jax.tree.leaves(batch, is_leaf=is_spec) for axis in _axes(spec)))
+    batch_axes = tuple(
+        dict.fromkeys(
+            axis for spec in jax.tree.leaves(batch, is_leaf=is_spec) for axis in _axes(spec)
+        )
+    )
     specs, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
     leaves = {path: leaf for path, leaf in paths(tree) if path in specs}
-    findings = [Finding(each.kind, each.where, f"{each.what}.", _sentence(each.advice)) for each in refusals]
+    findings = [
+        Finding(each.kind, each.where, f"{each.what}.", _sentence(each.advice)) for each in refusals
+    ]
     for path, leaf in leaves.items():
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
     idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
-    findings += [_idle(axis, mesh) for axis in idle if not refusals]  # what is refused may be what used it
+    findings += [
+        _idle(axis, mesh) for axis in idle if not refusals
+    ]  # what is refused may be what used it
     return findings + _too_many(leaves, specs, mesh, limit)
 
 
@@ -59,14 +67,27 @@ def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
     return sum(_share(leaf, given[path], mesh) for path, leaf in paths(tree) if path in given)
 
 
-def _whole(path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]) -> list[Finding]:
+def _whole(
+    path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
+) -> list[Finding]:
     split = [(axis, dim) for axis in mesh.shape for dim in _dims(leaf, mesh.shape[axis])]
-    split.sort(key=lambda pair: (pair[0] in batch_axes, -mesh.shape[pair[0]], -leaf.shape[pair[1]], pair[1]))
+    split.sort(
+        key=lambda pair: (
+            pair[0] in batch_axes,
+            -mesh.shape[pair[0]],
+            -leaf.shape[pair[1]],
+            pair[1],
+        )
+    )
     if not split:
         return []
     axis, dim = split[0]
     spec = P(*[None] * dim, axis)
-    code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})" if axis in batch_axes else f"{match(path, spec)}"
+    code = (
+        f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
+        if axis in batch_axes
+        else f"{match(path, spec)}"
+    )
     return [
         Finding(
             "large-leaf-whole",
@@ -80,7 +101,10 @@ def _whole(path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[st
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
     size = mesh.shape[axis]
-    rest = " x ".join(f"{name}={count}" for name, count in mesh.shape.items() if name != axis) or "another axis"
+    rest = (
+        " x ".join(f"{name}={count}" for name, count in mesh.shape.items() if name != axis)
+        or "another axis"
+    )
     return Finding(
         "idle-axis",
         f"mesh axis {axis!r}",
@@ -90,7 +114,9 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
     )
 
 
-def _too_many(leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None) -> list[Finding]:
+def _too_many(
+    leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
+) -> list[Finding]:
     share = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
     held, devices = sum(share.values()), math.prod(mesh.shape.values())
     if limit is None or held <= limit:
@@ -102,7 +128,14 @@ def _too_many(leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any
         f"each of {devices} devices holds {held:,} bytes, more than the limit of {limit:,}; evenly split, the {total:,} "
         f"bytes would be {total // devices:,} on each."
     )
-    return [Finding("too-many-bytes", "the whole tree", harm, f"Split the largest further (bytes a device): {names}.")]
+    return [
+        Finding(
+            "too-many-bytes",
+            "the whole tree",
+            harm,
+            f"Split the largest further (bytes a device): {names}.",
+        )
+    ]
 
 
 def _share(leaf: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
@@ -114,7 +147,9 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 
 def _dims(leaf: Any, size: int) -> list[int]:
-    return [dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0]
+    return [
+        dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
+    ]
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -125,7 +125,18 @@ def _either_dim(one: Dim, other: Dim) -> Dim:
 
 # Operations that keep what is linear in their operand
 LINEAR = frozenset(
-    {"neg", "convert_element_type", "copy", "copy_p", "pbroadcast", "pcast", "pvary", "real", "reduce_precision", "reshard"}
+    {
+        "neg",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "pbroadcast",
+        "pcast",
+        "pvary",
+        "real",
+        "reduce_precision",
+        "reshard",
+    }
     | {"stop_gradient", "replicated"}
 )
 JOINS = jaxprs.ELEMENTWISE | LINEAR
@@ -133,7 +144,9 @@ COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 
 
-def after(program: Flat, node: Node, inputs: Sequence[Spread], sizes: Mapping[str, int], note: Note) -> list[Spread]:
+def after(
+    program: Flat, node: Node, inputs: Sequence[Spread], sizes: Mapping[str, int], note: Note
+) -> list[Spread]:
     """What is known of the results of an operation, given what is known of its operands; `note` is told of mistakes."""
     reading = _Operation(program, node, sizes)
     results = reading.results(inputs)
@@ -165,9 +178,18 @@ class _Operation:
             differs -= set(self.params["axes"])
         if name not in ("random_bits", "iota") and all(each.dims is None for each in inputs):
             return [Spread(differs=differs) for _ in self.shapes]
-        found = (RULES.get(name) or (_Operation._joined if name in JOINS else _Operation._other))(self, inputs)
-        is_count = name != "random_bits" and not differs and all(each.dims is None or each.is_count for each in inputs)
-        return [each._replace(differs=differs, is_count=is_count) for each in (found if isinstance(found, list) else [found])]
+        found = (RULES.get(name) or (_Operation._joined if name in JOINS else _Operation._other))(
+            self, inputs
+        )
+        is_count = (
+            name != "random_bits"
+            and not differs
+            and all(each.dims is None or each.is_count for each in inputs)
+        )
+        return [
+            each._replace(differs=differs, is_count=is_count)
+            for each in (found if isinstance(found, list) else [found])
+        ]
 
     def _other(self, inputs: Sequence[Spread]) -> list[Spread]:
         return [_unknown(shape) for shape in self.shapes]
@@ -179,7 +201,9 @@ class _Operation:
         return Spread((Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Spread]) -> Spread:
-        return Spread(tuple(Dim(counted=i == self.params["dimension"]) for i in range(len(self.shapes[0]))))
+        return Spread(
+            tuple(Dim(counted=i == self.params["dimension"]) for i in range(len(self.shapes[0])))
+        )
 
     # Operations that lay elements out
 
@@ -191,25 +215,36 @@ class _Operation:
         return inputs[0]._replace(dims=tuple(found))
 
     def _relaid(self, inputs: Sequence[Spread]) -> Spread:
-        return inputs[0]._replace(dims=_reshaped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0]))
+        return inputs[0]._replace(
+            dims=_reshaped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
+        )
 
     def _turned(self, inputs: Sequence[Spread]) -> Spread:
         dims = self._dims(inputs[0])
         return inputs[0]._replace(dims=tuple(dims[i] for i in self.params["permutation"]))
 
     def _squeezed(self, inputs: Sequence[Spread]) -> Spread:
-        left = (dim for i, dim in enumerate(self._dims(inputs[0])) if i not in self.params["dimensions"])
+        left = (
+            dim for i, dim in enumerate(self._dims(inputs[0])) if i not in self.params["dimensions"]
+        )
         return inputs[0]._replace(dims=tuple(left))
 
     def _sliced(self, inputs: Sequence[Spread]) -> Spread:
         strides = self.params["strides"] or itertools.repeat(1)
         starts = zip(self.params["start_indices"], strides, strict=False)
-        return self._part(inputs[0], {i: start for i, (start, stride) in enumerate(starts) if stride == 1}, self.shapes[0])
+        return self._part(
+            inputs[0],
+            {i: start for i, (start, stride) in enumerate(starts) if stride == 1},
+            self.shapes[0],
+        )
 
     def _divided(self, inputs: Sequence[Spread]) -> list[Spread]:
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
-        return [self._part(inputs[0], {dim: start}, shape) for start, shape in zip(starts, self.shapes, strict=True)]
+        return [
+            self._part(inputs[0], {dim: start}, shape)
+            for start, shape in zip(starts, self.shapes, strict=True)
+        ]
 
     def _unstacked(self, inputs: Sequence[Spread]) -> list[Spread]:
         """A value for each element of a dim, as newer versions of JAX unpack an array."""
@@ -220,13 +255,17 @@ class _Operation:
     def _stacked(self, inputs: Sequence[Spread]) -> Spread:
         known, place = [each.dims for each in inputs if each.dims is not None], self.params["axis"]
         dims = [self._together(column) for column in zip(*known, strict=True)]
-        terms = [pair for pair in inputs[0].terms if all(pair[0] in dict(each.terms) for each in inputs)]
+        terms = [
+            pair for pair in inputs[0].terms if all(pair[0] in dict(each.terms) for each in inputs)
+        ]
         return Spread((*dims[:place], Dim(), *dims[place:]), tuple(terms))
 
     def _same_but_resized(self, inputs: Sequence[Spread]) -> Spread:
         """An operation along some dims: what is known of those of other sizes is lost."""
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
-        return Spread(tuple(dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes))
+        return Spread(
+            tuple(dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
+        )
 
     def _dims(self, value: Spread, place: int = 0) -> tuple[Dim, ...]:
         return (Dim(),) * self.avals[place].ndim if value.dims is None else value.dims
@@ -237,15 +276,22 @@ class _Operation:
         for i, start in starts.items():
             if self.avals[0].shape[i] != shape[i] and dims[i].split:
                 source = (id(self.program), self.node.inputs[0], i)
-                dims[i] = dims[i]._replace(parts=frozenset({Part(source, self.avals[0], int(start))}))
+                dims[i] = dims[i]._replace(
+                    parts=frozenset({Part(source, self.avals[0], int(start))})
+                )
         return value._replace(dims=tuple(dims))
 
     def _concatenated(self, inputs: Sequence[Spread]) -> Spread:
-        known, place = [each.dims for each in inputs if each.dims is not None], self.params["dimension"]
+        known, place = (
+            [each.dims for each in inputs if each.dims is not None],
+            self.params["dimension"],
+        )
         dims = [self._together(column) for column in zip(*known, strict=True)]
         split = frozenset.intersection(*(each[place].split for each in known))
         dims[place] = Dim(split, rows=dims[place].rows)
-        terms = [pair for pair in inputs[0].terms if all(pair[0] in dict(each.terms) for each in inputs)]
+        terms = [
+            pair for pair in inputs[0].terms if all(pair[0] in dict(each.terms) for each in inputs)
+        ]
         return Spread(tuple(dims), tuple(terms))
 
     def _looked_up(self, inputs: Sequence[Spread]) -> Spread:
@@ -253,10 +299,25 @@ class _Operation:
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         row = zip(self._dims(inputs[0]), self.avals[0].shape, taken, strict=True)
-        of_row = iter([dim if size == part else Dim() for i, (dim, size, part) in enumerate(row) if i not in gone])
-        is_local = inputs[0].dims is None or any(dim.split for dim in inputs[0].dims)  # then by a device's own numbers
-        by_row = iter([dim._replace(counted=dim.counted and not is_local) for dim in self._dims(inputs[1], 1)])
-        return Spread(tuple(next(of_row if i in numbers.offset_dims else by_row) for i in range(len(self.shapes[0]))))
+        of_row = iter(
+            [
+                dim if size == part else Dim()
+                for i, (dim, size, part) in enumerate(row)
+                if i not in gone
+            ]
+        )
+        is_local = inputs[0].dims is None or any(
+            dim.split for dim in inputs[0].dims
+        )  # then by a device's own numbers
+        by_row = iter(
+            [dim._replace(counted=dim.counted and not is_local) for dim in self._dims(inputs[1], 1)]
+        )
+        return Spread(
+            tuple(
+                next(of_row if i in numbers.offset_dims else by_row)
+                for i in range(len(self.shapes[0]))
+            )
+        )
 
     # Operations that join values
 
@@ -266,10 +327,15 @@ class _Operation:
         parts = frozenset().union(*(dim.parts for dim in dims))
         by_source = {part.source: part for part in parts}
         if others := [part for part in parts if part != by_source[part.source]]:
-            self._mistake(mistakes.parts_of_a_split_dim, self.node, others[0].aval, others[0].source[2], split)
+            self._mistake(
+                mistakes.parts_of_a_split_dim, self.node, others[0].aval, others[0].source[2], split
+            )
             parts = frozenset()
         within = NO_AXES.union(*(dim.within for dim in dims))
-        rows, drawn, counted = (any(flags) for flags in zip(*((dim.rows, dim.drawn, dim.counted) for dim in dims), strict=True))
+        rows, drawn, counted = (
+            any(flags)
+            for flags in zip(*((dim.rows, dim.drawn, dim.counted) for dim in dims), strict=True)
+        )
         return Dim(split, within, rows, drawn, counted, parts)
 
     def _joined(self, inputs: Sequence[Spread]) -> Spread:
@@ -278,11 +344,20 @@ class _Operation:
         given = [each for each in inputs if each.dims is not None and len(each.dims) == rank]
         if not given:  # a scalar chose between constants
             return _unknown(self.shapes[0])
-        dims = tuple(self._together(column) for column in zip(*(each.dims or () for each in given), strict=True))
+        dims = tuple(
+            self._together(column)
+            for column in zip(*(each.dims or () for each in given), strict=True)
+        )
         for each in given:
-            met = [(dim.split - each.differs, one) for dim, one in zip(dims, each.dims or (), strict=True)]
+            met = [
+                (dim.split - each.differs, one)
+                for dim, one in zip(dims, each.dims or (), strict=True)
+            ]
             for kind, axes in (
-                ("one-key-for-split-units", NO_AXES.union(*(axes for axes, one in met if one.drawn))),
+                (
+                    "one-key-for-split-units",
+                    NO_AXES.union(*(axes for axes, one in met if one.drawn)),
+                ),
                 ("counted-on-a-device", NO_AXES.union(*(axes for axes, one in met if one.counted))),
             ):
                 if axes:
@@ -294,18 +369,33 @@ class _Operation:
         axes = sorted({axis for each in given for axis, _ in each.terms})
         terms = ((axis, self._term(axis, inputs)) for axis in axes)
         shared = frozenset.intersection(*(each.shared for each in given))
-        return Spread(dims, tuple((axis, term) for axis, term in terms if term), shared=shared | self._divided_by())
+        return Spread(
+            dims,
+            tuple((axis, term) for axis, term in terms if term),
+            shared=shared | self._divided_by(),
+        )
 
     def _term(self, axis: str, inputs: Sequence[Spread]) -> Term | None:
         """What an elementwise operation makes of the terms along an axis; None if they are followed no further."""
-        name, known = self.node.name, [each for each in inputs if each.dims is not None and not each.is_count]
+        name, known = (
+            self.node.name,
+            [each for each in inputs if each.dims is not None and not each.is_count],
+        )
         terms = [term for each in known for of, term in each.terms if of == axis]
         others = [each for each in known if axis not in dict(each.terms)]
         term = next((term for term in terms if not term.is_linear), terms[0])
         with_term = [each.dims or () for each in known if axis in dict(each.terms)]
         if any(_spreads_again(axis, each.dims or (), with_term) for each in others):
-            if name in ARITHMETIC and not (term.is_peak and name == "sub"):  # a softmax may be shifted by any number
-                self._mistake(mistakes.reduced_over_a_split_dim, term.node, term.node.name, term.aval, frozenset({axis}))
+            if name in ARITHMETIC and not (
+                term.is_peak and name == "sub"
+            ):  # a softmax may be shifted by any number
+                self._mistake(
+                    mistakes.reduced_over_a_split_dim,
+                    term.node,
+                    term.node.name,
+                    term.aval,
+                    frozenset({axis}),
+                )
             return None
         if name in LINEAR or (name == "select_n" and not others):
             return term
@@ -316,15 +406,21 @@ class _Operation:
             return term if len(whole) == len(others) else None
         if any(axis in each.differs for each in others):
             return None
-        is_factor = len(terms) == 1 and (name == "mul" or (name == "div" and axis in dict(inputs[0].terms)))
+        is_factor = len(terms) == 1 and (
+            name == "mul" or (name == "div" and axis in dict(inputs[0].terms))
+        )
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
         """The axes by whose size a product or quotient is scaled."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
-        factors = [number for value in self.node.inputs if (number := self._number(value)) is not None]
-        is_factor = lambda size: any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
+        factors = [
+            number for value in self.node.inputs if (number := self._number(value)) is not None
+        ]
+        is_factor = lambda size: any(
+            np.isclose(factor, (size, 1 / size)).any() for factor in factors
+        )
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _number(self, value: int) -> Any:
@@ -347,21 +443,27 @@ class _Operation:
         axes |= NO_AXES.union(*(dims[i].within for i in gone if self.avals[0].shape[i] == 1))
         terms = dict(value.terms) if is_sum else {}
         if any(dim.rows for dim in left):
-            terms |= dict.fromkeys(axes, Term(self.node, self.avals[0], is_linear=is_sum, is_peak=not is_sum))
+            terms |= dict.fromkeys(
+                axes, Term(self.node, self.avals[0], is_linear=is_sum, is_peak=not is_sum)
+            )
         return Spread(left, tuple(terms.items()), shared=value.shared)
 
     def _product(self, inputs: Sequence[Spread]) -> Spread:
         one, other = inputs
         (contracted, contracted_too), (batch, batch_too) = self.params["dimension_numbers"]
         left, right = self._dims(one), self._dims(other, 1)
-        together = [self._together((left[i], right[j])) for i, j in zip(batch, batch_too, strict=True)]
+        together = [
+            self._together((left[i], right[j])) for i, j in zip(batch, batch_too, strict=True)
+        ]
         free = [dim for i, dim in enumerate(left) if i not in (*contracted, *batch)]
         free += [dim for j, dim in enumerate(right) if j not in (*contracted_too, *batch_too)]
         dims = (*together, *free)
         of_one, of_other = dict(one.terms), dict(other.terms)
         terms = {axis: term for axis, term in of_one.items() if axis not in other.differs}
         terms |= {axis: term for axis, term in of_other.items() if axis not in one.differs}
-        summed = [left[i].split | right[j].split for i, j in zip(contracted, contracted_too, strict=True)]
+        summed = [
+            left[i].split | right[j].split for i, j in zip(contracted, contracted_too, strict=True)
+        ]
         if any(dim.rows for dim in dims):
             terms |= dict.fromkeys(NO_AXES.union(*summed), Term(self.node, self.avals[0]))
         return Spread(dims, tuple(terms.items()))
@@ -372,9 +474,16 @@ class _Operation:
         axes = frozenset(sent.axes)
         for each in inputs:
             for axis, term in each.terms:
-                if term.added and term.is_linear and axis in axes and sent.kind in ("sum", "scatter"):
+                if (
+                    term.added
+                    and term.is_linear
+                    and axis in axes
+                    and sent.kind in ("sum", "scatter")
+                ):
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
-                    self._mistake(mistakes.added_before_the_sum, term.added, aval, frozenset({axis}))
+                    self._mistake(
+                        mistakes.added_before_the_sum, term.added, aval, frozenset({axis})
+                    )
         same = sent.kind in ("sum", "maximum", "gather")
         differs = differs - axes if same else differs | axes
         if len(inputs) != len(self.shapes):
@@ -382,13 +491,24 @@ class _Operation:
         found = []
         for value, aval, shape in zip(inputs, self.avals, self.shapes, strict=True):
             same = value.dims is not None and len(value.dims) == len(shape)
-            dims = [Dim(dim.split - axes, rows=dim.rows, drawn=dim.drawn) for dim in value.dims or ()]
-            if same and sent.kind == "exchange":  # an all-to-all from blocks of one dim to blocks of another
+            dims = [
+                Dim(dim.split - axes, rows=dim.rows, drawn=dim.drawn) for dim in value.dims or ()
+            ]
+            if (
+                same and sent.kind == "exchange"
+            ):  # an all-to-all from blocks of one dim to blocks of another
                 sizes = zip(aval.shape, shape, strict=True)
                 shrunk = [before > after for before, after in sizes]
-                dims = [dim._replace(split=dim.split | axes) if less else dim for dim, less in zip(dims, shrunk, strict=True)]
+                dims = [
+                    dim._replace(split=dim.split | axes) if less else dim
+                    for dim, less in zip(dims, shrunk, strict=True)
+                ]
             terms = tuple(pair for pair in value.terms if pair[0] not in axes)
-            found.append(Spread(tuple(dims), terms, differs) if same else _unknown(shape)._replace(differs=differs))
+            found.append(
+                Spread(tuple(dims), terms, differs)
+                if same
+                else _unknown(shape)._replace(differs=differs)
+            )
         return found
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *facts: Any) -> None:
@@ -412,21 +532,29 @@ RULES: dict[str, Callable[[_Operation, Sequence[Spread]], Spread | list[Spread]]
     "transpose": _Operation._turned,
     "unstack": _Operation._unstacked,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _Operation._reduced),
-    **dict.fromkeys(("rev", "pad", "dynamic_slice", "cumsum", "cumlogsumexp", "cummax"), _Operation._same_but_resized),
+    **dict.fromkeys(
+        ("rev", "pad", "dynamic_slice", "cumsum", "cumlogsumexp", "cummax"),
+        _Operation._same_but_resized,
+    ),
 }
 
 
 def _spreads_again(axis: str, dims: tuple[Dim, ...], with_term: Sequence[tuple[Dim, ...]]) -> bool:
     """Whether one of `dims` is of a dim split over `axis`, and the same dim of no value with a term is: there it was reduced."""
     is_split = lambda dim: axis in dim.split | dim.within
-    return any(is_split(dim) and not any(is_split(own[i]) for own in with_term if i < len(own)) for i, dim in enumerate(dims))
+    return any(
+        is_split(dim) and not any(is_split(own[i]) for own in with_term if i < len(own))
+        for i, dim in enumerate(dims)
+    )
 
 
 def _unknown(shape: tuple[int, ...]) -> Spread:
     return Spread((Dim(),) * len(shape))
 
 
-def _reshaped(dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Dim, ...]:
+def _reshaped(
+    dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[Dim, ...]:
     """Dims after a reshape: the outermost of those that come of a split dim is split, the others lie within."""
     found: list[Dim] = []
     i = 0

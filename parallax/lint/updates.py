@@ -27,7 +27,17 @@ from parallax.lint.places import (
 from parallax.lint.values import in_tuple
 
 SCALED = frozenset(
-    {"convert_element_type", "copy", "copy_p", "neg", "optimization_barrier", "pbroadcast", "pcast", "pvary", "reduce_precision"}
+    {
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "neg",
+        "optimization_barrier",
+        "pbroadcast",
+        "pcast",
+        "pvary",
+        "reduce_precision",
+    }
 )
 ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
@@ -35,7 +45,12 @@ REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
 # A number goes through these on its way from a reduction to an update.
-PASSED_ON = ELEMENTWISE | LAID_OUT | REDUCES.keys() | {"concatenate", "dynamic_slice", "gather", "slice", "transpose"}
+PASSED_ON = (
+    ELEMENTWISE
+    | LAID_OUT
+    | REDUCES.keys()
+    | {"concatenate", "dynamic_slice", "gather", "slice", "transpose"}
+)
 
 
 class Joined(NamedTuple):
@@ -61,7 +76,9 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
             else:
                 waiting += node.inputs
         seen |= ends
-    shaped = [term for term in added if any(_is_full(program, end) for end in _ends(program, term)[0])]
+    shaped = [
+        term for term in added if any(_is_full(program, end) for end in _ends(program, term)[0])
+    ]
     return [*shaped, *decisions] if shaped else []
 
 
@@ -76,7 +93,9 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
         if node := program.made.get(value):
             for operand in operands(node, value):
                 before = _before(program, node, operand, value, dims)
-                axes = axes_of_blocks(dims, program.shape(value)) & set(node.sent.axes if node.sent else ())
+                axes = axes_of_blocks(dims, program.shape(value)) & set(
+                    node.sent.axes if node.sent else ()
+                )
                 if before is not None and axes:
                     sums.append(Joined(node, operand, axes))
                 elif before is not None:
@@ -94,7 +113,10 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
     """Whether a value has elements that a product, a reduction or the like made, as a gradient has."""
     nodes = [program.made.get(each) for each in elements(program, value, dims)[0]]
-    return any(node and node.name not in ELEMENTWISE | LAID_OUT | {"iota"} and not node.sent for node in nodes)
+    return any(
+        node and node.name not in ELEMENTWISE | LAID_OUT | {"iota"} and not node.sent
+        for node in nodes
+    )
 
 
 def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) -> Iterator[Joined]:
@@ -102,7 +124,9 @@ def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) ->
 
     Of all to one number, by anybody; of some dims, in optax alone. None if they are rounded somewhere.
     """
-    known: dict[int, Dims | None] = {value: dims for value, dims in own.items() if _is_full(program, value)}
+    known: dict[int, Dims | None] = {
+        value: dims for value, dims in own.items() if _is_full(program, value)
+    }
     waiting, reduced = list(known), []
     while waiting:
         value = waiting.pop()
@@ -112,10 +136,14 @@ def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) ->
                 return
             if node.name in REDUCES or node.name == "dot_general":
                 reduced.append((node, value))
-            for output in node.outputs if node.name in ELEMENTWISE | LAID_OUT | {"transpose"} else ():
+            for output in (
+                node.outputs if node.name in ELEMENTWISE | LAID_OUT | {"transpose"} else ()
+            ):
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
-                    known[output] = forward(program, node, value, output, dims) if dims is not None else None
+                    known[output] = (
+                        forward(program, node, value, output, dims) if dims is not None else None
+                    )
                     waiting.append(output)
     for node, value in reduced:
         dims = known[value]
@@ -138,16 +166,24 @@ def origins(program: Flat, result: int) -> set[int]:
         if node and node.name in ("concatenate", "slice", "split"):
             waiting += node.inputs
         elif node and (node.name in PLACED or (node.sent and node.sent.kind == "sum")):
-            waiting += [each for each in operands(node, value) if program.types[each].size == program.types[value].size]
+            waiting += [
+                each
+                for each in operands(node, value)
+                if program.types[each].size == program.types[value].size
+            ]
     return {value for value in found if _is_full(program, value)}
 
 
-def scalings(program: Flat, own: set[int], axes: frozenset[str]) -> Iterator[tuple[Joined, Node, int]]:
+def scalings(
+    program: Flat, own: set[int], axes: frozenset[str]
+) -> Iterator[tuple[Joined, Node, int]]:
     """The products and quotients among `own` that scale a value by a number reduced from it, or from others of `own`.
 
     Each comes with the reduction, which no collective over all of `axes` completes, and the value.
     """
-    for reduced in reductions(program, {value: ((),) * len(program.shape(value)) for value in own}, axes):
+    for reduced in reductions(
+        program, {value: ((),) * len(program.shape(value)) for value in own}, axes
+    ):
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
         numbers = reached(program, reduced.node.outputs, axes)
@@ -170,9 +206,15 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
         for node in program.used[value]:
             left = axes - joined_axes(program, node)
             if node.name in LOOPS:
-                waiting += [(node.outputs[j], left) for i, j in flat.carried(node.eqn) if node.inputs[i] == value]
+                waiting += [
+                    (node.outputs[j], left)
+                    for i, j in flat.carried(node.eqn)
+                    if node.inputs[i] == value
+                ]
             elif node.sent or node.name in PASSED_ON:
-                waiting += [(output, left) for output in node.outputs if value in operands(node, output)]
+                waiting += [
+                    (output, left) for output in node.outputs if value in operands(node, output)
+                ]
     return found
 
 
@@ -185,7 +227,11 @@ def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
             continue
         seen.add(value)
         node = program.made.get(value)
-        full = [each for each in node.inputs if _is_full(program, _bare(program, each))] if node else []
+        full = (
+            [each for each in node.inputs if _is_full(program, _bare(program, each))]
+            if node
+            else []
+        )
         if node and node.name in SCALED:
             waiting += operands(node, value)
         elif node and node.name in ("mul", "div") and len(full) == 1:

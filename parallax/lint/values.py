@@ -15,11 +15,35 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from parallax import jaxprs
 
 # The result holds the numbers of the first operand, by no index that is computed.
-VIEWS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice", "squeeze", "transpose"})
+VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "copy",
+        "expand_dims",
+        "neg",
+        "pvary",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
 MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
-GROUPED = {"psum": "sum", "psum_invariant": "sum", "pmax": "maximum", "pmin": "maximum", "reduce_scatter": "scatter"}
+GROUPED = {
+    "psum": "sum",
+    "psum_invariant": "sum",
+    "pmax": "maximum",
+    "pmin": "maximum",
+    "reduce_scatter": "scatter",
+}
 GATHERS = {"all_gather": "gather", "all_gather_invariant": "gather", "all_gather_reduced": "gather"}
-EXCHANGES = {"all_to_all": "exchange", "ragged_all_to_all": "exchange", "ppermute": "permute", "pbroadcast": "permute"}
+EXCHANGES = {
+    "all_to_all": "exchange",
+    "ragged_all_to_all": "exchange",
+    "ppermute": "permute",
+    "pbroadcast": "permute",
+}
 KINDS = GROUPED | GATHERS | EXCHANGES
 LINEAR = "linear_collective"  # a collective of ours: see collectives/types.py
 
@@ -88,11 +112,20 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     if name in KINDS and eqn.params.get("axis_index_groups") is None:
         names = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
         names = names if isinstance(names, tuple) else (names,)
-        return Sent(KINDS[name], tuple(axis for axis in names if isinstance(axis, str)), KINDS[name] == "permute")
+        return Sent(
+            KINDS[name],
+            tuple(axis for axis in names if isinstance(axis, str)),
+            KINDS[name] == "permute",
+        )
     if ours is None:
         return None
     inside = list(jaxprs.every(ours))
-    found = {axis for each in inside if each.primitive.name == "ppermute" for axis in each.params["axis_name"]}
+    found = {
+        axis
+        for each in inside
+        if each.primitive.name == "ppermute"
+        for axis in each.params["axis_name"]
+    }
     if not found or any(each.primitive.name == LINEAR for each in inside):
         return None  # nothing is sent, or what sends is inside
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))

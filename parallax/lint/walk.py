@@ -25,21 +25,32 @@ class Walk:
         self.silent = False  # while a loop's carries are followed until they settle
         self.mesh: Any = None  # of the shard_map around
         self.checked = True  # its check_vma
-        self.where: str | None = None  # the line of an equation whose inner equations have no line of the caller's
+        self.where: str | None = (
+            None  # the line of an equation whose inner equations have no line of the caller's
+        )
         self.gathering = False  # inside what `zero.gathered` or `sequence.enter` gathers: each trip does so on purpose
         self.loops: list[Loop] = []
-        self.predicates: list[tuple[str, frozenset[str]]] = []  # around: what it is, and the axes it differs along
+        self.predicates: list[
+            tuple[str, frozenset[str]]
+        ] = []  # around: what it is, and the axes it differs along
         self.ours: dict[int, Jaxpr] = {}
         self.lines: dict[int, str] = {}
         self.settled: dict[tuple, list[Value]] = {}
 
     def __call__(self, jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Follow these values through a jaxpr."""
-        key = (id(jaxpr), tuple(value._replace(summed=(), parts=frozenset()) for value in arguments))
+        key = (
+            id(jaxpr),
+            tuple(value._replace(summed=(), parts=frozenset()) for value in arguments),
+        )
         if self.silent and key in self.settled:
             return self.settled[key]
-        known = {variable: Value() for variable in jaxpr.constvars} | dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atoms: [Value(constant=True) if jaxprs.is_literal(atom) else known[atom] for atom in atoms]
+        known = {variable: Value() for variable in jaxpr.constvars} | dict(
+            zip(jaxpr.invars, arguments, strict=True)
+        )
+        read = lambda atoms: [
+            Value(constant=True) if jaxprs.is_literal(atom) else known[atom] for atom in atoms
+        ]
         for eqn in jaxpr.eqns:
             known |= zip(eqn.outvars, self._equation(eqn, read(eqn.invars)), strict=True)
         results = read(jaxpr.outvars)
@@ -48,10 +59,19 @@ class Walk:
         return results
 
     def _equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        control = {"shard_map": self._shard_map, "cond": self._cond, "scan": self._scan, "while": self._while}
+        control = {
+            "shard_map": self._shard_map,
+            "cond": self._cond,
+            "scan": self._scan,
+            "while": self._while,
+        }
         if eqn.primitive.name in control:
             return control[eqn.primitive.name](eqn, operands)
-        if eqn.primitive.name == LINEAR and eqn.params["name"] == remat.GATHERED and not self.gathering:
+        if (
+            eqn.primitive.name == LINEAR
+            and eqn.params["name"] == remat.GATHERED
+            and not self.gathering
+        ):
             self.gathering = True
             results = self._equation(eqn, operands)
             self.gathering = False
@@ -60,9 +80,13 @@ class Walk:
         if sent := values.sent(eqn, ours):
             return self._collective(eqn, sent, operands)
         if inner := ours or jaxprs.called(eqn):
-            with self._at(self._source(eqn) if ours or jaxprs.is_jax_function(inner) else self.where):
+            with self._at(
+                self._source(eqn) if ours or jaxprs.is_jax_function(inner) else self.where
+            ):
                 return self(inner, operands)
-        for inner in jaxprs.inner(eqn):  # a reducer, or a kernel: what it is called with is not known
+        for inner in jaxprs.inner(
+            eqn
+        ):  # a reducer, or a kernel: what it is called with is not known
             self(inner, [joined(operands)] * len(inner.invars))
         return self._plain(eqn, operands)
 
@@ -72,7 +96,9 @@ class Walk:
             self._note(mistakes.wide_product(eqn, operands, self._source(eqn), self.narrow))
         if name == "axis_index":
             return [Value(differs=self._large([eqn.params["axis_name"]]))]
-        parts = frozenset() if self.silent or not self.loops else self.loops[-1].through(eqn, operands)
+        parts = (
+            frozenset() if self.silent or not self.loops else self.loops[-1].through(eqn, operands)
+        )
         if name == "optimization_barrier":
             return [value._replace(parts=parts & value.parts) for value in operands]
         result = joined(operands, narrow=values.narrow(eqn, operands), parts=parts)
@@ -85,8 +111,14 @@ class Walk:
     def _shard_map(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         outside = self.mesh, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
-        split = [self._large(axis for entry in spec for axis in mesh.entry_axes(entry)) for spec in eqn.params["in_specs"]]
-        arguments = [value._replace(differs=value.differs | axes) for value, axes in zip(operands, split, strict=True)]
+        split = [
+            self._large(axis for entry in spec for axis in mesh.entry_axes(entry))
+            for spec in eqn.params["in_specs"]
+        ]
+        arguments = [
+            value._replace(differs=value.differs | axes)
+            for value, axes in zip(operands, split, strict=True)
+        ]
         (body,) = jaxprs.inner(eqn)
         results = self(body, arguments)
         if not self.silent:
@@ -111,15 +143,25 @@ class Walk:
             return self(body, operands)
         operands = self._untagged(operands)
         constants, carries = jaxprs.scan_parts(eqn)
-        fixed, carry, sliced = operands[:constants], operands[constants : constants + carries], operands[constants + carries :]
+        fixed, carry, sliced = (
+            operands[:constants],
+            operands[constants : constants + carries],
+            operands[constants + carries :],
+        )
         moving = [value._replace(trip=len(self.loops) + 1) for value in sliced]
         run = lambda carry: self(body, [*fixed, *carry, *moving])
         return self._loop(run, carry, eqn.params["length"])
 
     def _while(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         operands = self._untagged(operands)
-        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        condition, body = jaxprs.opened(eqn.params["cond_jaxpr"]), jaxprs.opened(eqn.params["body_jaxpr"])
+        first, second = (
+            eqn.params["cond_nconsts"],
+            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
+        )
+        condition, body = (
+            jaxprs.opened(eqn.params["cond_jaxpr"]),
+            jaxprs.opened(eqn.params["body_jaxpr"]),
+        )
         run = lambda carry: self(body, [*operands[first:second], *carry])
         carry = self._steady(run, operands[second:])
         predicate = self(condition, [*operands[:first], *carry])[0]
@@ -138,7 +180,11 @@ class Walk:
         results = run(loop.carried(carry))
         self.loops.pop()
         for each in loop.only_added(results[:count], results[count:]):
-            self._note(mistakes.sum_in_a_loop(each.aval, each.axes, self._devices(each.axes), trips, each.where))
+            self._note(
+                mistakes.sum_in_a_loop(
+                    each.aval, each.axes, self._devices(each.axes), trips, each.where
+                )
+            )
         return _left(results, len(self.loops))
 
     def _steady(self, run: Callable[..., Any], carry: list[Value]) -> list[Value]:
@@ -147,8 +193,13 @@ class Walk:
         carry = [value._replace(trip=depth, parts=frozenset()) for value in carry]
         self.loops.append(Loop(depth, None))
         while True:
-            after = [either(old, new)._replace(trip=depth) for old, new in zip(carry, run(carry), strict=False)]
-            bits = lambda values: [(value.differs, value.constant, value.narrow) for value in values]
+            after = [
+                either(old, new)._replace(trip=depth)
+                for old, new in zip(carry, run(carry), strict=False)
+            ]
+            bits = lambda values: [
+                (value.differs, value.constant, value.narrow) for value in values
+            ]
             if bits(after) == bits(carry):
                 break
             carry = after
@@ -169,7 +220,9 @@ class Walk:
         for what, along in self.predicates:
             # A permute waits for every device of the program; the others for those of their own group.
             if along and (sent.permutes or along & axes):
-                self._note(mistakes.under_a_predicate(sent, axes, what, along, self._devices(along), where))
+                self._note(
+                    mistakes.under_a_predicate(sent, axes, what, along, self._devices(along), where)
+                )
         loop = self.loops[-1] if self.loops else None
         for i, (value, aval) in enumerate(zip(operands, avals, strict=True)):
             if value.constant:
@@ -190,12 +243,20 @@ class Walk:
         predicate, *avals = jaxprs.types(eqn.invars)
         along = index.differs & set(types.axes_of_type(predicate))
         lost = lambda aval: along - set(types.axes_of_type(aval))
-        floats = [aval for aval, value in zip(avals, operands, strict=True) if jaxprs.is_float(aval) and not value.constant]
+        floats = [
+            aval
+            for aval, value in zip(avals, operands, strict=True)
+            if jaxprs.is_float(aval) and not value.constant
+        ]
         inputs = [lost(aval) for aval in floats if lost(aval)]
         outputs = [lost(aval) for aval in jaxprs.types(eqn.outvars) if lost(aval)]
         if inputs or outputs:
             axes = frozenset().union(*inputs, *outputs)
-            self._note(mistakes.lost_mark(axes, self._devices(axes), len(inputs), len(outputs), self._source(eqn)))
+            self._note(
+                mistakes.lost_mark(
+                    axes, self._devices(axes), len(inputs), len(outputs), self._source(eqn)
+                )
+            )
 
     def _note(self, finding: Finding | None) -> None:
         if finding and not self.silent:
@@ -222,7 +283,9 @@ class Walk:
         return self.lines[id(eqn)]
 
     def _large(self, axes: Any) -> frozenset[str]:
-        return frozenset(axis for axis in axes if self.mesh is not None and self.mesh.shape.get(axis, 1) > 1)
+        return frozenset(
+            axis for axis in axes if self.mesh is not None and self.mesh.shape.get(axis, 1) > 1
+        )
 
     def _devices(self, axes: frozenset[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -243,7 +306,11 @@ class Walk:
 def _by_predicate(value: Value, predicate: Value) -> Value:
     """A value that a predicate chose."""
     constant = value.constant and predicate.constant
-    return value._replace(differs=value.differs | predicate.differs, trip=max(value.trip, predicate.trip), constant=constant)
+    return value._replace(
+        differs=value.differs | predicate.differs,
+        trip=max(value.trip, predicate.trip),
+        constant=constant,
+    )
 
 
 def _left(results: Sequence[Value], depth: int) -> list[Value]:

@@ -41,8 +41,13 @@ class Cached(NamedTuple):
         go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`, one more token each, of the place `first`.
     """
 
-    begin: Callable[[Int[Array, "batch tokens"], int], tuple[Float[Array, "batch vocabulary"], PyTree]]
-    go_on: Callable[[Int[Array, " batch"], PyTree, Int[Array, ""]], tuple[Float[Array, "batch vocabulary"], PyTree]]
+    begin: Callable[
+        [Int[Array, "batch tokens"], int], tuple[Float[Array, "batch vocabulary"], PyTree]
+    ]
+    go_on: Callable[
+        [Int[Array, " batch"], PyTree, Int[Array, ""]],
+        tuple[Float[Array, "batch vocabulary"], PyTree],
+    ]
 
 
 def cached(pieces: Pieces, model: Any) -> Cached:
@@ -64,7 +69,12 @@ def cached(pieces: Pieces, model: Any) -> Cached:
 
 
 def _run(
-    pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], cache: Cache | None, first: Any, keep: Callable[..., Any]
+    pieces: Pieces,
+    model: Any,
+    tokens: Int[Array, "batch tokens"],
+    cache: Cache | None,
+    first: Any,
+    keep: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
     """Run the tokens from `first` on through all blocks; `keep` joins a layer's new keys or values with the earlier ones."""
     arrays, static = eqx.partition(model.blocks, eqx.is_array)

@@ -141,13 +141,17 @@ def train_step(
         ValueError: the layout does not divide the model or the batch, or is not the mesh's; `compute.axes` names another axis;
             or a context axis splits the tokens, and the attention does not go over it.
     """
-    local = local_step(family, config, optimizer, layout, mesh, batch=batch, key=key, compute=compute)
+    local = local_step(
+        family, config, optimizer, layout, mesh, batch=batch, key=key, compute=compute
+    )
 
     def keys(number):
         return local.keys(number, batch)
 
     state = local.state
-    train = compiled(local.step, state.shapes, state.specs, mesh, keys, batch_spec=P(local.batch_axes))
+    train = compiled(
+        local.step, state.shapes, state.specs, mesh, keys, batch_spec=P(local.batch_axes)
+    )
     return TrainStep(state.init, state.shapes, train)
 
 
@@ -193,18 +197,26 @@ def local_step(
 
     def grad_of(scale):
         grad = compose(functions, layout, family, specs, axes, compute, scale)
-        return tapped.gradients(lambda model, batch: grad(model, recipe.weighted(batch, axes, compute)), specs)
+        return tapped.gradients(
+            lambda model, batch: grad(model, recipe.weighted(batch, axes, compute)), specs
+        )
 
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, recipe.along(axes, recipe.SHARDED_OVER), specs)
     step = make_scaled(
-        grad_of, optimizer, max_norm=compute.max_norm, reduce_norm_over=tuple(axes.values()), specs=state.specs.model
+        grad_of,
+        optimizer,
+        max_norm=compute.max_norm,
+        reduce_norm_over=tuple(axes.values()),
+        specs=state.specs.model,
     )
 
     def keys(number, sequences):
         return sequence_keys(dropout_key, number, sequences) if family.drops(config) else None
 
-    return LocalStep(step, state._replace(init=init), keys, mesh, batch, layout.batch_axes, compute.trainable)
+    return LocalStep(
+        step, state._replace(init=init), keys, mesh, batch, layout.batch_axes, compute.trainable
+    )
 
 
 def compiled(
@@ -237,7 +249,9 @@ def compiled(
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *chosen):
         chosen = (*chosen, *(None,) * (options - len(chosen)))
-        new, info = step(eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *chosen)
+        new, info = step(
+            eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *chosen
+        )
         return eqx.filter(new, meshes.is_array), info
 
     return _TrainArrays(train, static) if jax.tree.leaves(static) else train
@@ -279,7 +293,9 @@ def loss_step(
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
-    model = eqx.filter_eval_shape(lambda: split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32)))
+    model = eqx.filter_eval_shape(
+        lambda: split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
+    )
     rule, _ = recipe.rules_of(family, layout)
     specs = rules.specs(model, rule, mesh)
     axes = recipe.axes_with_algorithms(layout, compute)
@@ -310,7 +326,9 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
-def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> dict[str, Callable[..., Any]]:
+def stored(
+    family: Family, layout: Layout, *, schedule: Schedule | None = None
+) -> dict[str, Callable[..., Any]]:
     """How a state goes into a checkpoint that any layout can read, and back: arguments for `run.checkpoint.Checkpoints`.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its blocks are stored as [L, ...],
@@ -375,7 +393,9 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        return eqx.tree_at(family.where, leaf, change(family.where(leaf))) if is_model(leaf) else leaf
+        return (
+            eqx.tree_at(family.where, leaf, change(family.where(leaf))) if is_model(leaf) else leaf
+        )
 
     return lambda tree: jax.tree.map(changed, tree, is_leaf=is_model)
 
@@ -389,7 +409,11 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             )
     by_family = family.around is not None and compute.attend is None
     if layout.context > 1 and compute.around is None and not by_family:
-        who = f"{family.model.__name__}'s family has no `around`" if compute.attend is None else "Compute has `attend` alone"
+        who = (
+            f"{family.model.__name__}'s family has no `around`"
+            if compute.attend is None
+            else "Compute has `attend` alone"
+        )
         raise ValueError(
             f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its "
             "own device alone. Take Compute(around=context.causal) where attention is softmax(q k^T / sqrt(K)) v, or "

@@ -48,8 +48,12 @@ def apart(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
             f"{numbers.dtype}{list(numbers.shape)}."
         )
     same = numbers[:, 1:] == numbers[:, :-1]
-    weights = jnp.ones(same.shape, jnp.result_type(float)) if batch.weights is None else batch.weights
-    return batch._replace(weights=jnp.where(same, weights, jnp.zeros_like(weights)), segments=numbers[:, :-1])
+    weights = (
+        jnp.ones(same.shape, jnp.result_type(float)) if batch.weights is None else batch.weights
+    )
+    return batch._replace(
+        weights=jnp.where(same, weights, jnp.zeros_like(weights)), segments=numbers[:, :-1]
+    )
 
 
 def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +61,9 @@ def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(*arguments):
         arrays, static = eqx.partition(arguments, is_array)
-        used = trace(lambda *arrays: eqx.filter(stage(*eqx.combine(arrays, static)), is_array), *arrays).used
+        used = trace(
+            lambda *arrays: eqx.filter(stage(*eqx.combine(arrays, static)), is_array), *arrays
+        ).used
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those of other documents. Attend by "

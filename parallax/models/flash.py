@@ -16,7 +16,11 @@ from jaxtyping import Array, Float, Int
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.attention import grouped
 
-BLOCKS = (512, 256, 128)  # tokens that a kernel takes at once: the largest that divides T; 128 is the least
+BLOCKS = (
+    512,
+    256,
+    128,
+)  # tokens that a kernel takes at once: the largest that divides T; 128 is the least
 
 
 def attention(
@@ -49,7 +53,9 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
     # For the gradient of q the kernel's caller writes sums of rows out so many times.
     sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
-    return kernels.flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes)
+    return kernels.flash_attention(
+        q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes
+    )
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +84,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(kept, ct):
         leaves, pull = kept
-        program = _untyped(lambda ct, *leaves: jax.tree.unflatten(pull.tree, leaves)(ct), ct, *leaves)
+        program = _untyped(
+            lambda ct, *leaves: jax.tree.unflatten(pull.tree, leaves)(ct), ct, *leaves
+        )
         return tuple(_run(program, (ct, *leaves)))
 
     g.defvjp(forward, backward)
@@ -110,7 +118,11 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
 
     def trace():
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits alone.
-        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
             return jax.make_jaxpr(f)(*shapes)
 
     with futures.ThreadPoolExecutor(1) as thread:

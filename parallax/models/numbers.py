@@ -16,7 +16,13 @@ def whole(needs: str, value: Any, *, least: int = 1) -> int:
     except TypeError:
         found = None
     if found is None or not least <= found <= LARGEST:
-        bound = "as a whole number" if found is None else f"of {least} or more" if found < least else f"of {LARGEST} or less"
+        bound = (
+            "as a whole number"
+            if found is None
+            else f"of {least} or more"
+            if found < least
+            else f"of {LARGEST} or less"
+        )
         raise ValueError(f"{needs} {bound}; got {short(value)}.")
     return found
 

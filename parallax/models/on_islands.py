@@ -63,7 +63,14 @@ def train_step(
     names = islands.names_of(axis)
     sequences = local.batch * islands.count(axis, local.mesh)
     options = {"axis": axis, "stream": stream}
-    state = islands.planned(local.state.shapes, local.state.specs, outer, local.mesh, **options, trainable=local.trainable)
+    state = islands.planned(
+        local.state.shapes,
+        local.state.specs,
+        outer,
+        local.mesh,
+        **options,
+        trainable=local.trainable,
+    )
 
     def keys(number):
         return local.keys(number, sequences)
@@ -81,14 +88,18 @@ def train_step(
     return TrainStep(lambda model=None: state.init(local.state.init(model)), state.shapes, train)
 
 
-def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> dict[str, Callable[..., Any]]:
+def stored(
+    family: Family, layout: Layout, *, schedule: Schedule | None = None
+) -> dict[str, Callable[..., Any]]:
     """How a state of islands goes into a checkpoint that any layout can read, and back, as `decoder.stored`."""
 
     def on_islands(change):
         each = eqx.filter_vmap(change)  # of arrays [islands, ...]
 
         def changed(state):
-            inner = eqx.tree_at(lambda inner: (inner.model, inner.optimizer), state.inner, replace_fn=each)
+            inner = eqx.tree_at(
+                lambda inner: (inner.model, inner.optimizer), state.inner, replace_fn=each
+            )
             new = islands.State(
                 inner,
                 change(state.model),

@@ -77,7 +77,9 @@ def logits(
     given.there(f"{pieces.name}.logits", model)
     given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
     x = pieces.embed(model, tokens, None)
-    apply = pieces.layer(model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend)
+    apply = pieces.layer(
+        model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend
+    )
     return pieces.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
@@ -109,7 +111,9 @@ def stages(
         windows, keys, weights, _ = Batch(*part)
         across = functools.partial(tensor.enter, axis=stage_axis)
         made = joins(axis, shared=stage_axis)
-        return pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made, across=across)
+        return pieces.embed(
+            model, windows[:, :-1], keys, weights=weights, joins=made, across=across
+        )
 
     def stage(model, x, part, position):
         windows, keys, _, segments = Batch(*part)
@@ -117,12 +121,21 @@ def stages(
         own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
         apply = pieces.layer(config, positions=own, joins=_apart(made, segments), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
-        return run_blocks(model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll)
+        return run_blocks(
+            model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll
+        )
 
     def head(model, x, part):
         across = functools.partial(pipeline.from_last, axis=stage_axis)
         windows, _, weights, _ = Batch(*part)
-        return pieces.head(model, x, windows[:, 1:], weights=weights, joins=joins(axis, shared=stage_axis), across=across)
+        return pieces.head(
+            model,
+            x,
+            windows[:, 1:],
+            weights=weights,
+            joins=joins(axis, shared=stage_axis),
+            across=across,
+        )
 
     return enter, stage, head
 
@@ -132,10 +145,14 @@ def _apart(joins: tensor.Joins, segments: Int[Array, "batch tokens"] | None) -> 
     if segments is None:
         return joins
     own = joins.tokens(segments, dim=1)
-    return joins._replace(attends=lambda attend: functools.partial(joins.attends(attend), segments=own))
+    return joins._replace(
+        attends=lambda attend: functools.partial(joins.attends(attend), segments=own)
+    )
 
 
-def positions(x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0) -> Int[Array, " tokens"]:
+def positions(
+    x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0
+) -> Int[Array, " tokens"]:
     """The places `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which a pipeline needs."""
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
@@ -150,7 +167,9 @@ def looked_up(
     """The rows of the shared `table` for this device's part of the tokens; `weights` are of the tokens after them."""
     there = seen(weights)
     there = None if there is None else joins.tokens(there, dim=1)
-    found = tensor.lookup(table, joins.tokens(tokens, dim=1), joins.everywhere, weights=there, vocabulary=vocabulary)
+    found = tensor.lookup(
+        table, joins.tokens(tokens, dim=1), joins.everywhere, weights=there, vocabulary=vocabulary
+    )
     return joins.leave(found)
 
 
@@ -165,13 +184,19 @@ def mean_loss(
     """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
     targets = joins.tokens(targets, dim=1)
     weights = None if weights is None else joins.tokens(weights, dim=1)
-    return tapped.loss(cross_entropy.mean(x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary))
+    return tapped.loss(
+        cross_entropy.mean(
+            x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary
+        )
+    )
 
 
 def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
     """Refuse with a `ValueError` inputs of nothing, and windows longer than the model's context."""
     if not tokens.size:
-        raise ValueError(f"{name} needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}.")
+        raise ValueError(
+            f"{name} needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}."
+        )
     if tokens.shape[1] > context:
         raise ValueError(
             f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of {context}. "
@@ -185,6 +210,10 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     return lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
 
 
-def vocabulary_rows(table: Float[Array, "rows width"], vocabulary: int) -> Float[Array, "rows width"]:
+def vocabulary_rows(
+    table: Float[Array, "rows width"], vocabulary: int
+) -> Float[Array, "rows width"]:
     """`table` with zeros in the rows from `vocabulary` on, which pad it."""
-    return jnp.where(jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype))
+    return jnp.where(
+        jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
+    )

@@ -18,7 +18,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from parallax import context, cross_entropy, experts, grads, pipeline, precision, remat, rules, schedule, sequence, tensor, zero
+from parallax import (
+    context,
+    cross_entropy,
+    experts,
+    grads,
+    pipeline,
+    precision,
+    remat,
+    rules,
+    schedule,
+    sequence,
+    tensor,
+    zero,
+)
 from parallax.collectives import Axis, AxisLike, joined, ring, xla
 from parallax.collectives.types import varying, wide
 from parallax.grads import Grad, map_loss_and_aux
@@ -33,16 +46,31 @@ from parallax.typed import PyTree, Rule, Specs
 from parallax.validate import PER_STAGE
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
-REDUCED_OVER = ("data", "expert", "context")  # a gradient is summed over those along which its parameter is the same
-MEAN_OVER = ("replica", "data", "expert", "context")  # the loss is a mean over the devices of these axes
+REDUCED_OVER = (
+    "data",
+    "expert",
+    "context",
+)  # a gradient is summed over those along which its parameter is the same
+MEAN_OVER = (
+    "replica",
+    "data",
+    "expert",
+    "context",
+)  # the loss is a mean over the devices of these axes
 SPLIT_BY_SEQUENCES = ("replica", "data", "expert")
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 SCHEDULES: dict[str, Callable[[Layout], Schedule]] = {
-    "one_f_one_b_lockstep": lambda layout: schedule.one_f_one_b_lockstep(layout.stage, layout.microbatches, layout.chunks),
+    "one_f_one_b_lockstep": lambda layout: schedule.one_f_one_b_lockstep(
+        layout.stage, layout.microbatches, layout.chunks
+    ),
     "gpipe": lambda layout: schedule.gpipe(layout.stage, layout.microbatches),
-    "zero_bubble_lockstep": lambda layout: schedule.zero_bubble_lockstep(layout.stage, layout.microbatches, layout.chunks),
+    "zero_bubble_lockstep": lambda layout: schedule.zero_bubble_lockstep(
+        layout.stage, layout.microbatches, layout.chunks
+    ),
     "one_f_one_b": lambda layout: schedule.one_f_one_b(layout.stage, layout.microbatches),
-    "zero_bubble": lambda layout: schedule.zero_bubble(layout.stage, layout.microbatches, layout.chunks),
+    "zero_bubble": lambda layout: schedule.zero_bubble(
+        layout.stage, layout.microbatches, layout.chunks
+    ),
 }
 
 
@@ -145,7 +173,9 @@ def grad_of(
 
     if layout.sequence:  # each device has the gradients of its own tokens
         grad = grads.summed(grad, axes["tensor"])
-    if layout.zero == 3:  # the blocks are gathered one by one, by `functions_of`; the rest once a step
+    if (
+        layout.zero == 3
+    ):  # the blocks are gathered one by one, by `functions_of`; the rest once a step
         grad = zero.gathered_once(grad, shards, shard_specs(layout, family, specs).ends)
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
@@ -225,22 +255,30 @@ def loss_of(
 
     if layout.pipelined:
         table, exchange = schedule_of(layout, compute), exchange_of(layout, axes)
-        loss = pipeline.value(functions.enter, stage, head, table, axes["stage"], blocks=family.where, send=exchange)
+        loss = pipeline.value(
+            functions.enter, stage, head, table, axes["stage"], blocks=family.where, send=exchange
+        )
     else:
         loss = pipeline.sequential(functions.enter, stage, head)
     if layout.zero == 3:
-        loss = zero.gathered(loss, along(axes, SHARDED_OVER), shard_specs(layout, family, specs).ends)
+        loss = zero.gathered(
+            loss, along(axes, SHARDED_OVER), shard_specs(layout, family, specs).ends
+        )
     return lambda model, batch: along(axes, MEAN_OVER).all_mean(loss(model, batch))
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
     """The sharding rule of the parameters, and that of the optimizer's state."""
     expert_axis = {"expert": "expert"} if layout.expert > 1 else {}
-    rule = family.rules("tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis)
+    rule = family.rules(
+        "tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis
+    )
     if layout.zero == 0:
         return rule, rule
     over = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
-    keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}  # no device runs only some of the layers
+    keep = {
+        f"{family.blocks}.**": tuple(range(loops_of(layout)))
+    }  # no device runs only some of the layers
     sharded = rules.fsdp(over, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
 
@@ -302,7 +340,9 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
     return compute.attend or kernel or family.attend
 
 
-def joins_of(layout: Layout, family: Family, axes: Mapping[str, Axis], compute: Compute) -> Callable[..., tensor.Joins]:
+def joins_of(
+    layout: Layout, family: Family, axes: Mapping[str, Axis], compute: Compute
+) -> Callable[..., tensor.Joins]:
     """How the blocks communicate."""
     joins = compute.joins or (sequence.joins if layout.sequence else tensor.joins)
     if layout.context > 1:
@@ -312,8 +352,12 @@ def joins_of(layout: Layout, family: Family, axes: Mapping[str, Axis], compute: 
         def attend_around(attend):
             return around(attend, axes["context"])
 
-        joins = functools.partial(context.joins, context=axes["context"], inner=joins, around=attend_around)
-    return functools.partial(experts.joins, experts=axes.get("expert", ()), inner=joins, dispatch=compute.dispatch)
+        joins = functools.partial(
+            context.joins, context=axes["context"], inner=joins, around=attend_around
+        )
+    return functools.partial(
+        experts.joins, experts=axes.get("expert", ()), inner=joins, dispatch=compute.dispatch
+    )
 
 
 def loops_of(layout: Layout) -> int:
@@ -332,7 +376,9 @@ def weighted(batch: Batch, axes: Mapping[str, Axis], compute: Compute) -> Batch:
         batch = documents.apart(batch, compute.documents(batch.windows))
     if batch.weights is None:
         return batch
-    return batch._replace(weights=cross_entropy.normalized(batch.weights, along(axes, SPLIT_BY_SEQUENCES)))
+    return batch._replace(
+        weights=cross_entropy.normalized(batch.weights, along(axes, SPLIT_BY_SEQUENCES))
+    )
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
@@ -400,7 +446,9 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
     def by_layer(aux):
         if not isinstance(aux, Aux):
             return aux
-        return aux._replace(stages=jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux.stages))
+        return aux._replace(
+            stages=jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux.stages)
+        )
 
     def wrapped(params, batch):
         value, gradients = grad(params, batch)

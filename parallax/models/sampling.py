@@ -62,12 +62,16 @@ def sampled(
     """
     tokens, window = given.whole("sample", tokens=tokens, window=window)
     if tokens < 0 or window < 1:
-        raise ValueError(f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, window {window}.")
+        raise ValueError(
+            f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, window {window}."
+        )
     if top_k is not None:
         (top_k,) = given.whole("sample", top_k=top_k)
         if top_k < 1:
             raise ValueError(f"sample needs a top_k of 1 or more, or None for all; got {top_k}.")
-    temperature = _scalar("temperature", temperature, math.inf, "a finite number, 0 for the likeliest token, or more")
+    temperature = _scalar(
+        "temperature", temperature, math.inf, "a finite number, 0 for the likeliest token, or more"
+    )
     top_p = None if top_p is None else _scalar("top_p", top_p, 1.0, "a number from 0 to 1")
     vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
     prompt = _prompt(prompt, vocabulary)[-window:]
@@ -80,7 +84,9 @@ def sampled(
 
     begun = jnp.zeros(0, jnp.int32)
     if cached is not None and tokens:
-        fit = min(tokens, window - prompt.size + 1)  # so many see no more than the window before them
+        fit = min(
+            tokens, window - prompt.size + 1
+        )  # so many see no more than the window before them
         begun = _kept(cached, token_of, prompt, keys[:fit])
         prompt = jnp.concatenate([prompt, begun])[-window:]
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
@@ -99,7 +105,10 @@ def sampled(
 
 
 def _kept(
-    cached: Cached, token_of: Callable[..., Int[Array, ""]], prompt: Int[Array, " prompt"], keys: Key[Array, " tokens"]
+    cached: Cached,
+    token_of: Callable[..., Int[Array, ""]],
+    prompt: Int[Array, " prompt"],
+    keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """The tokens after `prompt`, one for each key, by `token_of`, with keys and values kept."""
     row, cache = cached.begin(prompt[None], prompt.size + keys.size - 1)
@@ -116,7 +125,14 @@ def _kept(
 
 
 def of_family(
-    family: Family, name: str, model: Any, prompt: Any, *, tokens: SupportsIndex, window: SupportsIndex | None, **options: Any
+    family: Family,
+    name: str,
+    model: Any,
+    prompt: Any,
+    *,
+    tokens: SupportsIndex,
+    window: SupportsIndex | None,
+    **options: Any,
 ) -> Int[Array, " tokens"]:
     """What `sampled` writes with a model of `family`, whose configuration has its context: as `gpt2.sample` says, for any family.
 
@@ -127,9 +143,18 @@ def of_family(
     context = model.config.context
     (window,) = given.whole("sample", window=context if window is None else window)
     if not 1 <= window <= context:
-        raise ValueError(f"sample needs a window from 1 to the model's context of {context} tokens; got {window}.")
+        raise ValueError(
+            f"sample needs a window from 1 to the model's context of {context} tokens; got {window}."
+        )
     cached = None if family.cached is None else family.cached(model)
-    return sampled(functools.partial(family.logits, model), prompt, tokens=tokens, window=window, cached=cached, **options)
+    return sampled(
+        functools.partial(family.logits, model),
+        prompt,
+        tokens=tokens,
+        window=window,
+        cached=cached,
+        **options,
+    )
 
 
 def filtered(
@@ -152,12 +177,20 @@ def filtered(
     shifted = wide - jnp.max(wide)  # so that a small temperature overflows to -inf alone
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
-    scores = jnp.where(temperature == 0, greedy, shifted / jnp.where(temperature == 0, 1, temperature))
+    scores = jnp.where(
+        temperature == 0, greedy, shifted / jnp.where(temperature == 0, 1, temperature)
+    )
     if top_k is not None:
-        scores = jnp.where(scores < lax.top_k(scores, min(top_k, scores.size))[0][-1], -jnp.inf, scores)
+        scores = jnp.where(
+            scores < lax.top_k(scores, min(top_k, scores.size))[0][-1], -jnp.inf, scores
+        )
     wrong = jnp.isnan(shifted).any() | ~((temperature >= 0) & (temperature < jnp.inf))
     if top_p is not None:
-        rest = (1 - top_p).astype(wide.dtype) if isinstance(top_p, jax.Array) else jnp.asarray(1 - float(top_p), wide.dtype)
+        rest = (
+            (1 - top_p).astype(wide.dtype)
+            if isinstance(top_p, jax.Array)
+            else jnp.asarray(1 - float(top_p), wide.dtype)
+        )
         order = jnp.argsort(scores)
         below = jnp.cumsum(jax.nn.softmax(scores[order])) <= rest
         scores = scores.at[order].set(jnp.where(below.at[-1].set(False), -jnp.inf, scores[order]))
@@ -169,7 +202,9 @@ def _scalar(name: str, value: Any, most: float, needed: str) -> Any:
     """The number, checked where it is known: from 0 to `most`, which is finite."""
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"sample needs as {name} {needed}; got {value!r}.")
-    if not isinstance(value, Tracer) and not (0 <= float(value) <= most and math.isfinite(float(value))):
+    if not isinstance(value, Tracer) and not (
+        0 <= float(value) <= most and math.isfinite(float(value))
+    ):
         raise ValueError(f"sample needs as {name} {needed}; got {float(value)}.")
     return value if isinstance(value, jax.Array) else float(value)
 
@@ -178,9 +213,13 @@ def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
     """The prompt as int32, with -1 for what is outside the vocabulary."""
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
-        raise ValueError("sample needs a prompt of one token or more; got none. Start with a space, or a line's end.")
+        raise ValueError(
+            "sample needs a prompt of one token or more; got none. Start with a space, or a line's end."
+        )
     if prompt.ndim != 1:
-        raise ValueError(f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use jax.vmap.")
+        raise ValueError(
+            f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use jax.vmap."
+        )
     given.tokens("sample", prompt[None], vocabulary)
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
     return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))

@@ -20,7 +20,9 @@ def residual(x: Any, path: str, joins: Joins) -> Any:
     """`x` of the residual stream, [B, T, D], with a tap."""
     if not taps.is_on():
         return x
-    return taps.tap(x, path, P(taps.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)})
+    return taps.tap(
+        x, path, P(taps.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)}
+    )
 
 
 def whole(x: Any, path: str, joins: Joins) -> Any:
@@ -31,7 +33,11 @@ def whole(x: Any, path: str, joins: Joins) -> Any:
 def split(x: Any, path: str, joins: Joins, dim: int) -> Any:
     """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
     names = axes(joins.axis.names)
-    return x if not taps.is_on() else _whole(x, path, joins, P(taps.BATCH, *[None] * (dim - 1), names or None))
+    return (
+        x
+        if not taps.is_on()
+        else _whole(x, path, joins, P(taps.BATCH, *[None] * (dim - 1), names or None))
+    )
 
 
 def loss(value: Any) -> Any:
@@ -39,7 +45,9 @@ def loss(value: Any) -> Any:
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
-def block(apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int) -> Callable[..., Any]:
+def block(
+    apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int
+) -> Callable[..., Any]:
     """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
 
     `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are looped over.
@@ -47,12 +55,18 @@ def block(apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], 
 
     def tapped(weights, x, layer):
         with taps.at(layer=layer):
-            return apply(taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops), x, layer)
+            return apply(
+                taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
+                x,
+                layer,
+            )
 
     return tapped
 
 
-def ends(f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]) -> Callable[..., Any]:
+def ends(
+    f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """`enter` or `head`, with taps of the weights that are in no block; `specs` and `where` as in `block`."""
 
     def tapped(model, *others):
@@ -76,7 +90,9 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
 
 def _whole(x: Any, path: str, joins: Joins, spec: P) -> Any:
-    return taps.tap(x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)})
+    return taps.tap(
+        x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)}
+    )
 
 
 def _positions(tokens: int) -> Int[Array, " tokens"]:

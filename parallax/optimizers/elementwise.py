@@ -31,7 +31,9 @@ class UnfitOptimizer(ValueError):
     """An optimizer that cannot update shards, or not these leaves."""
 
 
-def with_extra(optimizer: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
+def with_extra(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, whose `update` takes extra arguments, and drops them where it has no use for them."""
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
@@ -39,7 +41,9 @@ def with_extra(optimizer: optax.GradientTransformation | optax.MultiSteps) -> op
     return optax.with_extra_args_support(optimizer)
 
 
-def checked(update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()) -> Update:
+def checked(
+    update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
+) -> Update:
     """`update`, which refuses leaves whose shards it would not update as parts of whole leaves.
 
     Args:
@@ -60,7 +64,14 @@ def checked(update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gath
         leaves, structure = jax.tree.flatten((gradients, state, weights, extra))
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
-        one = _Update(lambda *arguments: update(*arguments, **extra), gradients, state, weights, at, frozenset(gathered))
+        one = _Update(
+            lambda *arguments: update(*arguments, **extra),
+            gradients,
+            state,
+            weights,
+            at,
+            frozenset(gathered),
+        )
         try:
             if key not in decided:
                 one.check(specs)
@@ -99,11 +110,26 @@ class _Leaf(NamedTuple):
 class _Update:
     """An update and its arguments, as a device has them."""
 
-    def __init__(self, update: Update, gradients: PyTree, state: PyTree, weights: PyTree, at: str, gathered: frozenset[str]):
-        self.update, self.arguments, self.at, self.gathered = update, (gradients, state, weights), at, gathered
+    def __init__(
+        self,
+        update: Update,
+        gradients: PyTree,
+        state: PyTree,
+        weights: PyTree,
+        at: str,
+        gathered: frozenset[str],
+    ):
+        self.update, self.arguments, self.at, self.gathered = (
+            update,
+            (gradients, state, weights),
+            at,
+            gathered,
+        )
         self.leaves = [
             _Leaf(tuple(path), gradient, weight, self.axes(gradient) | self.axes(weight))
-            for (path, weight), gradient in zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
+            for (path, weight), gradient in zip(
+                jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True
+            )
         ]
         paths = [leaf.path for leaf in self.leaves]
         owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
@@ -120,14 +146,19 @@ class _Update:
         values = [
             *(of_leaf(i if leaf.split else WHOLE) for i, leaf in enumerate(self.leaves)),
             *(self.value_of_state(x, owner) for x, owner in self.state),
-            *(of_leaf(i if leaf.split and _is_shard(leaf) else WHOLE) for i, leaf in enumerate(self.leaves)),
+            *(
+                of_leaf(i if leaf.split and _is_shard(leaf) else WHOLE)
+                for i, leaf in enumerate(self.leaves)
+            ),
         ]
         wholes = self.whole_shapes(specs)
         for whole in wholes:
             arguments = self.of_any_size(whole)
             try:
                 program = jax.make_jaxpr(self.update)(*arguments)
-            except Exception as error:  # of whatever type: what fails on an unknown size may work on a known one
+            except (
+                Exception
+            ) as error:  # of whatever type: what fails on an unknown size may work on a known one
                 jax.eval_shape(self.update, *self.arguments)
                 self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
             updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
@@ -145,12 +176,17 @@ class _Update:
 
         leaves, structure = jax.tree.flatten(self.arguments)
         sizes = [*whole, *(size_of_state(x, owner) for x, owner in self.state), *whole]
-        pairs = [tuple(zip(np.shape(x), size, strict=True)) for x, size in zip(leaves, sizes, strict=True)]
+        pairs = [
+            tuple(zip(np.shape(x), size, strict=True))
+            for x, size in zip(leaves, sizes, strict=True)
+        ]
         ranges = sorted({pair for of_leaf in pairs for pair in of_leaf if pair[0] != pair[1]})
         names = [f"d{i}" for i in range(len(ranges))]
         bounds = [f"{name} >= {least}" for name, (least, _) in zip(names, ranges, strict=True)]
         bounds += [f"{name} <= {most}" for name, (_, most) in zip(names, ranges, strict=True)]
-        unknown = dict(zip(ranges, export.symbolic_shape(",".join(names), constraints=bounds), strict=True))
+        unknown = dict(
+            zip(ranges, export.symbolic_shape(",".join(names), constraints=bounds), strict=True)
+        )
 
         def resized(x, pairs_of_leaf):
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs_of_leaf)
@@ -183,7 +219,9 @@ class _Update:
             by_dim, unnamed = factors(leaf)
             if by_dim:
                 by_dim[min(open_dim, len(by_dim) - 1)] *= unnamed
-            return tuple(size * factor for size, factor in zip(np.shape(leaf.weight), by_dim, strict=True))
+            return tuple(
+                size * factor for size, factor in zip(np.shape(leaf.weight), by_dim, strict=True)
+            )
 
         open_dims = [np.ndim(leaf.weight) for leaf in self.leaves if factors(leaf)[1] > 1]
         return [[shape(leaf, dim) for leaf in self.leaves] for dim in range(max([1, *open_dims]))]
@@ -192,7 +230,9 @@ class _Update:
         """Refuse if one of the results, the updates and then the state, is not that of its leaf's shard."""
         owners = [owner for _, owner in self.state]
         owners += [None] * (len(results) - len(self.leaves) - len(owners))
-        for i, (value, owner) in enumerate(zip(results, [*range(len(self.leaves)), *owners], strict=False)):
+        for i, (value, owner) in enumerate(
+            zip(results, [*range(len(self.leaves)), *owners], strict=False)
+        ):
             what = "its update" if i < len(self.leaves) else "its state"
             if value.mixes:
                 self.refuse(value.mixes, owner)
@@ -203,14 +243,18 @@ class _Update:
             for source in sorted(sources - {first}):
                 if not self.split_alike(source, first, wholes):
                     name = self.leaves[source].name
-                    self.refuse(f"{what} is made of {name}, which may be split along another dim", owner)
+                    self.refuse(
+                        f"{what} is made of {name}, which may be split along another dim", owner
+                    )
             if i < len(self.leaves) and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int, wholes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
         """Whether two leaves are split along the same dim: over one axis, with equal shapes, in the one way there is."""
         a, b = self.leaves[i], self.leaves[j]
-        same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and all(whole[i] == whole[j] for whole in wholes)
+        same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and all(
+            whole[i] == whole[j] for whole in wholes
+        )
         return len(wholes) == len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
@@ -259,7 +303,9 @@ class _Update:
                     f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
                 ) from error
         if any(leaf.split for leaf in self.leaves):
-            self.refuse(_first_line(error), fault="the optimizer's update fails on the shapes of shards")
+            self.refuse(
+                _first_line(error), fault="the optimizer's update fails on the shapes of shards"
+            )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
         """The refusal of gradients of other leaves than those that the optimizer has state for."""
@@ -307,4 +353,6 @@ def _first_line(error: Exception) -> str:
 
 def _is_about_shapes(error: Exception) -> bool:
     """Whether JAX or optax raised this about shapes, or about a state with other leaves, and none of our functions."""
-    return "pytree structure" in str(error) or (isinstance(error, TypeError) and "shape" in str(error))
+    return "pytree structure" in str(error) or (
+        isinstance(error, TypeError) and "shape" in str(error)
+    )

@@ -20,13 +20,18 @@ from parallax import jaxprs, trees
 from parallax.collectives.types import axes_of_type, linear, varying_axes
 from parallax.typed import PyTree
 
-WHOLE, RIGHT = -1, -2  # stand among the numbers of leaves: an array that no axis splits, and a vouched-for result
+WHOLE, RIGHT = (
+    -1,
+    -2,
+)  # stand among the numbers of leaves: an array that no axis splits, and a vouched-for result
 RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
 
 
 def vouched_for(tree: PyTree) -> PyTree:
     """`tree`, marked as right on shards, whatever computed it."""
-    return jax.tree.map(lambda x: _marked(x, None, RIGHT_ON_SHARDS) if isinstance(x, jax.Array) else x, tree)
+    return jax.tree.map(
+        lambda x: _marked(x, None, RIGHT_ON_SHARDS) if isinstance(x, jax.Array) else x, tree
+    )
 
 
 def vouched_for_as(updates: PyTree, weights: PyTree) -> PyTree:
@@ -35,12 +40,16 @@ def vouched_for_as(updates: PyTree, weights: PyTree) -> PyTree:
 
 
 def _marked(x: Any, like: Any, name: str) -> Any:
-    return linear(x, forward=lambda x: x if like is None else like, backward=lambda ct: ct, name=name)
+    return linear(
+        x, forward=lambda x: x if like is None else like, backward=lambda ct: ct, name=name
+    )
 
 
 def has_unknown_sizes(tree: PyTree) -> bool:
     """Whether an array of the tree has a dim of unknown size."""
-    return any(export.is_symbolic_dim(size) for leaf in jax.tree.leaves(tree) for size in np.shape(leaf))
+    return any(
+        export.is_symbolic_dim(size) for leaf in jax.tree.leaves(tree) for size in np.shape(leaf)
+    )
 
 
 class Value(NamedTuple):
@@ -82,7 +91,9 @@ def elementwise(values: Sequence[Value], operation: str, *, varies: bool) -> Val
     return value._replace(mixes=f"{operation} combines it with an array that is not split like it")
 
 
-def follow(program: Jaxpr | ClosedJaxpr, values: Sequence[Value], line: str = "an unknown line") -> list[Value]:
+def follow(
+    program: Jaxpr | ClosedJaxpr, values: Sequence[Value], line: str = "an unknown line"
+) -> list[Value]:
     """The values of a program's results, from those of its arguments; `line` is that of the call that it is in."""
     jaxpr = jaxprs.opened(program)
     known = dict(zip(jaxpr.constvars, map(_constant, getattr(program, "consts", ())), strict=True))
@@ -117,7 +128,9 @@ def _results(eqn: JaxprEqn, operands: Sequence[Value], line: str) -> list[Value]
         return follow(jaxprs.closed(eqn.params)[0], operands, line)
     if name in jaxprs.ELEMENTWISE:
         several = len(types) > 1  # a barrier
-        return list(operands) if several else [elementwise(operands, operation, varies=_vary(types))]
+        return (
+            list(operands) if several else [elementwise(operands, operation, varies=_vary(types))]
+        )
     if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
         return [value]
     mixes = value.mixes or _mixes(eqn, value, line)

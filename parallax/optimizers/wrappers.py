@@ -31,7 +31,16 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import axes_of, matching_parameters
 from parallax.optimizers.elementwise import checked, with_extra
-from parallax.optimizers.programs import RIGHT, WHOLE, Value, follow, has_unknown_sizes, of_leaf, vouched_for, vouched_for_as
+from parallax.optimizers.programs import (
+    RIGHT,
+    WHOLE,
+    Value,
+    follow,
+    has_unknown_sizes,
+    of_leaf,
+    vouched_for,
+    vouched_for_as,
+)
 from parallax.rules import Owned
 from parallax.shards import Split
 from parallax.typed import PyTree, Specs
@@ -103,7 +112,9 @@ def by_matrix(
     return _on_owners(optimizer, Axis.of(axis), specs, leading, apart=True)
 
 
-def on_shards(optimizer: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
+def on_shards(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, which is right on shards though it does not act element by element: `step.make` takes your word for it.
 
     For one that joins the shards itself, with collectives of its own.
@@ -135,7 +146,9 @@ class _Way(NamedTuple):
     rest: list[Split]
 
 
-def _on_owners(optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool) -> optax.GradientTransformationExtraArgs:
+def _on_owners(
+    optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
+) -> optax.GradientTransformationExtraArgs:
     optimizer, by_path = with_extra(optimizer), trees.by_path(specs)
 
     def way(path, leaf):
@@ -159,15 +172,22 @@ def _on_owners(optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
         if shards.runs_over(axis):
             params = jax.tree.map_with_path(lambda path, w: _to_owner(w, w, way(path, w)), params)
         by_layers = groups(params)
-        states = [_mapped(optimizer.init, len(layers))(_only(params, paths)) for layers, paths in by_layers]
+        states = [
+            _mapped(optimizer.init, len(layers))(_only(params, paths))
+            for layers, paths in by_layers
+        ]
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
         return Owned(states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers))
 
     def update(updates, state, params=None, **extra):
         if params is None:
-            raise ValueError("optimizers: update needs the parameters, whose shapes tell shares from wholes. Pass params.")
+            raise ValueError(
+                "optimizers: update needs the parameters, whose shapes tell shares from wholes. Pass params."
+            )
         weights = matching_parameters(updates, params)
-        if has_unknown_sizes((updates, weights)):  # asked by `checked`; the leaves that this one sees are whole
+        if has_unknown_sizes(
+            (updates, weights)
+        ):  # asked by `checked`; the leaves that this one sees are whole
             return vouched_for_as(updates, weights), vouched_for(state)
         ways = jax.tree.map_with_path(way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
@@ -178,7 +198,9 @@ def _on_owners(optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
             members = _only(whole_weights, paths)
             if apart:
                 _check_apart(one_layer, _first(members, len(layers)), _first(old, len(layers)))
-            run = checked(_mapped(one_layer, len(layers)), by_path, at="optimizers", gathered=axes_of(axis))
+            run = checked(
+                _mapped(one_layer, len(layers)), by_path, at="optimizers", gathered=axes_of(axis)
+            )
             result, new = run(_only(whole_gradients, paths), old, members)
             results.append(result)
             states.append(new)
@@ -269,7 +291,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
     owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
     program = jax.make_jaxpr(update)(weights, state, weights)
-    if any(eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)):
+    if any(
+        eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)
+    ):
         raise ValueError(
             "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones in every layer. Take "
             "optimizers.whole, which draws them for whole leaves, as one device does."
@@ -280,7 +304,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:
-            names = " and ".join(repr(trees.dotted(paths[other]) or "the parameter") for other in others[:2])
+            names = " and ".join(
+                repr(trees.dotted(paths[other]) or "the parameter") for other in others[:2]
+            )
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
                 f"optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes {what} from "

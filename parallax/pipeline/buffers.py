@@ -41,14 +41,20 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """The buffers, [slots, ...] each, with an array of the tree in a slot of each. Where the tree has None a buffer stays."""
 
     def leaf(buffer, x):
-        return buffer if x is None else lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+        return (
+            buffer
+            if x is None
+            else lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+        )
 
     return jax.tree.map(leaf, buffers, tree)
 
 
 def taken(buffers: PyTree, slot: Int[Array, ""]) -> PyTree:
     """What lies in a slot."""
-    return jax.tree.map(lambda buffer: lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers)
+    return jax.tree.map(
+        lambda buffer: lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
+    )
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
@@ -83,10 +89,14 @@ def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list
 
     def one(buffer, kind):
         is_one_for_all = buffer.ndim == jax.eval_shape(_numbers, kind).ndim
-        numbers = buffer if is_one_for_all else lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+        numbers = (
+            buffer if is_one_for_all else lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+        )
         if not _is_key(kind):
             return numbers
-        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(jnp.zeros((), kind.dtype)))
+        return jax.random.wrap_key_data(
+            numbers, impl=jax.random.key_impl(jnp.zeros((), kind.dtype))
+        )
 
     return [one(buffer, kind) for buffer, kind in zip(slots, types, strict=True)]
 

@@ -111,12 +111,17 @@ def activation(x: PyTree) -> None:
 def same_form(returned: PyTree, taken: PyTree) -> None:
     """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of another shape or type."""
     if jax.tree.structure(returned) != jax.tree.structure(taken):
-        listed = lambda tree: ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)) or "nothing"
+        listed = lambda tree: (
+            ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree))
+            or "nothing"
+        )
         raise ValueError(
             f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its output is the next stage's input; "
             f"it returned {listed(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
         )
-    for (path, leaf), given in zip(jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True):
+    for (path, leaf), given in zip(
+        jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True
+    ):
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "

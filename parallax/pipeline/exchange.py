@@ -48,9 +48,15 @@ def split_over(axis: AxisLike) -> Exchange:
 
     def gathered(leaf, wanted):
         dim = _cut_dim(wanted, axis)
-        return leaf if dim is None else replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
+        return (
+            leaf
+            if dim is None
+            else replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
+        )
 
-    return Exchange(lambda x: jax.tree.map(part_of, x), lambda parts, like: jax.tree.map(gathered, parts, like))
+    return Exchange(
+        lambda x: jax.tree.map(part_of, x), lambda parts, like: jax.tree.map(gathered, parts, like)
+    )
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:

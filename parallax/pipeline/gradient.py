@@ -25,7 +25,15 @@ from jaxtyping import Array, Float
 from parallax import rules
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
-from parallax.grads import Grad, axes_of, matching_parameters, mean_of_parts, replicated_axes, summed_over, varies_along
+from parallax.grads import (
+    Grad,
+    axes_of,
+    matching_parameters,
+    mean_of_parts,
+    replicated_axes,
+    summed_over,
+    varies_along,
+)
 from parallax.pipeline import checks, lockstep, per_stage
 from parallax.pipeline.buffers import masked
 from parallax.pipeline.exchange import Exchange, whole
@@ -97,7 +105,17 @@ def value_and_grad(
     in_halves = schedule.weight is not None
 
     def grad(params, batch):
-        jobs = Jobs(functions, schedule, axis, params, batch, save=save, send=send, scatter=scatter, in_halves=in_halves)
+        jobs = Jobs(
+            functions,
+            schedule,
+            axis,
+            params,
+            batch,
+            save=save,
+            send=send,
+            scatter=scatter,
+            in_halves=in_halves,
+        )
         return _run(jobs, params, aux)
 
     return grad
@@ -123,7 +141,9 @@ def value(
     functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
-        return _run(Jobs(functions, schedule, axis, params, batch, save=None, send=send), params, aux)[0]
+        return _run(
+            Jobs(functions, schedule, axis, params, batch, save=None, send=send), params, aux
+        )[0]
 
     return loss
 
@@ -132,7 +152,9 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose keeps the cotangent."""
     axis = Axis.of(axis)
     last = axis.index() == axis.size() - 1
-    return axis.all_reduce(jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x))
+    return axis.all_reduce(
+        jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x)
+    )
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
@@ -143,7 +165,9 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     gradients = eqx.combine(sums.ends, sums.blocks)
     # What was the same on all stages is reduced; what is split over them is done.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
-    gradient_axes = jax.tree.map(lambda w: replicated_axes(w, axis), matching_parameters(gradients, params))
+    gradient_axes = jax.tree.map(
+        lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
+    )
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
     aux_values = _stacked_aux(jobs, sums, (losses, gradients))
@@ -155,7 +179,11 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        return values if jobs.shared_out(values) else axis.all_reduce(masked(jobs.last, ordered(values, after)))
+        return (
+            values
+            if jobs.shared_out(values)
+            else axis.all_reduce(masked(jobs.last, ordered(values, after)))
+        )
 
     def of_stages(values):
         M, v, *shape = values.shape

@@ -48,8 +48,13 @@ def added_up(program: ClosedJaxpr, axis: str) -> list[bool]:
     `SMALL` elements, or others in each trip of a loop.
     """
     sums = _Sums(axis)
-    constants = [Terms() if isinstance(value, core.Tracer) else sums.written(value) for value in program.consts]
-    sums.run(jaxprs.opened(program), [Terms(1 << i) for i in range(len(program.in_avals))], constants)
+    constants = [
+        Terms() if isinstance(value, core.Tracer) else sums.written(value)
+        for value in program.consts
+    ]
+    sums.run(
+        jaxprs.opened(program), [Terms(1 << i) for i in range(len(program.in_avals))], constants
+    )
     return [bool(sums.added >> i & 1) for i in range(len(program.in_avals))]
 
 
@@ -103,24 +108,38 @@ class _Sums(jaxprs.Following):
         known = [each.by_index for each in operands if each.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
-        return Terms(is_number=True, indexed=any(each.indexed for each in operands), by_index=computed)
+        return Terms(
+            is_number=True, indexed=any(each.indexed for each in operands), by_index=computed
+        )
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
         """What a value is on each stage before the last one; nothing where that is not to be had."""
-        return [np.asarray(value.by_index(index)) for index in self.stages] if value.by_index else []
+        return (
+            [np.asarray(value.by_index(index)) for index in self.stages] if value.by_index else []
+        )
 
     def _is_zero(self, factor: Terms) -> bool:
-        return factor.is_number and factor.indexed and not any(numbers.any() for numbers in self._before_the_last(factor))
+        return (
+            factor.is_number
+            and factor.indexed
+            and not any(numbers.any() for numbers in self._before_the_last(factor))
+        )
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """What a choice takes on the stages before the last one."""
-        taken = {int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)}
+        taken = {
+            int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
+        }
         return self.met([cases[case] for case in taken])
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
     """Whether it is one operation with one result, and no collective."""
-    return len(eqn.outvars) == 1 and not jaxprs.inner(eqn) and eqn.primitive.name not in jaxprs.COLLECTIVES
+    return (
+        len(eqn.outvars) == 1
+        and not jaxprs.inner(eqn)
+        and eqn.primitive.name not in jaxprs.COLLECTIVES
+    )
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:

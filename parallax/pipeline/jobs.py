@@ -24,7 +24,18 @@ from parallax.collectives.types import like, varying, varying_axes
 from parallax.grads import axes_of, split_into_microbatches, varies_along
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
-from parallax.pipeline.buffers import Counts, added, chosen, loaded, masked, put, saved_in, slots_for, stacked, wide_zeros
+from parallax.pipeline.buffers import (
+    Counts,
+    added,
+    chosen,
+    loaded,
+    masked,
+    put,
+    saved_in,
+    slots_for,
+    stacked,
+    wide_zeros,
+)
 from parallax.pipeline.exchange import Exchange
 from parallax.pipeline.rows import Row
 from parallax.pipeline.save import Save
@@ -177,12 +188,20 @@ class Jobs:
         """
         checks.check(schedule, axis, functions.blocks(params))
         checks.check_batch(batch)
-        self.functions, self.schedule, self.axis, self.send, self.scatter = functions, schedule, axis, send, scatter
+        self.functions, self.schedule, self.axis, self.send, self.scatter = (
+            functions,
+            schedule,
+            axis,
+            send,
+            scatter,
+        )
         self.params = _split(varying(params, axis.names), functions)
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
-        self._trace_functions(eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array))
+        self._trace_functions(
+            eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
+        )
         self.saved: list[Any] = []
         self.handed: list[Any] = []
         self.differentiates = save is not None
@@ -202,7 +221,9 @@ class Jobs:
         """What enters the first stage."""
         return like(self._embed(params, self._rows(microbatch), microbatch), self.x)
 
-    def forward(self, params: Parameters, carry: Carry, row: Row, entered: PyTree, came: PyTree) -> tuple[PyTree, Carry]:
+    def forward(
+        self, params: Parameters, carry: Carry, row: Row, entered: PyTree, came: PyTree
+    ) -> tuple[PyTree, Carry]:
         """F: a chunk of layers, of what enters at the first place or of what came."""
         task = self.task(row, "forward")
         trained, given = self._at_hand(params, task)
@@ -211,7 +232,9 @@ class Jobs:
 
         def with_value(values, value):
             place = task.microbatch, task.chunk
-            return values.at[place].set(value if task.valid is True else jnp.where(task.valid, value, values[place]))
+            return values.at[place].set(
+                value if task.valid is True else jnp.where(task.valid, value, values[place])
+            )
 
         sums = carry.sums._replace(
             terms=None if loss is None else added(carry.sums.terms, loss, task.valid),
@@ -220,35 +243,55 @@ class Jobs:
         slots = saved_in(carry.saved, saved, row.saved["forward"][self.index])
         return eqx.combine(moving, still), carry._replace(saved=slots, sums=sums)
 
-    def backward(self, params: Parameters, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Trained]:
+    def backward(
+        self, params: Parameters, carry: Carry, row: Row, ct: PyTree
+    ) -> tuple[PyTree, Trained]:
         """B: the transpose of F. Returns x's cotangent and the gradients, to be added by `with_gradients`."""
         task = self.task(row, "backward")
         trained, given = self._at_hand(params, task)
         saved = self._loaded(carry, row, "backward")
-        return self.programs["backward"]((masked(task.valid, ct), self._seed), trained, given, saved)
+        return self.programs["backward"](
+            (masked(task.valid, ct), self._seed), trained, given, saved
+        )
 
-    def with_gradients(self, params: Parameters, carry: Carry, row: Row, ct: PyTree, gradients: Trained) -> Carry:
+    def with_gradients(
+        self, params: Parameters, carry: Carry, row: Row, ct: PyTree, gradients: Trained
+    ) -> Carry:
         """B's gradients added up, with those of the embedding, whose cotangent is `ct` at the first place."""
         task = self.task(row, "backward")
         ends = self._of_embedding(params, row, masked((task.position == 0) & task.valid, ct))
-        ends = jax.tree.map(lambda d, more: d if more is None else d + masked(task.valid, more), ends, gradients.ends)
+        ends = jax.tree.map(
+            lambda d, more: d if more is None else d + masked(task.valid, more),
+            ends,
+            gradients.ends,
+        )
         return self._with_blocks(self._with_ends(carry, ends, True), task, gradients.blocks)
 
-    def backward_input(self, params: Parameters, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
+    def backward_input(
+        self, params: Parameters, carry: Carry, row: Row, ct: PyTree
+    ) -> tuple[PyTree, Carry]:
         """I, the first half of B: x's cotangent, and into a slot what W needs beside what F saved."""
         task = self.task(row, "backward")
         trained, given = self._at_hand(params, task)
         saved = self._loaded(carry, row, "backward")
-        ct, handed = self.programs["backward_input"]((masked(task.valid, ct), self._seed), trained, given, saved)
-        return ct, carry._replace(handed=saved_in(carry.handed, handed, row.handed["backward"][self.index]))
+        ct, handed = self.programs["backward_input"](
+            (masked(task.valid, ct), self._seed), trained, given, saved
+        )
+        return ct, carry._replace(
+            handed=saved_in(carry.handed, handed, row.handed["backward"][self.index])
+        )
 
     def backward_weight(self, params: Parameters, carry: Carry, row: Row) -> Carry:
         """W, the second half of B: the gradients, of which no other stage needs any."""
         task = self.task(row, "weight")
         trained, given = self._at_hand(params, task)
         handed = loaded(carry.handed, self.handed, row.handed["weight"][self.index])
-        gradients = self.programs["backward_weight"](trained, given, self._loaded(carry, row, "weight"), handed)
-        return self._with_blocks(self._with_ends(carry, gradients.ends, task.valid), task, gradients.blocks)
+        gradients = self.programs["backward_weight"](
+            trained, given, self._loaded(carry, row, "weight"), handed
+        )
+        return self._with_blocks(
+            self._with_ends(carry, gradients.ends, task.valid), task, gradients.blocks
+        )
 
     def embed_backward(self, params: Parameters, carry: Carry, row: Row, ct: PyTree) -> Carry:
         """The gradients of what `embed` reads; `ct` is 0 on all stages but the first."""
@@ -282,7 +325,12 @@ class Jobs:
             ends=zeros(self.params.ends),
             blocks=zeros(self.params.blocks),
         )
-        return Carry(arrived, slots_for(self.saved, saved, self.axis), slots_for(self.handed, handed, self.axis), sums)
+        return Carry(
+            arrived,
+            slots_for(self.saved, saved, self.axis),
+            slots_for(self.handed, handed, self.axis),
+            sums,
+        )
 
     def _loaded(self, carry: Carry, row: Row, lane: str) -> list[Any]:
         """What F saved for this job."""
@@ -299,7 +347,9 @@ class Jobs:
         def leaf(total, d):
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
-        return carry._replace(sums=carry.sums._replace(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks)))
+        return carry._replace(
+            sums=carry.sums._replace(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))
+        )
 
     def _of_embedding(self, params: Parameters, row: Row, ct: PyTree) -> PyTree:
         return self.programs["embed_backward"](params, self._rows(row.leaving), row.leaving, ct)
@@ -339,23 +389,40 @@ class Jobs:
 
     def _rows(self, microbatch: Int[Array, ""]) -> PyTree:
         """One microbatch of the batch."""
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), self.microbatches)
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False),
+            self.microbatches,
+        )
 
     def _of_chunk(self, params: Parameters, chunk: Int[Array, ""]) -> Parameters:
-        one = lambda w: w[0] if self.schedule.chunks == 1 else lax.dynamic_index_in_dim(w, chunk, keepdims=False)
-        return params._replace(blocks=jax.tree.map(one, params.blocks), fixed_blocks=jax.tree.map(one, params.fixed_blocks))
+        one = lambda w: (
+            w[0]
+            if self.schedule.chunks == 1
+            else lax.dynamic_index_in_dim(w, chunk, keepdims=False)
+        )
+        return params._replace(
+            blocks=jax.tree.map(one, params.blocks),
+            fixed_blocks=jax.tree.map(one, params.fixed_blocks),
+        )
 
     # How they are traced.
 
     def _trace_functions(self, trained: PyTree) -> None:
         """Trace the user's functions, for the types and what each reads. `trained` are the parameters as the user has them."""
         axis, functions = self.axis, self.functions
-        zero, zero_everywhere = self.index * 0, jnp.zeros((), jnp.int32)  # the first differs between stages
+        zero, zero_everywhere = (
+            self.index * 0,
+            jnp.zeros((), jnp.int32),
+        )  # the first differs between stages
         chunk = self._of_chunk(self.params, zero)
 
         def traced_function(name, f, params, *arguments) -> Traced:
             program = trace(f, params, *arguments)
-            traced.refuse_closures(name, program.program.consts, (trained, self.params.blocks, self.params.ends, chunk.blocks))
+            traced.refuse_closures(
+                name,
+                program.program.consts,
+                (trained, self.params.blocks, self.params.ends, chunk.blocks),
+            )
             return program
 
         def embed(params, rows, microbatch):
@@ -371,10 +438,14 @@ class Jobs:
             with taps.at(microbatch=number):
                 return checks.loss_and_aux(functions.head(params.whole(), y, rows))
 
-        self._embed = traced_function("embed", embed, self.params, self._rows(zero_everywhere), zero_everywhere)
+        self._embed = traced_function(
+            "embed", embed, self.params, self._rows(zero_everywhere), zero_everywhere
+        )
         checks.activation(self._embed.out)
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
-        while True:  # until x has the replication types that it keeps through a stage: they only grow
+        while (
+            True
+        ):  # until x has the replication types that it keeps through a stage: they only grow
             given = self._rows(zero), self._position(zero), taps.job(zero, zero == 0)
             self._stage = traced_function("stage", stage, chunk, self.x, *given)
             output = self._stage.out
@@ -384,10 +455,16 @@ class Jobs:
                 break
             self.x = x
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
-        of_stage = lambda value: varying(jnp.zeros_like(value), axis.names)  # it differs between stages
-        self.terms = checks.Output(None, *(jax.tree.map(of_stage, value) for value in (output.loss, output.aux)))
+        of_stage = lambda value: varying(
+            jnp.zeros_like(value), axis.names
+        )  # it differs between stages
+        self.terms = checks.Output(
+            None, *(jax.tree.map(of_stage, value) for value in (output.loss, output.aux))
+        )
         self.counts: Counts = self.last
-        self._head = traced_function("head", head, self.params, self.x, *self._finished(zero_everywhere))
+        self._head = traced_function(
+            "head", head, self.params, self.x, *self._finished(zero_everywhere)
+        )
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, axis)
@@ -397,9 +474,13 @@ class Jobs:
         self._read_by_stage = self._stage.used[0].ends
         self._moves_early = any(map(traced.moves_early, (self._embed, self._stage, self._head)))
 
-    def _differentiable_stage(self, trained: Trained, x: PyTree, given: Given) -> tuple[PyTree, PyTree]:
+    def _differentiable_stage(
+        self, trained: Trained, x: PyTree, given: Given
+    ) -> tuple[PyTree, PyTree]:
         """The stage as `save` takes it: `((moving, loss), (still, aux))`, floating-point leaves of x moving."""
-        params = given.params._replace(blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends))
+        params = given.params._replace(
+            blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends)
+        )
         output = self._stage(params, x, given.microbatch, given.position, given.number)
         moving, still = eqx.partition(like(output.x, self.x), eqx.is_inexact_array)
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
@@ -407,7 +488,9 @@ class Jobs:
     def _trace_stage(self, save: Save | None, in_halves: bool) -> None:
         """Trace F, and B or I and W; with no `save` F alone."""
         zero = self.index * 0
-        trained, given = self._at_hand(self.params, Task(zero, zero, self._position(zero), zero == 0))
+        trained, given = self._at_hand(
+            self.params, Task(zero, zero, self._position(zero), zero == 0)
+        )
         if save is None:
             f = lambda *arguments: (self._differentiable_stage(*arguments), [])
             self.programs["forward"] = trace(f, trained, self.x, given)
@@ -439,7 +522,9 @@ class Jobs:
             moving, still = eqx.partition(y, eqx.is_inexact_array)
 
             def loss_of(ends, moving):
-                loss, aux = self._head(params._replace(ends=ends), eqx.combine(moving, still), rows, number)
+                loss, aux = self._head(
+                    params._replace(ends=ends), eqx.combine(moving, still), rows, number
+                )
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:
@@ -458,19 +543,25 @@ class Jobs:
         self.programs["head"] = trace(differentiated, self.params, self.x, *self._finished(zero))
         if not self.differentiates:
             return
-        self.programs["embed_backward"] = trace(embed_backward, self.params, rows, zero, self.moving)
+        self.programs["embed_backward"] = trace(
+            embed_backward, self.params, rows, zero, self.moving
+        )
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """`params` by what becomes of them."""
     all_true = lambda subtree: jax.tree.map(lambda _: True, subtree)
-    in_blocks = eqx.tree_at(functions.blocks, jax.tree.map(lambda _: False, params), replace_fn=all_true)
+    in_blocks = eqx.tree_at(
+        functions.blocks, jax.tree.map(lambda _: False, params), replace_fn=all_true
+    )
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
     arrays, static = eqx.partition(fixed, eqx.is_array)
     blocks = lambda tree: eqx.filter(tree, in_blocks)
     ends = lambda tree: eqx.filter(tree, in_blocks, inverse=True)
-    return Parameters(blocks(trained), ends(trained), blocks(arrays), eqx.combine(ends(arrays), static))
+    return Parameters(
+        blocks(trained), ends(trained), blocks(arrays), eqx.combine(ends(arrays), static)
+    )
 
 
 def _types(tree: PyTree) -> list[Any]:

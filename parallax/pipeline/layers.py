@@ -86,7 +86,11 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def run_layers(
-    layer: Callable[[Any, Any, Int[Array, ""]], Any], blocks: PyTree, x: Tree, position: Int[Array, ""], table: Layers
+    layer: Callable[[Any, Any, Int[Array, ""]], Any],
+    blocks: PyTree,
+    x: Tree,
+    position: Int[Array, ""],
+    table: Layers,
 ) -> Tree:
     """`x` after the layers of one place: `layer(weights, x, number)`, `number` counting the model's layers from 0.
 
@@ -94,7 +98,10 @@ def run_layers(
     pipeline of v P places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
     """
     table = checked(table)
-    count, first = (jnp.asarray(of_places.reshape(-1), jnp.int32)[position] for of_places in (table, _first(table)))
+    count, first = (
+        jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
+        for of_places in (table, _first(table))
+    )
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
@@ -202,7 +209,9 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     return jax.tree.map_with_path(of_this_stage, stages)
 
 
-def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None) -> dict[str, Callable[..., Any]]:
+def stored(
+    blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
+) -> dict[str, Callable[..., Any]]:
     """Arguments for `Checkpoints`, of a state whose model's blocks, `blocks(model)`, are [v, L / v, ...]: stored as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or without a pipeline, reads them.
@@ -239,17 +248,26 @@ def stored(blocks: Callable[[Any], Any], placement: Placement, *, table: Layers 
     return {"to_disk": on_blocks(to_disk, 2), "from_disk": on_blocks(from_disk, 1)}
 
 
-def _leading(blocks: Callable[[Any], Any], model: PyTree, dims: int) -> dict[tuple[str, ...], tuple[int, ...] | None]:
+def _leading(
+    blocks: Callable[[Any], Any], model: PyTree, dims: int
+) -> dict[tuple[str, ...], tuple[int, ...] | None]:
     """By path, the first dims of each of the blocks' arrays in the model; None for the rest."""
     in_blocks = eqx.tree_at(
-        blocks, jax.tree.map(lambda _: False, model), replace_fn=lambda part: jax.tree.map(lambda _: True, part)
+        blocks,
+        jax.tree.map(lambda _: False, model),
+        replace_fn=lambda part: jax.tree.map(lambda _: True, part),
     )
     marks = dict(jax.tree.leaves_with_path(in_blocks))
     named = jax.tree.leaves_with_path(model)
-    return {_names(path): tuple(x.shape[:dims]) if marks[path] and mesh.is_array(x) else None for path, x in named}
+    return {
+        _names(path): tuple(x.shape[:dims]) if marks[path] and mesh.is_array(x) else None
+        for path, x in named
+    }
 
 
-def _is_block(path: Any, x: Any, of_model: dict[tuple[str, ...], tuple[int, ...] | None], dims: int) -> bool:
+def _is_block(
+    path: Any, x: Any, of_model: dict[tuple[str, ...], tuple[int, ...] | None], dims: int
+) -> bool:
     """Whether an array is one of the blocks, or goes with one in the optimizer's state: the longest path that fits says it."""
     names = _names(path)
     leading = next((of_model[names[i:]] for i in range(len(names)) if names[i:] in of_model), None)

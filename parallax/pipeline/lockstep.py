@@ -39,8 +39,12 @@ class Arrived(NamedTuple):
 
 
 Lane: TypeAlias = Callable[[Jobs, Parameters, Carry, Row], Carry]
-Lanes: TypeAlias = list[tuple[str, Lane]]  # each by the name that `stretches` has for its ticks, in the order within a tick
-Stretch: TypeAlias = tuple[frozenset[str], int]  # the lanes that run, and for how many ticks in a row
+Lanes: TypeAlias = list[
+    tuple[str, Lane]
+]  # each by the name that `stretches` has for its ticks, in the order within a tick
+Stretch: TypeAlias = tuple[
+    frozenset[str], int
+]  # the lanes that run, and for how many ticks in a row
 
 
 def run(jobs: Jobs) -> Sums:
@@ -100,35 +104,52 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     """The sums after all ticks."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
-    at_least_0 = lambda microbatches: np.maximum(microbatches, 0)  # all stages run the lane, also where there is no microbatch
-    table = table._replace(**{name: at_least_0(getattr(table, name)) for name in ("entering", "finished", "leaving")})
+    at_least_0 = lambda microbatches: np.maximum(
+        microbatches, 0
+    )  # all stages run the lane, also where there is no microbatch
+    table = table._replace(
+        **{name: at_least_0(getattr(table, name)) for name in ("entering", "finished", "leaving")}
+    )
     moving = jobs.moving if jobs.differentiates else None
     from_head = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count), moving)
     # A stage without a job writes too, into a free slot.
     saved = int(table.saved["forward"].max()) + 1
     handed = int(table.handed["backward"].max()) + 1 if table.handed else 0
-    carry = jobs.start(Arrived(send.part(jobs.x), None, send.part(moving), from_head), saved, handed)
+    carry = jobs.start(
+        Arrived(send.part(jobs.x), None, send.part(moving), from_head), saved, handed
+    )
     done = 0
     for repeats, pattern in loops(stretches(schedule)):
         period = sum(length for _, length in pattern)
-        ticks = jax.tree.map(lambda column: jnp.asarray(column[done : done + repeats * period]), table)  # noqa: B023
-        once = lambda carry, ticks, pattern=pattern: (_stretches(jobs, lanes, pattern, carry, ticks), None)
+        ticks = jax.tree.map(
+            lambda column: jnp.asarray(column[done : done + repeats * period]), table
+        )  # noqa: B023
+        once = lambda carry, ticks, pattern=pattern: (
+            _stretches(jobs, lanes, pattern, carry, ticks),
+            None,
+        )
         if repeats == 1:
             carry, _ = once(carry, ticks)
         else:
-            ticks = jax.tree.map(lambda column: column.reshape(repeats, -1, *column.shape[1:]), ticks)  # noqa: B023
+            ticks = jax.tree.map(
+                lambda column: column.reshape(repeats, -1, *column.shape[1:]), ticks
+            )  # noqa: B023
             carry, _ = lax.scan(once, carry, ticks)
         done += repeats * period
     return carry.sums
 
 
-def _stretches(jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row) -> Carry:
+def _stretches(
+    jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
+) -> Carry:
     """The carry after a few stretches, one after another."""
     begin = 0
     for names, length in pattern:
         of_stretch = jax.tree.map(lambda column: column[begin : begin + length], ticks)  # noqa: B023
         params = jobs.params
-        if length == 1:  # XLA writes out a loop of one tick, and no collective of that may overtake the loop before
+        if (
+            length == 1
+        ):  # XLA writes out a loop of one tick, and no collective of that may overtake the loop before
             of_stretch, params = ordered(of_stretch, carry), jobs.params_after(carry)
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
 

@@ -54,17 +54,23 @@ def unpipelined(
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
             with_place = eqx.tree_at(blocks, params, of_place)
-            outputs.append(checks.output(stage(with_place, x, batch, jnp.asarray(place, jnp.int32))))
+            outputs.append(
+                checks.output(stage(with_place, x, batch, jnp.asarray(place, jnp.int32)))
+            )
             x = outputs[-1].x
         total, of_head = checks.loss_and_aux(head(params, x, batch))
         total = sum((output.loss for output in outputs if output.loss is not None), start=total)
-        of_stages = jax.tree.map(lambda *values: jnp.stack(values), *(output.aux for output in outputs))
+        of_stages = jax.tree.map(
+            lambda *values: jnp.stack(values), *(output.aux for output in outputs)
+        )
         return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
     return loss
 
 
-def sequential(embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]) -> Callable[[PyTree, PyTree], Any]:
+def sequential(
+    embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
+) -> Callable[[PyTree, PyTree], Any]:
     """What a pipeline of these functions equals whose blocks have no dim of chunks: the loss arrow of one stage with all layers.
 
     With auxiliary values it returns `(loss, aux)`: the head's, or, where the stage has some, `Aux`, those of the stage [1, ...].

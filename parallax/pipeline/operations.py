@@ -67,14 +67,23 @@ def counted(
         counts_of_trace: list[Work] = []
 
         def traced(params, batch):
-            jobs = Jobs(functions, schedule, axis, params, batch, save=save, send=whole, in_halves=True)
+            jobs = Jobs(
+                functions, schedule, axis, params, batch, save=save, send=whole, in_halves=True
+            )
             names = "forward", "backward_input", "backward_weight", "head"
-            counts_of_trace.append(Work(*(_products(opened(jobs.programs[name].program)) for name in names)))
+            counts_of_trace.append(
+                Work(*(_products(opened(jobs.programs[name].program)) for name in names))
+            )
             return ()
 
-        arrays, static = eqx.partition(params, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+        arrays, static = eqx.partition(
+            params, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        )
         mapped = meshes.spmd(
-            lambda params, batch: traced(eqx.combine(params, static), batch), mesh=mesh, in_specs=in_specs, out_specs=()
+            lambda params, batch: traced(eqx.combine(params, static), batch),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=(),
         )
         jax.eval_shape(mapped, arrays, batch)
         return counts_of_trace[-1]
@@ -92,7 +101,9 @@ def _products(jaxpr: Jaxpr) -> int:
             total += 2 * out.size * math.prod(left[i] for i in contracted)
         elif eqn.primitive.name == "conv_general_dilated":
             kernel, numbers = types(eqn.invars)[1].shape, eqn.params["dimension_numbers"]
-            total += 2 * types(eqn.outvars)[0].size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+            total += (
+                2 * types(eqn.outvars)[0].size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+            )
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += trips * sum(map(_products, inner(eqn)))
     return total

@@ -43,8 +43,14 @@ class Arrived(NamedTuple):
 
 
 Tree = TypeVar("Tree", bound=PyTree)
-Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]  # a stage's own job in a tick, or what all stages run together
-TOGETHER = {"embed": "entering", "head": "finished", "embed_backward": "leaving"}  # the column of the microbatches of each
+Part: TypeAlias = Callable[
+    [Jobs, Carry, Row], Carry
+]  # a stage's own job in a tick, or what all stages run together
+TOGETHER = {
+    "embed": "entering",
+    "head": "finished",
+    "embed_backward": "leaving",
+}  # the column of the microbatches of each
 
 
 def run(jobs: Jobs) -> Sums:
@@ -70,7 +76,10 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def backward_input(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """I, of what came: the head's cotangents wait beside those of other stages."""
-    slots, still = eqx.filter(carry.arrived.slots, eqx.is_inexact_array), eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True)
+    slots, still = (
+        eqx.filter(carry.arrived.slots, eqx.is_inexact_array),
+        eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True),
+    )
     came = jobs.send.whole(taken(slots, row.arrival["backward"][jobs.index]), jobs.moving)
     ct, carry = jobs.backward_input(jobs.params, carry, row, came)
     return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
@@ -114,7 +123,10 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
     ticks = jax.tree.map(jnp.asarray, table)
     # In a loop of a stage's own its row differs between stages too, by the number of the trip.
     row = varying(jax.tree.map(lambda column: column[0], ticks), jobs.axis.names)
-    traced = {name: trace(functools.partial(part, jobs), begun(carry), row) for name, part in alone.items()}
+    traced = {
+        name: trace(functools.partial(part, jobs), begun(carry), row)
+        for name, part in alone.items()
+    }
     for name, part in traced.items():
         refuse_crossing(DESCRIPTIONS[name], opened(part.program), jobs.axis)
 
@@ -139,7 +151,9 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
 
             with _scope(table, name):
                 runs = getattr(row, TOGETHER[name]) >= 0
-                carry = _if_runs(runs, without_sent, carry.with_arrived(sent=ordered(sent, after)), row)
+                carry = _if_runs(
+                    runs, without_sent, carry.with_arrived(sent=ordered(sent, after)), row
+                )
             after = carry.sums.ends, carry.sums.loss
         return carry.with_arrived(entered=None, sent=None), None
 
@@ -147,7 +161,9 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
     return end.sums
 
 
-def _if_runs(runs: Bool[Array, ""], part: Callable[[Tree, Row], Tree], carry: Tree, row: Row) -> Tree:
+def _if_runs(
+    runs: Bool[Array, ""], part: Callable[[Tree, Row], Tree], carry: Tree, row: Row
+) -> Tree:
     """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
 
     XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The number of the
@@ -186,7 +202,9 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         axes = ", ".join(map(repr, along))
         crosses = sorted(set(along) & set(axes_of(axis)))
         runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {axes} ({line})"
-        cure = "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
+        cure = (
+            "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
+        )
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}, with stages that run something else. Do it in embed or head, or {cure}."

@@ -56,7 +56,9 @@ def rows(schedule: Schedule) -> Row:
         slot = schedule.arrivals[message]
         arrival["backward"][message.used, message.target] = slot
         from_head[message.sent, message.target] = slot
-    first, last = (np.argwhere(schedule.placed == place)[0].tolist() for place in (0, schedule.placed.size - 1))
+    first, last = (
+        np.argwhere(schedule.placed == place)[0].tolist() for place in (0, schedule.placed.size - 1)
+    )
 
     def microbatches(jobs, chunk, stage):
         jobs = jobs[:, stage]
@@ -84,4 +86,6 @@ def forward_alone(row: Row) -> Row:
 
 def distances(schedule: Schedule) -> list[int]:
     """How many stages on the messages go, of P around: 0 for those that stay."""
-    return sorted({(message.target - message.source) % schedule.stages for message in schedule.messages})
+    return sorted(
+        {(message.target - message.source) % schedule.stages for message in schedule.messages}
+    )

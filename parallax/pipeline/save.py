@@ -19,26 +19,36 @@ from parallax.typed import PyTree
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Forward: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[tuple[PyTree, PyTree], list[Array]]]
-Backward: TypeAlias = Callable[[PyTree, PyTree, list[Array]], Callable[[PyTree], tuple[PyTree, PyTree]]]
+Backward: TypeAlias = Callable[
+    [PyTree, PyTree, list[Array]], Callable[[PyTree], tuple[PyTree, PyTree]]
+]
 Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
     """Save what the transpose needs, the residuals of `jax.vjp`, except for what is at hand: nothing is computed twice."""
-    of_last_trace: list[Any] = []  # how its residuals are put together again; every trace has the same
+    of_last_trace: list[
+        Any
+    ] = []  # how its residuals are put together again; every trace has the same
 
     def forward(trained, x, given):
         out, transposed, extra = _vjp(f, trained, x, given)
         at_hand = jax.tree.leaves((trained, given))
         leaves, structure = jax.tree.flatten(transposed)
-        places = [next((i for i, known in enumerate(at_hand) if known is leaf), None) for leaf in leaves]
+        places = [
+            next((i for i, known in enumerate(at_hand) if known is leaf), None) for leaf in leaves
+        ]
         of_last_trace[:] = structure, places
-        return (out, extra), [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+        return (out, extra), [
+            leaf for leaf, place in zip(leaves, places, strict=True) if place is None
+        ]
 
     def backward(trained, given, saved):
         structure, places = of_last_trace
         saved, at_hand = iter(saved), jax.tree.leaves((trained, given))
-        return jax.tree.unflatten(structure, [next(saved) if place is None else at_hand[place] for place in places])
+        return jax.tree.unflatten(
+            structure, [next(saved) if place is None else at_hand[place] for place in places]
+        )
 
     return forward, backward
 
@@ -59,4 +69,9 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
 
 def _vjp(f, trained, x, given):
     moving, still = eqx.partition(x, eqx.is_inexact_array)
-    return jax.vjp(lambda trained, moving: f(trained, eqx.combine(moving, still), given), trained, moving, has_aux=True)
+    return jax.vjp(
+        lambda trained, moving: f(trained, eqx.combine(moving, still), given),
+        trained,
+        moving,
+        has_aux=True,
+    )

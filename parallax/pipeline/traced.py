@@ -49,14 +49,18 @@ class Traced(NamedTuple):
     def __call__(self, *arguments: PyTree) -> Any:
         """The results; arguments must have the types of those that it was traced on, and are given one by one as there."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
-        results = [jnp.asarray(x) for x in jaxpr_as_fun(self.program)(*arrays)]  # a constant may be NumPy's
+        results = [
+            jnp.asarray(x) for x in jaxpr_as_fun(self.program)(*arrays)
+        ]  # a constant may be NumPy's
         return jax.tree.unflatten(jax.tree.structure(self.out), results)
 
 
 def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     """`f` of these trees, traced. An array may be a shape; what is no array is fixed."""
     arrays, static = eqx.partition(arguments, mesh.is_array)
-    program, out = jax.make_jaxpr(lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True)(arrays)
+    program, out = jax.make_jaxpr(
+        lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True
+    )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
     leaves, structure = jax.tree.flatten(arrays)
@@ -76,7 +80,10 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
     """Refuse a function that reads trained parameters, or what was computed of them, and was not given them."""
     sources = {
-        id(cast): mesh.dotted(path) for tree in params for path, leaf in jax.tree.leaves_with_path(tree) for cast in _casts(leaf)
+        id(cast): mesh.dotted(path)
+        for tree in params
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        for cast in _casts(leaf)
     }
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None

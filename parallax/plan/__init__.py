@@ -9,7 +9,18 @@ if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
     from parallax.plan.decoders import traced
     from parallax.plan.layouts import largest_batch, search
-    from parallax.plan.planned import ADAMW, Memory, Plan, Seconds, Work, check, memory, model_flops, plan, table
+    from parallax.plan.planned import (
+        ADAMW,
+        Memory,
+        Plan,
+        Seconds,
+        Work,
+        check,
+        memory,
+        model_flops,
+        plan,
+        table,
+    )
     from parallax.plan.quantities import quantity
     from parallax.plan.tracing import Trace, trace
 

@@ -57,35 +57,60 @@ def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _leaves(config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
-    layout = Layout(data=data, stage=stage, tensor=tensor, chunks=chunks, microbatches=stage, zero=1 if data > 1 else 0)
+def _leaves(
+    config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int
+) -> tuple[Leaf, ...]:
+    layout = Layout(
+        data=data,
+        stage=stage,
+        tensor=tensor,
+        chunks=chunks,
+        microbatches=stage,
+        zero=1 if data > 1 else 0,
+    )
     rule, shared = recipe.rules_of(gpt2.FAMILY, layout)
     found = []
     for path, shape in shapes(config, chunks if layout.pipelined else None):
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
         names = [name for entry in rule(path, leaf) or () for name in mesh.entry_axes(entry)]
         elements = leaf.size // math.prod(layout.axes[name] for name in names)
-        split = data > 1 and "data" in [name for entry in shared(path, leaf) or () for name in mesh.entry_axes(entry)]
+        split = data > 1 and "data" in [
+            name for entry in shared(path, leaf) or () for name in mesh.entry_axes(entry)
+        ]
         found.append(Leaf(path, elements, elements // data if split else elements, tuple(names)))
     return tuple(found)
 
 
 def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -> int:
     """Bytes of the parameters on a device, of `itemsize` bytes each."""
-    return itemsize * sum(leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout))
+    return itemsize * sum(
+        leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
+    )
 
 
-def optimizer_bytes(config: gpt2.Config, layout: Layout, optimizer: optax.GradientTransformation, *, itemsize: int = 4) -> int:
+def optimizer_bytes(
+    config: gpt2.Config,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    *,
+    itemsize: int = 4,
+) -> int:
     """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of `itemsize` bytes each."""
     copies, rest = _state(optimizer, itemsize)
-    return copies * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout)) + rest
+    return (
+        copies
+        * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout))
+        + rest
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
     """The optimizer's bytes for each parameter, and what it holds besides."""
     count = 64
-    leaf = jax.ShapeDtypeStruct((count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize])
+    leaf = jax.ShapeDtypeStruct(
+        (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
+    )
     state = jax.tree.leaves(jax.eval_shape(optimizer.init, {"w": leaf}))
     size = lambda leaf: leaf.size * leaf.dtype.itemsize
     like = [leaf for leaf in state if leaf.shape == (count,)]

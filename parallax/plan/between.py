@@ -16,7 +16,12 @@ from parallax.plan.traffic import Term
 
 
 def terms(
-    config: gpt2.Config, layout: Layout, *, islands: int, axis: AxisLike | ErrorFeedback | None = None, itemsize: int = 4
+    config: gpt2.Config,
+    layout: Layout,
+    *,
+    islands: int,
+    axis: AxisLike | ErrorFeedback | None = None,
+    itemsize: int = 4,
 ) -> list[Term]:
     """The collectives of a round of all of the model: an all-reduce of what a device has of each leaf.
 
@@ -30,7 +35,13 @@ def terms(
 
     def found() -> Iterator[Term]:
         wide = max(itemsize, 4)
-        along = quantized("island") if isinstance(axis, ErrorFeedback) else ring("island") if axis is None else axis
+        along = (
+            quantized("island")
+            if isinstance(axis, ErrorFeedback)
+            else ring("island")
+            if axis is None
+            else axis
+        )
         move = Axis.of(along).mover.all_reduce
         for leaf in arguments.leaves(config, layout):
             count = leaf.share if layout.zero == 3 else leaf.elements
@@ -42,9 +53,13 @@ def terms(
 def told(config: gpt2.Config, layout: Layout, *, islands: int, every: int) -> str:
     """The bytes between islands, a round and a step, in a line."""
     if islands < 1 or every < 1:
-        raise ValueError(f"Islands need --islands and --every of 1 or more; got --islands {islands} --every {every}.")
+        raise ValueError(
+            f"Islands need --islands and --every of 1 or more; got --islands {islands} --every {every}."
+        )
     exact = sum(term.sent for term in terms(config, layout, islands=islands))
-    int8 = sum(term.sent for term in terms(config, layout, islands=islands, axis=ErrorFeedback("island")))
+    int8 = sum(
+        term.sent for term in terms(config, layout, islands=islands, axis=ErrorFeedback("island"))
+    )
     return (
         f"{islands} islands of {layout.devices} devices, a round every {every} steps: a device sends "
         f"{quantity(exact, 'B')} a round, {quantity(exact / every, 'B')} a step; as int8 {quantity(int8 / every, 'B')} a step"

@@ -29,7 +29,11 @@ class Comparison(NamedTuple):
     @property
     def off(self) -> Number:
         """The relative difference; 0 where both are 0."""
-        return self.predicted / self.program - 1 if self.program else math.copysign(bool(self.predicted), self.predicted)
+        return (
+            self.predicted / self.program - 1
+            if self.program
+            else math.copysign(bool(self.predicted), self.predicted)
+        )
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
@@ -42,7 +46,9 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     mesh = next(iter(jax.tree.leaves(compiled.input_shardings))).mesh
     along: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh):
-        if not entry.axes:  # of groups of one device, which `jax.lax` leaves in the program; nothing is sent
+        if (
+            not entry.axes
+        ):  # of groups of one device, which `jax.lax` leaves in the program; nothing is sent
             continue
         along[entry.axes] = along.get(entry.axes, 0) + entry.bytes
     sent = {axes: size for axes, size in plan.sent.items() if axes}
@@ -57,5 +63,8 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
 def compared(rows: Sequence[Comparison]) -> str:
     """The comparisons as text."""
     head = f"{'bytes on each device':<28} {'predicted':>16} {'program':>16}  {'off':>7}"
-    lines = [f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}" for row in rows]
+    lines = [
+        f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}"
+        for row in rows
+    ]
     return "\n".join([head, *lines])

@@ -108,7 +108,12 @@ XLA_V5E = IN_PLACE._replace(
     early=1.0,
 )
 XLA_V5P = IN_PLACE._replace(
-    scores=1.22, block=((14.37, 5.37), (33.55, 1.42), (30.17, 3.87)), slots=2.02, kept=1.04, apart=(1.0, 2.0), copied=1.0
+    scores=1.22,
+    block=((14.37, 5.37), (33.55, 1.42), (30.17, 3.87)),
+    slots=2.02,
+    kept=1.04,
+    apart=(1.0, 2.0),
+    copied=1.0,
 )
 XLA_H100 = IN_PLACE._replace(
     scores=1.18,

@@ -15,7 +15,11 @@ from parallax.plan.live import Buffer
 def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], platform: str) -> tuple[Buffer, ...]:
     """The buffers that live beside those that a loop stacks up, as long as it runs."""
     backward = platform == "cpu" and eqn.params.get("reverse", False)
-    return tuple(Buffer(buffer.bytes, buffer.eqn) for buffer in stacked if buffer.bytes) if backward else ()
+    return (
+        tuple(Buffer(buffer.bytes, buffer.eqn) for buffer in stacked if buffer.bytes)
+        if backward
+        else ()
+    )
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], platform: str) -> tuple[Buffer, ...]:
@@ -28,4 +32,8 @@ def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], platform: str) -> tuple[B
     if platform != "cpu":
         return ()
     others = lambda k: any(pairs[k][0] in reads for j, (_, reads) in enumerate(pairs) if j != k)
-    return tuple(Buffer(pairs[k][0].bytes, what="copy of an argument") for k in range(len(pairs)) if others(k))
+    return tuple(
+        Buffer(pairs[k][0].bytes, what="copy of an argument")
+        for k in range(len(pairs))
+        if others(k)
+    )

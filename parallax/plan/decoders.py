@@ -40,6 +40,8 @@ def traced(
         ValueError: as `decoder.train_step` does.
     """
     world = mesh.abstract(**layout.axes)
-    prepared = decoder.train_step(family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options)
+    prepared = decoder.train_step(
+        family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options
+    )
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     return trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware)

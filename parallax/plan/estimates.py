@@ -39,7 +39,9 @@ def gpt3_on_64() -> str:
     for name, factor in ways.items():
         kept = sbh * L * in_flight * factor
         verdict = "fits" if state + kept <= chip.memory else "does not fit"
-        lines.append(f"  {name:<29} {factor:>6.2f} bytes  {gb(kept, 6)}  with the state {gb(state + kept, 6)}  {verdict}")
+        lines.append(
+            f"  {name:<29} {factor:>6.2f} bytes  {gb(kept, 6)}  with the state {gb(state + kept, 6)}  {verdict}"
+        )
     flops = 72 * 64 * L * s * h * h * (1 + s / (6 * h) + c.rows / (12 * h * L))
     lines += [
         f"72 B L s h^2 (1 + s/6h + V/12hL) = {flops:.4g} operations, / 64 / 312e12 / 13.75 s = "
@@ -59,7 +61,9 @@ def gpt3_on_64() -> str:
             f"  remat {remat:<10} {one / sbh:>6.2f} bytes  {gb(kept, 6)} kept, {gb(planned.memory.peak, 6)} in all  "
             f"{verdict:<12}  {planned.seconds.total:>5.1f} s, {planned.share_of_peak:.1%} of peak"
         )
-    lines.append("The paper measured 13.75 s with sequence parallelism and selective recomputation, 18.13 s with all again.")
+    lines.append(
+        "The paper measured 13.75 s with sequence parallelism and selective recomputation, 18.13 s with all again."
+    )
     return "\n".join(lines)
 
 
@@ -93,7 +97,13 @@ def gpt_300m_on_8() -> str:
         f"{gb(parts.block, 0, 2)} more. The largest batch,",
         "by what is computed again:",
     ]
-    for changes in ({}, {"remat": "attention"}, {"remat": "products"}, {"remat": "block"}, {"zero": 3, "remat": "block"}):
+    for changes in (
+        {},
+        {"remat": "attention"},
+        {"remat": "products"},
+        {"remat": "block"},
+        {"zero": 3, "remat": "block"},
+    ):
         tried = dataclasses.replace(layout, **changes)
         batch = layouts.largest_batch(c, tried, chip)
         planned = plan(c, tried, chip, batch=batch)

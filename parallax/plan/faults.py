@@ -91,7 +91,16 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     taken = wall(between, interval, save=save, restart=restart)
     saves = save / interval / taken
     restarts = -math.expm1(-restart / between)  # those that fail themselves too
-    return Faults(between, save, restart, interval, young(between, save), saves, restarts, 1 - 1 / taken - saves - restarts)
+    return Faults(
+        between,
+        save,
+        restart,
+        interval,
+        young(between, save),
+        saves,
+        restarts,
+        1 - 1 / taken - saves - restarts,
+    )
 
 
 def young(between: float, save: float) -> float:
@@ -109,7 +118,9 @@ def daly(between: float, save: float) -> float:
 
 def wall(between: float, interval: float, *, save: float, restart: float) -> float:
     """Seconds that a second of useful work takes: M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
-    return between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
+    return (
+        between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
+    )
 
 
 def table(found: Faults) -> str:

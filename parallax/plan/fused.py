@@ -22,10 +22,19 @@ class Message(NamedTuple):
 class Value:
     """An array of the program, on one device."""
 
-    def __init__(self, aval: Any, reads: Mapping[Buffer, int], *, buffer: Buffer | None = None, eqn: Any = None):
+    def __init__(
+        self,
+        aval: Any,
+        reads: Mapping[Buffer, int],
+        *,
+        buffer: Buffer | None = None,
+        eqn: Any = None,
+    ):
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
-        self.near: frozenset[Buffer] = frozenset([buffer] if buffer else ())  # read element by element
+        self.near: frozenset[Buffer] = frozenset(
+            [buffer] if buffer else ()
+        )  # read element by element
         self.source: Value | None = None  # of the same numbers, in another shape
         self.branch: int | None = None  # of an index that the platform decides
 

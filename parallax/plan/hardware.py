@@ -76,7 +76,9 @@ class Hardware:
         One over several `links` takes so many times as long, since its bytes use them all.
         """
         return (
-            self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta) if span <= self.domain else self.slow
+            self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta)
+            if span <= self.domain
+            else self.slow
         )
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
@@ -94,17 +96,37 @@ class Hardware:
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
         rings = neighbours.closed(self.name in neighbours.FLAT, self.torus)
-        return dict(zip(axes, neighbours.hops(self.torus, rings, cores, tuple(axes.values())), strict=True))
+        return dict(
+            zip(axes, neighbours.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
+        )
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network, compiler=IN_PLACE) -> Hardware:
     links = Link(3.4e-6, 1 / nvlink, 1 / bandwidth), Link(14e-6, 1 / network, 1 / bandwidth)
-    return Hardware(name, float(memory * GB), rate * TERA, full_rate * TERA, bandwidth, 8, *links, compiler=compiler)
+    return Hardware(
+        name,
+        float(memory * GB),
+        rate * TERA,
+        full_rate * TERA,
+        bandwidth,
+        8,
+        *links,
+        compiler=compiler,
+    )
 
 
 def _tpu(name, memory, rate, bandwidth, chips, link, network, compiler=IN_PLACE) -> Hardware:
     links = Link(1e-6, 1 / link, 1 / bandwidth), Link(1e-5, 1 / network, 1 / bandwidth)
-    return Hardware(name, float(memory * GB), rate * TERA, rate * TERA, bandwidth, chips, *links, compiler=compiler)
+    return Hardware(
+        name,
+        float(memory * GB),
+        rate * TERA,
+        rate * TERA,
+        bandwidth,
+        chips,
+        *links,
+        compiler=compiler,
+    )
 
 
 V100 = _gpu("V100", 32, 125, 15.7, 900e9, 150e9, 6.25e9)
@@ -118,7 +140,16 @@ TPU_V6E = _tpu("TPU v6e", 32, 918, 1640e9, 256, 90e9, 12.5e9)
 
 # A virtual CPU device: what XLA's CPU backend does with memory, and no rates: measure those.
 VIRTUAL_CPU = Hardware(
-    "virtual CPU", math.inf, 1e11, 1e11, 1e10, 1, *2 * (Link(1e-5, 1e-10),), efficiency=1.0, short=4, compiler=XLA_CPU
+    "virtual CPU",
+    math.inf,
+    1e11,
+    1e11,
+    1e10,
+    1,
+    *2 * (Link(1e-5, 1e-10),),
+    efficiency=1.0,
+    short=4,
+    compiler=XLA_CPU,
 )
 
 KNOWN = {
@@ -142,11 +173,19 @@ def named(name: str) -> Hardware:
     key, _, sizes = name.lower().replace("tpu", "").strip(" -_").partition(":")
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
-        raise ValueError(f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Take one, or hardware.measured(mesh).")
-    return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus)) if torus else KNOWN[key]
+        raise ValueError(
+            f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Take one, or hardware.measured(mesh)."
+        )
+    return (
+        dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))
+        if torus
+        else KNOWN[key]
+    )
 
 
-def measured(mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5) -> Hardware:
+def measured(
+    mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5
+) -> Hardware:
     """The devices of `mesh`, all at work at once: their rate of products, their bandwidth, what new memory takes, and a hop.
 
     Virtual CPU devices share the cores, so each has its share of the rates. Their memory is not known, and no limit here. Takes
@@ -208,7 +247,9 @@ def _memory(mesh: Mesh, size: int, rounds: int) -> tuple[float, float]:
 def _blocks(mesh: Mesh, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
     """One array of `shape` on each device."""
     block = np.full((1, *shape), value, dtype)
-    return jax.make_array_from_callback((mesh.size, *shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: block)
+    return jax.make_array_from_callback(
+        (mesh.size, *shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: block
+    )
 
 
 def _on_all(mesh: Mesh, f: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -92,5 +92,7 @@ def table_of(layout: Layout) -> Schedule:
 
 @functools.lru_cache(maxsize=64)
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
-    layout = dataclasses.replace(Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name)
+    layout = dataclasses.replace(
+        Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
+    )
     return recipe.SCHEDULES[name](layout)

@@ -60,7 +60,9 @@ def search(
     for schedule in schedules:
         Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
-        raise ValueError(f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}.")
+        raise ValueError(
+            f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}."
+        )
     nearest: Layout | None = None
     found = []
     for family in _families(config, devices, batch, precision, sequences, schedules):
@@ -81,7 +83,11 @@ def search(
 
 
 def largest_batch(
-    config: gpt2.Config, layout: Layout, hardware: Hardware, *, optimizer: optax.GradientTransformation = ADAMW
+    config: gpt2.Config,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    optimizer: optax.GradientTransformation = ADAMW,
 ) -> int:
     """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none does."""
     part = layout.global_batch(1)
@@ -108,13 +114,19 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _families(config, devices, batch, precision, sequences, schedules) -> Iterator[list[list[tuple[int, Layout]]]]:
+def _families(
+    config, devices, batch, precision, sequences, schedules
+) -> Iterator[list[list[tuple[int, Layout]]]]:
     """Layouts that divide the model and the batch; those of a family differ in ZeRO's stage, a list each, and in remat alone.
 
     They come from less to more that is split and computed again; with each, the place of its remat in this order.
     """
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
-        if devices % (tensor * stage) or config.rows % (tensor * stage) or (4 * config.width) % tensor:
+        if (
+            devices % (tensor * stage)
+            or config.rows % (tensor * stage)
+            or (4 * config.width) % tensor
+        ):
             continue
         data = devices // (tensor * stage)
         if batch % data:
@@ -126,27 +138,44 @@ def _families(config, devices, batch, precision, sequences, schedules) -> Iterat
             microbatches = batch // data // b
             if (chunks > 1 and microbatches % stage) or (stage > 1 and microbatches == 1):
                 continue
-            sizes = {"data": data, "stage": stage, "tensor": tensor, "microbatches": microbatches, "chunks": chunks}
+            sizes = {
+                "data": data,
+                "stage": stage,
+                "tensor": tensor,
+                "microbatches": microbatches,
+                "chunks": chunks,
+            }
             # Where tokens are not split, what goes between stages can be.
             splits = (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,)
             orders = schedules if stage > 1 else ("one_f_one_b_lockstep",)
             for split_sends, schedule in itertools.product(splits, orders):
-                fields = sizes | {"sequence": by_tokens, "split_sends": split_sends, "precision": precision, "schedule": schedule}
+                fields = sizes | {
+                    "sequence": by_tokens,
+                    "split_sends": split_sends,
+                    "precision": precision,
+                    "schedule": schedule,
+                }
                 yield [_remats(**fields, zero=zero) for zero in CHOICES["zero"]]
 
 
 def _remats(**fields: Any) -> list[tuple[int, Layout]]:
     """The layouts of these fields by remat, each with its place among all of them."""
     every = (fields | {"remat": remat} for remat in CHOICES["remat"])
-    admitted = [(place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)]
+    admitted = [
+        (place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)
+    ]
     return [(place, layout) for place, layout in admitted if counts(layout)]
 
 
 def _peak(config, layout, hardware, batch, optimizer) -> Number:
-    state = arguments.parameter_bytes(config, layout) + arguments.optimizer_bytes(config, layout, optimizer)
+    state = arguments.parameter_bytes(config, layout) + arguments.optimizer_bytes(
+        config, layout, optimizer
+    )
     if state > hardware.memory:
         return state
-    temporary = temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short)
+    temporary = temporaries.temporary(
+        config, layout, batch, compiler=hardware.compiler, short=hardware.short
+    )
     return state + arguments.batch_bytes(config, layout, batch) + temporary.peak
 
 

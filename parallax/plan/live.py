@@ -26,7 +26,15 @@ class Held(NamedTuple):
 class Buffer:
     """Bytes with a place of their own, in the frame in which they are set aside."""
 
-    def __init__(self, nbytes: int, eqn: Any = None, what: str = "", *, fixed: bool = False, carry: bool = False):
+    def __init__(
+        self,
+        nbytes: int,
+        eqn: Any = None,
+        what: str = "",
+        *,
+        fixed: bool = False,
+        carry: bool = False,
+    ):
         """`fixed`: it is an argument, a result or a constant, no temporary; `carry`: a loop's carry, in its start's place."""
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         self.into: Buffer = self
@@ -92,12 +100,20 @@ def peak(
             born[made], until[made] = k, last[made]
         for made, under in operation.over:
             place = under.place
-            if under in free and last.get(under, -1) <= k and until.get(place, last.get(place, -1)) <= k:
+            if (
+                under in free
+                and last.get(under, -1) <= k
+                and until.get(place, last.get(place, -1)) <= k
+            ):
                 made.into = place
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     for made, under in carried:
-        if made in born and made.place is made and max(last.get(under, -1), until.get(under, -1)) < born[made]:
+        if (
+            made in born
+            and made.place is made
+            and max(last.get(under, -1), until.get(under, -1)) < born[made]
+        ):
             made.into = under
     change = [0] * (end + 2)
     for buffer in own:

@@ -39,10 +39,14 @@ def chosen(plan: Plan, network: Network) -> list[Chosen]:
         )
     found = []
     for axis, size in plan.layout.axes.items():
-        calls = [(_kind(term), term.nbytes, term.times) for term in plan.traffic if term.axes == (axis,)]
+        calls = [
+            (_kind(term), term.nbytes, term.times) for term in plan.traffic if term.axes == (axis,)
+        ]
         calls = [call for call in calls if call[0] in KINDS]
         if size > 1 and calls:
-            group = Group(size, math.prod(plan.layout.axes[name] for name in ORDER[: ORDER.index(axis)]))
+            group = Group(
+                size, math.prod(plan.layout.axes[name] for name in ORDER[: ORDER.index(axis)])
+            )
             taken = networks.choose(calls, network, group)
             found.append(Chosen(axis, next(iter(taken)), taken))
     return found

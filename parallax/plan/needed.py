@@ -11,10 +11,14 @@ class Needed:
     """Which operands and equations the results of a jaxpr need; each jaxpr is read once for each set of results."""
 
     def __init__(self):
-        self.known: dict[tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]] = {}
+        self.known: dict[
+            tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]
+        ] = {}
         self.kept: list[Jaxpr] = []  # so that no other jaxpr gets the id of one that was read
 
-    def __call__(self, jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
+    def __call__(
+        self, jaxpr: Jaxpr, results: Sequence[bool]
+    ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
         """The operands that count, and for each equation which of its results do; None for one that does not count."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
@@ -23,7 +27,11 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
-        live = {atom for atom, used in zip(jaxpr.outvars, results, strict=True) if used and not jaxprs.is_literal(atom)}
+        live = {
+            atom
+            for atom, used in zip(jaxpr.outvars, results, strict=True)
+            if used and not jaxprs.is_literal(atom)
+        }
         found: list[tuple[bool, ...] | None] = []
         for eqn in reversed(jaxpr.eqns):
             used = tuple(var in live for var in eqn.outvars)
@@ -31,7 +39,11 @@ class Needed:
             found.append(used if counts else None)
             if counts:
                 operands = self.operands(eqn, used)
-                live |= {atom for atom, each in zip(eqn.invars, operands, strict=True) if each and not jaxprs.is_literal(atom)}
+                live |= {
+                    atom
+                    for atom, each in zip(eqn.invars, operands, strict=True)
+                    if each and not jaxprs.is_literal(atom)
+                }
         return [var in live for var in jaxpr.invars], found[::-1]
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
@@ -51,7 +63,9 @@ class Needed:
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
             again = self(body, results)[0][constants : constants + carries]
-            more = [a or b for a, b in zip(results[:carries], again, strict=True)] + results[carries:]
+            more = [a or b for a, b in zip(results[:carries], again, strict=True)] + results[
+                carries:
+            ]
             if more == results:
                 return results
             results = more
@@ -62,4 +76,7 @@ class Needed:
             return self(jaxprs.inner(eqn)[0], used)[0]
         results = self.of_scan(eqn, used)
         operands = self(jaxprs.inner(eqn)[0], results)[0]
-        return [each or (constants <= k < constants + carries and results[k - constants]) for k, each in enumerate(operands)]
+        return [
+            each or (constants <= k < constants + carries and results[k - constants])
+            for k, each in enumerate(operands)
+        ]

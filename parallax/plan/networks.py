@@ -79,7 +79,9 @@ class Nested(NamedTuple):
         """As `Network` has it."""
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
         inside = 1  # devices of the group below
-        within = np.zeros((len(sent), self.devices), bool)  # whether a message stays in the group below
+        within = np.zeros(
+            (len(sent), self.devices), bool
+        )  # whether a message stays in the group below
         for k, (to, _) in enumerate(sent):
             within[k] = to == here
         for level in self.levels:
@@ -89,7 +91,9 @@ class Nested(NamedTuple):
                 within[k] = to // level.devices == here // level.devices
                 ports += nbytes * (crosses & within[k])
                 # What goes on to a larger group leaves this one over the links of that level.
-            leaving = sum((nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices))
+            leaving = sum(
+                (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
+            )
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
@@ -121,7 +125,11 @@ class Torus(NamedTuple):
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0
         for to, nbytes in sent:
-            end, at, far = np.stack(np.unravel_index(to, self.shape)), start.copy(), np.zeros(self.devices, int)
+            end, at, far = (
+                np.stack(np.unravel_index(to, self.shape)),
+                start.copy(),
+                np.zeros(self.devices, int),
+            )
             for dim, length in enumerate(self.shape):
                 ahead = (end[dim] - at[dim]) % length
                 back = ahead > length // 2
@@ -132,7 +140,9 @@ class Torus(NamedTuple):
                     place = np.asarray(np.ravel_multi_index(tuple(at), self.shape))
                     for way in (0, 1):
                         chosen = moves & (back == bool(way))
-                        carried[dim, way] += nbytes * np.bincount(place[chosen], minlength=self.devices)
+                        carried[dim, way] += nbytes * np.bincount(
+                            place[chosen], minlength=self.devices
+                        )
                     at[dim] = np.where(moves, (at[dim] + np.where(back, -1, 1)) % length, at[dim])
             hops = max(hops, int(far.max(initial=0)))
         return self.link.alpha * hops + self.link.beta * float(carried.max(initial=0.0))
@@ -141,11 +151,15 @@ class Torus(NamedTuple):
 def of(hardware: Hardware, devices: int) -> Nested:
     """The network of so many devices: the chip's domains, joined by a network without oversubscription."""
     domain = min(hardware.domain, devices)
-    levels = [Level(domain, hardware.fast)] + ([Level(devices, hardware.slow)] if devices > domain else [])
+    levels = [Level(domain, hardware.fast)] + (
+        [Level(devices, hardware.slow)] if devices > domain else []
+    )
     return Nested(tuple(levels))
 
 
-def seconds(tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce") -> float:
+def seconds(
+    tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce"
+) -> float:
     """The seconds of a collective by these tables, of an array of `nbytes` on each device, all groups of the mesh at once.
 
     Args:
@@ -164,7 +178,11 @@ def seconds(tables: Tables, nbytes: int, network: Network, group: Group, *, kind
             f"networks.seconds needs tables of {group.size} devices and groups that fill {network.devices}; got tables of "
             f"{routes[0].n} and a stride of {group.stride}."
         )
-    block = -(-nbytes // len(routes)) if kind == "all_gather" else -(-nbytes // group.size // len(routes))
+    block = (
+        -(-nbytes // len(routes))
+        if kind == "all_gather"
+        else -(-nbytes // group.size // len(routes))
+    )
     halves = {"all_reduce": (False, True), "reduce_scatter": (False,), "all_gather": (True,)}[kind]
     found, total = {}, 0.0
     for back in halves:
@@ -179,10 +197,17 @@ def seconds(tables: Tables, nbytes: int, network: Network, group: Group, *, kind
 def _round(route: Route, each: Round, network: Network, group: Group) -> float:
     if not each.messages:
         return 0.0
-    return network.round([(destinations(route.shape, m.step, network.devices, group), m.bytes) for m in each.messages])
+    return network.round(
+        [
+            (destinations(route.shape, m.step, network.devices, group), m.bytes)
+            for m in each.messages
+        ]
+    )
 
 
-def destinations(shape: Sequence[int], step: Sequence[int], devices: int, group: Group) -> np.ndarray:
+def destinations(
+    shape: Sequence[int], step: Sequence[int], devices: int, group: Group
+) -> np.ndarray:
     """For each of all devices the one that is `step` further on in its own group, which is a box of this shape."""
     here = np.arange(devices)
     place = here // group.stride % group.size
@@ -208,7 +233,9 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
                 yield each.name, functools.partial(each.table, size)
 
 
-def choose(times: Sequence[tuple[str, int, int]], network: Network, group: Group) -> dict[str, float]:
+def choose(
+    times: Sequence[tuple[str, int, int]], network: Network, group: Group
+) -> dict[str, float]:
     """The seconds of some collectives along one axis by each mover that fits it, the fastest first.
 
     Args:
@@ -220,6 +247,8 @@ def choose(times: Sequence[tuple[str, int, int]], network: Network, group: Group
     for name, _ in makers(group.size):
         tables = _tables(name, group.size)
         assert tables is not None
-        taken = {call[:2]: seconds(tables, call[1], network, group, kind=call[0]) for call in set(times)}
+        taken = {
+            call[:2]: seconds(tables, call[1], network, group, kind=call[0]) for call in set(times)
+        }
         found[name] = math.fsum(count * taken[kind, nbytes] for kind, nbytes, count in times)
     return dict(sorted(found.items(), key=lambda item: item[1]))

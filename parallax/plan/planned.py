@@ -69,12 +69,21 @@ class Memory(NamedTuple):
         """The bytes by kind when a step needs most memory: in the backward pass, the loss or the update. It adds up to `peak`."""
         needs = self.temporary
         moments = [
-            {"activations": needs.kept, "a layer's backward": needs.block, "gradients": needs.gradients},
+            {
+                "activations": needs.kept,
+                "a layer's backward": needs.block,
+                "gradients": needs.gradients,
+            },
             {"activations": needs.kept, "loss": needs.loss},
             {"update": needs.update},
         ]
         fullest = max(moments, key=lambda moment: sum(moment.values()))
-        held = {"parameters": self.parameters, "optimizer state": self.optimizer, "batch": self.inputs, **fullest}
+        held = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "batch": self.inputs,
+            **fullest,
+        }
         return {kind: size for kind, size in (held | {"gathered": needs.gathered}).items() if size}
 
 
@@ -147,7 +156,9 @@ class Plan:
     @property
     def share_of_peak(self) -> Number:
         """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs utilisation."""
-        return self.work.model / (self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout))
+        return self.work.model / (
+            self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
+        )
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
@@ -195,13 +206,18 @@ def plan(
         work=work,
         traffic=tuple(terms),
         seconds=Seconds(
-            products=_flops(config, layout, takes) / (_rate(hardware, layout) * hardware.efficiency),
+            products=_flops(config, layout, takes)
+            / (_rate(hardware, layout) * hardware.efficiency),
             passes=_passes(config, layout, batch, hardware, takes) / hardware.bandwidth,
             messages=sum(messages(awaited, layout, hardware).values()),
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
             fresh=hardware.fresh * held.temporary.peak,
         ),
-        bubble=1 - 3 * layout.microbatches * layout.chunks / (takes.forward + takes.backward + takes.weights),
+        bubble=1
+        - 3
+        * layout.microbatches
+        * layout.chunks
+        / (takes.forward + takes.backward + takes.weights),
     )
 
 
@@ -219,7 +235,10 @@ def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) 
 
     def seconds(**calls: int) -> Number:
         once = none._replace(**calls)
-        return _flops(config, layout, once) / rate + _passes(config, layout, batch, hardware, once) / hardware.bandwidth
+        return (
+            _flops(config, layout, once) / rate
+            + _passes(config, layout, batch, hardware, once) / hardware.bandwidth
+        )
 
     costs = seconds(forward=1), seconds(backward=1), seconds(weights=1)
     forward, backward, weights = timed_ticks(layout, costs)
@@ -256,7 +275,11 @@ def counts(layout: Layout) -> bool:
 
 
 def memory(
-    config: gpt2.Config, layout: Layout, hardware: Hardware, batch: int, optimizer: optax.GradientTransformation = ADAMW
+    config: gpt2.Config,
+    layout: Layout,
+    hardware: Hardware,
+    batch: int,
+    optimizer: optax.GradientTransformation = ADAMW,
 ) -> Memory:
     """The bytes on each device; arguments are those of `plan`."""
     known(config)
@@ -264,7 +287,9 @@ def memory(
         parameters=parameter_bytes(config, layout),
         optimizer=optimizer_bytes(config, layout, optimizer),
         inputs=batch_bytes(config, layout, batch),
-        temporary=temporaries.temporary(config, layout, batch, compiler=hardware.compiler, short=hardware.short),
+        temporary=temporaries.temporary(
+            config, layout, batch, compiler=hardware.compiler, short=hardware.short
+        ),
     )
 
 
@@ -290,7 +315,10 @@ def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1  # zigzag leaves out the keys after the query
-    weights, scores = 24 * D * D * size.tokens / t, of_pairs * 4 * D * T * size.tokens / t  # a layer's forward pass
+    weights, scores = (
+        24 * D * D * size.tokens / t,
+        of_pairs * 4 * D * T * size.tokens / t,
+    )  # a layer's forward pass
     forward = weights + scores
     recompute = recomputed(layout)
     again = recompute.matmuls * weights + recompute.scores * scores
@@ -299,7 +327,9 @@ def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
     return size.layers * (size.forward * forward + backward) + size.heads * head
 
 
-def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[tuple[str, ...], Number]:
+def messages(
+    terms: Sequence[Term], layout: Layout, hardware: Hardware
+) -> dict[tuple[str, ...], Number]:
     """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind arithmetic."""
     found: dict[tuple[str, ...], Number] = {}
     links = hardware.hops(layout.axes)
@@ -314,7 +344,13 @@ def messages(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> dict[
 def span(layout: Layout, axes: Sequence[str]) -> int:
     """How far apart the devices of a group along `axes` are numbered, both ends counted; the last axis runs fastest."""
     sizes = layout.axes
-    strides = dict(zip(reversed(sizes), itertools.accumulate(reversed(sizes.values()), operator.mul, initial=1), strict=False))
+    strides = dict(
+        zip(
+            reversed(sizes),
+            itertools.accumulate(reversed(sizes.values()), operator.mul, initial=1),
+            strict=False,
+        )
+    )
     return 1 + sum(strides[name] * (layout.axes[name] - 1) for name in axes)
 
 
@@ -322,15 +358,24 @@ def _rate(hardware: Hardware, layout: Layout) -> Number:
     return hardware.full_rate if layout.precision == "full" else hardware.rate
 
 
-def _passes(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes) -> Number:
+def _passes(
+    config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes
+) -> Number:
     """Bytes between products and memory: what a layer makes, forward, backward, and where it is made again."""
     # What is computed again, attention's scores among it, is made whatever is kept.
-    kept = temporaries.everything(config, dataclasses.replace(layout, remat="none"), batch, hardware.short)
+    kept = temporaries.everything(
+        config, dataclasses.replace(layout, remat="none"), batch, hardware.short
+    )
     again = recomputed(layout)
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
     if again.whole_stage or not layout.pipelined:
         return passes
-    slots = 2 * temporaries.layer(config, layout, batch, hardware.short) * size.layers * (size.forward + size.backward)
+    slots = (
+        2
+        * temporaries.layer(config, layout, batch, hardware.short)
+        * size.layers
+        * (size.forward + size.backward)
+    )
     if jobs(layout).deferred:
         handed = temporaries.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))

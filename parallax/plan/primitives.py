@@ -24,8 +24,23 @@ PARTS = {"slice", "dynamic_slice"}
 VIEWS = SAME | PARTS | {"rev", "broadcast_in_dim", "iota", "pad"}
 FUSED = VIEWS | jaxprs.CHEAP | jaxprs.DEAR  # computed as they are read
 # These compute what they read as they read it.
-READERS = {"concatenate", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
-UPDATES = {"dynamic_update_slice": 0, "scatter": 0, "scatter-add": 0, "scatter_add": 0}  # which operand is written
+READERS = {
+    "concatenate",
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "argmax",
+    "argmin",
+}
+UPDATES = {
+    "dynamic_update_slice": 0,
+    "scatter": 0,
+    "scatter-add": 0,
+    "scatter_add": 0,
+}  # which operand is written
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 COLLECTIVES = {  # by the names that compiled programs have for them
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),

@@ -34,7 +34,9 @@ class Reading:
         self.sizes: dict[str, int] = {}
         self.mesh: Any = None
         self.checked = True
-        self.at: JaxprEqn | None = None  # the caller's equation, where inner ones have no line of the caller's
+        self.at: JaxprEqn | None = (
+            None  # the caller's equation, where inner ones have no line of the caller's
+        )
         self.needed = Needed()
         self.literals: dict[Any, Value] = {}
         self.opened: dict[int, tuple[JaxprEqn, Jaxpr]] = {}
@@ -59,18 +61,30 @@ class Reading:
                 return None
             made = Buffer(root.bytes, self.at or root.eqn)
             over = tuple((made, under) for under in root.near if under.bytes == made.bytes)
-            self.emit(Operation(tuple(root.reads), (made,), over), read=sum(root.reads.values()), written=made.bytes)
+            self.emit(
+                Operation(tuple(root.reads), (made,), over),
+                read=sum(root.reads.values()),
+                written=made.bytes,
+            )
             root.buffer, root.reads, root.near = made, {made: made.bytes}, frozenset([made])
         return root.buffer
 
     def made(
-        self, eqn: JaxprEqn, k: int, reads: Sequence[Value], *, over: Sequence[Value] = (), part: int | None = None
+        self,
+        eqn: JaxprEqn,
+        k: int,
+        reads: Sequence[Value],
+        *,
+        over: Sequence[Value] = (),
+        part: int | None = None,
     ) -> Value:
         """The k-th result of an equation, in a buffer of its own or in that of one of `over`, of which `part` bytes change."""
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
         bases = {base: size for value in reads for base, size in value.root.reads.items()}
-        pairs = tuple((buffer, value.root.buffer) for value in over if value.root.buffer is not None)
+        pairs = tuple(
+            (buffer, value.root.buffer) for value in over if value.root.buffer is not None
+        )
         read, written = (sum(bases.values()), buffer.bytes) if part is None else (part, part)
         self.emit(Operation(tuple(bases), (buffer,), pairs), read=read, written=written)
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
@@ -91,7 +105,9 @@ class Reading:
 
     # The walk
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]) -> list[Value]:
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
+    ) -> list[Value]:
         """The results of a jaxpr, in the frame at hand.
 
         Args:
@@ -119,7 +135,8 @@ class Reading:
                 results = self._once(eqn, operands, each, [uses[var] for var in eqn.outvars])
                 known |= zip(eqn.outvars, results, strict=True)
         return [
-            self._read(atom, known) if each else self._read(None, known) for atom, each in zip(jaxpr.outvars, used, strict=True)
+            self._read(atom, known) if each else self._read(None, known)
+            for atom, each in zip(jaxpr.outvars, used, strict=True)
         ]
 
     def _constant(self, var: Any) -> Value:
@@ -134,21 +151,37 @@ class Reading:
             self.literals[key] = Value(getattr(atom, "aval", None), {})
         return self.literals[key]
 
-    def _once(self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]) -> list[Value]:
+    def _once(
+        self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
+    ) -> list[Value]:
         """The results of an equation; those of one that was met before, of the same operands, are the same."""
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
         roots = tuple((id(value.root), str(value.aval)) for value in operands)
-        key = (eqn.primitive.name, roots, str(sorted((name, str(value)) for name, value in eqn.params.items())))
+        key = (
+            eqn.primitive.name,
+            roots,
+            str(sorted((name, str(value)) for name, value in eqn.params.items())),
+        )
         known = self.frames[-1].known
         if key not in known:
-            known[key] = ([value.root for value in operands], self._equation(eqn, operands, used, readers))
+            known[key] = (
+                [value.root for value in operands],
+                self._equation(eqn, operands, used, readers),
+            )
         return known[key][1]
 
-    def _equation(self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]) -> list[Value]:
+    def _equation(
+        self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
+    ) -> list[Value]:
         name = eqn.primitive.name
-        control = {"shard_map": self._shard_map, "cond": self._cond, "scan": self._scan, "while": self._while}
+        control = {
+            "shard_map": self._shard_map,
+            "cond": self._cond,
+            "scan": self._scan,
+            "while": self._while,
+        }
         if name in control:
             return control[name](eqn, operands, used, readers)
         if name == types.linear_p.name:
@@ -156,7 +189,9 @@ class Reading:
         if (inner := jaxprs.called(eqn)) is not None:
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = [self._apart(value) for value in operands]
-            return self._inlined(eqn, inner, operands, used, readers, hidden=jaxprs.is_jax_function(inner))
+            return self._inlined(
+                eqn, inner, operands, used, readers, hidden=jaxprs.is_jax_function(inner)
+            )
         return self._plain(eqn, operands, readers)
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
@@ -173,7 +208,11 @@ class Reading:
     def _apart(self, value: Value) -> Value:
         """A value behind a barrier: an array, and another than before it."""
         buffer = self.hold(value) if value.root.reads else None
-        return value if buffer is None else Value(value.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=value.eqn)
+        return (
+            value
+            if buffer is None
+            else Value(value.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=value.eqn)
+        )
 
     def _plain(self, eqn: JaxprEqn, operands: list[Value], readers: Sequence[int]) -> list[Value]:
         name = eqn.primitive.name
@@ -185,7 +224,9 @@ class Reading:
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
             return [self._update(eqn, operands)]
-        reads = name in primitives.READERS or (name in primitives.PRODUCTS and not primitives.is_product(eqn))
+        reads = name in primitives.READERS or (
+            name in primitives.PRODUCTS and not primitives.is_product(eqn)
+        )
         for value in () if reads else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
@@ -198,7 +239,9 @@ class Reading:
             for value in results if along else ():
                 if not value.bytes:  # half of one number: XLA drops the message
                     continue
-                self.messages[Message(primitives.COLLECTIVES[name], along, value.bytes, self.line(eqn))] += self.times
+                self.messages[
+                    Message(primitives.COLLECTIVES[name], along, value.bytes, self.line(eqn))
+                ] += self.times
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
@@ -214,13 +257,17 @@ class Reading:
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             names = eqn.params["platforms"]
-            value.branch = next(k for k, each in enumerate(names) if each is None or self.platform in each)
+            value.branch = next(
+                k for k, each in enumerate(names) if each is None or self.platform in each
+            )
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
         """An array of which a part is written anew, where it lies if nobody else needs what was there."""
         self.hold(operands[0])
-        part = nbytes(jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2])
+        part = nbytes(
+            jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
+        )
         return self.made(eqn, 0, operands, over=operands[:1], part=part)
 
     # Control flow
@@ -235,7 +282,11 @@ class Reading:
             root = value.root
             if root.buffer is not None:
                 root.buffer.bytes = nbytes(var.aval)
-            inside = Value(var.aval, {base: min(size, base.bytes) for base, size in root.reads.items()}, buffer=root.buffer)
+            inside = Value(
+                var.aval,
+                {base: min(size, base.bytes) for base, size in root.reads.items()},
+                buffer=root.buffer,
+            )
             inside.eqn = root.eqn
             arguments.append(inside)
         results = self.run(body, arguments, used, readers)
@@ -246,7 +297,9 @@ class Reading:
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
         if index.branch is not None:
-            return self._inlined(eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None)
+            return self._inlined(
+                eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None
+            )
         for value in operands:
             self.hold(value)
         before, most = self._counted(), None
@@ -270,11 +323,21 @@ class Reading:
         ]
 
     def _counted(self):
-        return Counter(self.products), Counter(self.lines), self.read, self.written, Counter(self.messages)
+        return (
+            Counter(self.products),
+            Counter(self.lines),
+            self.read,
+            self.written,
+            Counter(self.messages),
+        )
 
     def _count(self, counted) -> None:
         products, lines, self.read, self.written, messages = counted
-        self.products, self.lines, self.messages = Counter(products), Counter(lines), Counter(messages)
+        self.products, self.lines, self.messages = (
+            Counter(products),
+            Counter(lines),
+            Counter(messages),
+        )
 
     def _scan(self, eqn, operands, used, readers) -> list[Value]:
         body, length = jaxprs.inner(eqn)[0], eqn.params["length"]
@@ -288,39 +351,63 @@ class Reading:
             return results[:carries] + [self._reshaped(*pair) for pair in stacked]
         counts = self.needed.of_scan(eqn, used)
         wanted = self.needed(body, counts)[0]
-        sliced = [self._slice(*each) for each in zip(operands[split:], body.invars[split:], wanted[split:], strict=True)]
-        return self._loop(eqn, body, (operands[:constants], operands[constants:split], sliced), counts, length)
+        sliced = [
+            self._slice(*each)
+            for each in zip(operands[split:], body.invars[split:], wanted[split:], strict=True)
+        ]
+        return self._loop(
+            eqn, body, (operands[:constants], operands[constants:split], sliced), counts, length
+        )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
-        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        first, second = (
+            eqn.params["cond_nconsts"],
+            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
+        )
         self.unbounded.append(self.line(eqn))
         body = jaxprs.opened(eqn.params["body_jaxpr"])
-        return self._loop(eqn, body, (operands[first:second], operands[second:], []), [True] * len(eqn.outvars), 1)
+        return self._loop(
+            eqn, body, (operands[first:second], operands[second:], []), [True] * len(eqn.outvars), 1
+        )
 
-    def _loop(self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int) -> list[Value]:
+    def _loop(
+        self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int
+    ) -> list[Value]:
         """A loop: each carry has a buffer, and the buffers of its stacked results are there before it begins."""
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):
             if each and value.root.reads:  # what is made of literals alone is made in the loop
                 self.hold(value)
-        carried = [self._start(eqn, value, var.aval, each) for value, var, each in self._carries(body, constants, starts, counts)]
+        carried = [
+            self._start(eqn, value, var.aval, each)
+            for value, var, each in self._carries(body, constants, starts, counts)
+        ]
         stacked = [
             Buffer(nbytes(var.aval) if each else 0, self.at or eqn)
             for var, each in zip(eqn.outvars[len(starts) :], counts[len(starts) :], strict=True)
         ]
-        reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}  # before the body holds any
+        reads = {
+            base for value in (*constants, *carried, *sliced) for base in value.root.reads
+        }  # before the body holds any
         self.frames.append(Frame())
         self.times *= trips
         results = self.run(body, [*constants, *carried, *sliced], counts, [1] * len(counts))
-        ends = [self.hold(value) if each else None for value, each in zip(results, counts[: len(starts)], strict=False)]
+        ends = [
+            self.hold(value) if each else None
+            for value, each in zip(results, counts[: len(starts)], strict=False)
+        ]
         for value, each in list(zip(results, counts, strict=True))[len(starts) :]:
             if each:
                 bases = value.root.reads
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times //= trips
         operations = self.frames.pop().operations
-        pairs = [(end, start.root.buffer) for end, start in zip(ends, carried, strict=True) if end and start.root.buffer]
+        pairs = [
+            (end, start.root.buffer)
+            for end, start in zip(ends, carried, strict=True)
+            if end and start.root.buffer
+        ]
         given = [start for _, start in pairs]
         peak = live.peak(operations, [end for end, _ in pairs], given, pairs)
         twice = copies.beside(eqn, stacked, self.platform)
@@ -342,7 +429,10 @@ class Reading:
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
         near = [root.buffer] if root.buffer else root.near
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
-        self.emit(Operation(tuple(root.reads), (buffer,), over), written=0 if root.buffer else buffer.bytes)
+        self.emit(
+            Operation(tuple(root.reads), (buffer,), over),
+            written=0 if root.buffer else buffer.bytes,
+        )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:

@@ -39,16 +39,25 @@ class Seconds(NamedTuple):
     @property
     def bounds(self) -> dict[str, float]:
         """Seconds of each kind."""
-        return {"products": self.products, "memory": self.passes, "messages": sum(self.messages.values())}
+        return {
+            "products": self.products,
+            "memory": self.passes,
+            "messages": sum(self.messages.values()),
+        }
 
 
 def seconds(trace: Any, hardware: Hardware) -> Seconds:
     """The time of a `Trace` on devices of `hardware`."""
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
-    products, passes = ideal / hardware.efficiency, (trace.read + trace.written) / hardware.bandwidth
+    products, passes = (
+        ideal / hardware.efficiency,
+        (trace.read + trace.written) / hardware.bandwidth,
+    )
     along: dict[tuple[str, ...], float] = {}
     for message, times in trace.messages.items():
-        taken = times * cost.seconds(_cost(message, trace.mesh), hardware.link(span(trace.mesh, message.axes)))
+        taken = times * cost.seconds(
+            _cost(message, trace.mesh), hardware.link(span(trace.mesh, message.axes))
+        )
         along[message.axes] = along.get(message.axes, 0.0) + taken
     found = Seconds(products, passes, along, 0.0)
     return found._replace(share=ideal / found.total if found.total else 0.0)
@@ -76,7 +85,9 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
     if message.kind not in _LIKE:
         return Cost(1, size, size, 1, 0, chain=1)
-    taken = {"all-reduce": size, "all-gather": -(-size // n), "reduce-scatter": size * n}[message.kind]
+    taken = {"all-reduce": size, "all-gather": -(-size // n), "reduce-scatter": size * n}[
+        message.kind
+    ]
     return cost.of(_LIKE[message.kind], taken, n, itemsize=1)
 
 

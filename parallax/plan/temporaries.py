@@ -52,7 +52,10 @@ class Temporary(NamedTuple):
     @property
     def peak(self) -> Number:
         """The most bytes that are there at one time: in the backward pass, at the loss, or in the update."""
-        return max(self.kept + self.gathered + max(self.block + self.gradients, self.loss), self.update + self.gathered)
+        return max(
+            self.kept + self.gathered + max(self.block + self.gradients, self.loss),
+            self.update + self.gathered,
+        )
 
 
 class Sizes(NamedTuple):
@@ -83,7 +86,9 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Si
     A, S = b * T * config.width, b * config.heads * scores
     stream = A / t if layout.sequence else A
     narrow = FLOAT if layout.precision == "full" else short
-    return Sizes(A, A / t, S / t, narrow, stream, A if recomputed(layout).keeps_gathered else stream)
+    return Sizes(
+        A, A / t, S / t, narrow, stream, A if recomputed(layout).keeps_gathered else stream
+    )
 
 
 def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
@@ -92,7 +97,11 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
     Norms keep four activations (two in float32), column-parallel layers their inputs, attention q, k, v and its result, GELU
     some of four times the width; the softmax its result in both types and two numbers a row.
     """
-    size, b, T = sizes(config, layout, batch, short), layout.sequences(batch), config.context // layout.context
+    size, b, T = (
+        sizes(config, layout, batch, short),
+        layout.sequences(batch),
+        config.context // layout.context,
+    )
     kept = (
         (2 * FLOAT + 2 * size.narrow) * size.stream
         + 2 * size.narrow * size.gathered
@@ -109,9 +118,16 @@ def everything(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) 
 @functools.cache
 def results_of_gelu() -> int:
     """How many arrays of its size JAX keeps of a GELU and for the product after it: six in JAX 0.10, five in 0.12."""
-    x, weights = jax.ShapeDtypeStruct((2, 7, 5), jnp.float32), jax.ShapeDtypeStruct((2, 5, 5), jnp.float32)
-    run = lambda x, weights: jax.lax.scan(lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights)[0]
-    kept = jax.tree.leaves(jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights))
+    x, weights = (
+        jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
+        jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
+    )
+    run = lambda x, weights: jax.lax.scan(
+        lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights
+    )[0]
+    kept = jax.tree.leaves(
+        jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights)
+    )
     return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
 
 
@@ -136,7 +152,9 @@ def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> N
     return size.narrow * (7 * size.split + 2 * size.whole + 7 * D / layout.tensor + 6 * D)
 
 
-def taken_apart(kept: Number, size: Sizes, layout: Layout, compiler: Compiler) -> tuple[Number, Number]:
+def taken_apart(
+    kept: Number, size: Sizes, layout: Layout, compiler: Compiler
+) -> tuple[Number, Number]:
     """Bytes that are taken out of a loop's stacks before the backward pass of what is in its body: the last layer's; the others'.
 
     XLA reads a layer's share of a stack where it is used. It cannot where a body has several layers (ZeRO-3), whose shares are
@@ -158,7 +176,14 @@ def taken_apart(kept: Number, size: Sizes, layout: Layout, compiler: Compiler) -
     return behind, taken * kept * (in_body - 1)
 
 
-def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Compiler = IN_PLACE, short: int = 2) -> Temporary:
+def temporary(
+    config: gpt2.Config,
+    layout: Layout,
+    batch: int,
+    *,
+    compiler: Compiler = IN_PLACE,
+    short: int = 2,
+) -> Temporary:
     """What a step of `decoder.train_step` needs on a device beside its arguments.
 
     Args:
@@ -168,26 +193,46 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
         compiler: how often it holds things.
         short: bytes of a number in a short precision.
     """
-    size, c, leaves = sizes(config, layout, batch, short), compiler, arguments.leaves(config, layout)
+    size, c, leaves = (
+        sizes(config, layout, batch, short),
+        compiler,
+        arguments.leaves(config, layout),
+    )
     again, counts = recomputed(layout), jobs(layout)
     shares_parameters = layout.zero == 3
-    total = lambda block, share: FLOAT * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
+    total = lambda block, share: (
+        FLOAT
+        * sum(leaf.share if share else leaf.elements for leaf in leaves if leaf.block == block)
+    )
     B, E, B_share = total(True, False), total(False, False), total(True, True)
     sums = B_share if layout.zero >= 2 else B
     state = B_share if layout.zero >= 1 else B
     many, chunks = layout.microbatches > 1, layout.chunks
     layers = config.layers // (layout.stage * chunks)
-    loop = layers // layers_in_body(layout) > 1  # without a loop nothing is stacked: a layer's results are freed as they are used
+    loop = (
+        layers // layers_in_body(layout) > 1
+    )  # without a loop nothing is stacked: a layer's results are freed as they are used
     held = c.kept if again.keeps == "everything" else 1.0
-    one = size.narrow * size.stream if again.whole_stage else held * layers * layer(config, layout, batch, short)
+    one = (
+        size.narrow * size.stream
+        if again.whole_stage
+        else held * layers * layer(config, layout, batch, short)
+    )
     in_flight, waiting = 1, 0
     if layout.pipelined:
         in_flight = counts.slots
         arrived = size.narrow * (size.stream / layout.tensor if layout.split_sends else size.stream)
-        waiting = counts.deferred * layers * handed(config, layout, batch, short) + counts.arrivals * arrived
+        waiting = (
+            counts.deferred * layers * handed(config, layout, batch, short)
+            + counts.arrivals * arrived
+        )
     split, whole = c.block[("everything", "products", "inputs").index(again.keeps)]
-    block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (split * size.split + whole * size.whole)
-    first, others = taken_apart(layer(config, layout, batch, short), size, layout, c) if loop else (0.0, 0.0)
+    block = c.scores * (FLOAT + size.narrow) / 2 * size.scores + size.narrow * (
+        split * size.split + whole * size.whole
+    )
+    first, others = (
+        taken_apart(layer(config, layout, batch, short), size, layout, c) if loop else (0.0, 0.0)
+    )
     block = max(0.0, block - c.near, first) + others
     if again.whole_stage:  # all its layers are kept while its backward pass runs
         full = everything(config, layout, batch, short)
@@ -203,9 +248,13 @@ def temporary(config: gpt2.Config, layout: Layout, batch: int, *, compiler: Comp
 
     of_stage = c.sums * sums + c.ends_of_stage * E + c.scattered * (B if layout.zero >= 1 else 0)
     of_stage += 0.0 if shares_parameters else c.chunk * B / chunks
-    of_whole = c.gradients * B + many * c.gradients_again * sums + (c.ends + many * c.ends_again) * E
+    of_whole = (
+        c.gradients * B + many * c.gradients_again * sums + (c.ends + many * c.ends_again) * E
+    )
     of_whole += (c.ring[0] * B + c.ring[1] * E) * (many and layout.data * layout.context > 2)
-    of_shares = c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
+    of_shares = (
+        c.shares * B_share * (1 + many) + (c.ends_gathered[0] + c.ends_gathered[1] * many) * E
+    )
     gradients = of_stage if layout.pipelined else of_shares if shares_parameters else of_whole
     update = c.update[0] * state + c.update[1] * (B_share if shares_parameters else B)
     update += (c.update[3] if layout.data * layout.context > 1 else c.update[2]) * E

@@ -96,7 +96,9 @@ def trace(
     Raises:
         ValueError: the step is not mapped over `mesh`.
     """
-    plain = jax.tree.map(_unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    plain = jax.tree.map(
+        _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
     closed = eqx.filter_make_jaxpr(step)(*plain)[0]
     jaxpr = jaxprs.opened(closed)
     _check(jaxpr, dict(mesh.shape))
@@ -105,7 +107,11 @@ def trace(
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
     read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit leaves out the others
-    kept = [(var, value.buffer) for var, value, each in zip(jaxpr.invars, arguments, read, strict=True) if each]
+    kept = [
+        (var, value.buffer)
+        for var, value, each in zip(jaxpr.invars, arguments, read, strict=True)
+        if each
+    ]
     own = {var: buffer for var, buffer in kept if buffer is not None}
     pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
     copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], platform)
@@ -136,7 +142,11 @@ def trace(
 
 def _unplaced(leaf: Any) -> Any:
     """An argument without the devices that it lies on, which may be another mesh's."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else leaf
+    )
 
 
 def _argument(var: Any) -> Value:
@@ -146,11 +156,22 @@ def _argument(var: Any) -> Value:
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
     """The arguments that a jitted function of the program may write over."""
-    marked = [(eqn.invars, eqn.params["donated_invars"]) for eqn in jaxpr.eqns if "donated_invars" in eqn.params]
-    return {var for variables, flags in marked for var, flag in zip(variables, flags, strict=True) if flag}
+    marked = [
+        (eqn.invars, eqn.params["donated_invars"])
+        for eqn in jaxpr.eqns
+        if "donated_invars" in eqn.params
+    ]
+    return {
+        var
+        for variables, flags in marked
+        for var, flag in zip(variables, flags, strict=True)
+        if flag
+    }
 
 
-def _placed(results: Sequence[Value], free: Sequence[Buffer]) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
+def _placed(
+    results: Sequence[Value], free: Sequence[Buffer]
+) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
     """Each result with the donated argument in whose place it is, the first of its size; and the results that have none."""
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
@@ -174,7 +195,9 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
     for eqn in maps:
         over = dict(eqn.params["mesh"].shape)
         if over != sizes:
-            raise ValueError(f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass that one.")
+            raise ValueError(
+                f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass that one."
+            )
 
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
@@ -207,18 +230,29 @@ def report(trace: Trace, *, rows: int = 8) -> str:
         *(f"  {name:<20} {quantity(size, 'B'):>9}" for name, size in of_memory.items()),
         "",
         "temporaries at the peak    bytes",
-        *(f"  {quantity(held.bytes, 'B'):>30}  {held.what}, {_short(held.line)}" for held in trace.at_peak[:rows]),
+        *(
+            f"  {quantity(held.bytes, 'B'):>30}  {held.what}, {_short(held.line)}"
+            for held in trace.at_peak[:rows]
+        ),
         "",
         "collectives                bytes     times  result",
         *_of_messages(trace.messages, rows),
         "",
         "products                      operations",
-        *(f"  {name:<20} {quantity(count, 'FLOP'):>15}" for name, count in trace.operations.items()),
-        *(f"    {quantity(count, 'FLOP'):>33}  {_short(line)}" for line, count in list(trace.lines.items())[:rows]),
+        *(
+            f"  {name:<20} {quantity(count, 'FLOP'):>15}"
+            for name, count in trace.operations.items()
+        ),
+        *(
+            f"    {quantity(count, 'FLOP'):>33}  {_short(line)}"
+            for line, count in list(trace.lines.items())[:rows]
+        ),
         f"memory: {quantity(trace.read, 'B')} read, {quantity(trace.written, 'B')} written",
     ]
     if trace.unbounded:
-        lines.append(f"loops of unknown length, counted once: {', '.join(map(_short, trace.unbounded))}")
+        lines.append(
+            f"loops of unknown length, counted once: {', '.join(map(_short, trace.unbounded))}"
+        )
     if trace.seconds is not None:
         lines += ["", *_of_time(trace.seconds)]
     return "\n".join(lines)
@@ -228,7 +262,11 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
-        total[0], total[1], total[2] = total[0] + times * message.bytes, total[1] + times, max(total[2], message.bytes)
+        total[0], total[1], total[2] = (
+            total[0] + times * message.bytes,
+            total[1] + times,
+            max(total[2], message.bytes),
+        )
     largest = sorted(kinds.items(), key=lambda item: -item[1][0])
     return [
         f"  {' x '.join(axes):<20} {quantity(total, 'B'):>9} {times:>9,}  {quantity(most, 'B')} {kind}, {_short(line)}"
@@ -243,7 +281,8 @@ def _of_time(found: Seconds) -> list[str]:
     along = ", ".join(f"{' x '.join(axes)} {taken:.3g}" for axes, taken in found.messages.items())
     return [
         f"{found.total:.4g} s a step, one thing after another: {parts}; {found.share:.1%} of peak",
-        f"at least {found.least:.4g} s, where all else hides behind it: bound by {longest}" + (f" ({along})" if along else ""),
+        f"at least {found.least:.4g} s, where all else hides behind it: bound by {longest}"
+        + (f" ({along})" if along else ""),
     ]
 
 

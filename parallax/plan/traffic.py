@@ -26,7 +26,9 @@ from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # of `cross_entropy.mean`
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {  # in whose time, and the bytes of the result
+LAX: Mapping[
+    Any, tuple[Callable[..., Any], Callable[[int, int], int]]
+] = {  # in whose time, and the bytes of the result
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
     lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
@@ -65,7 +67,9 @@ class Term(NamedTuple):
         if self.collective not in LAX:
             return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
         like, results = LAX[self.collective]
-        return cost.of(like, self.nbytes, self.n, itemsize=self.itemsize)._replace(sent=results(self.nbytes, self.n), messages=1)
+        return cost.of(like, self.nbytes, self.n, itemsize=self.itemsize)._replace(
+            sent=results(self.nbytes, self.n), messages=1
+        )
 
     @property
     def sent(self) -> int:
@@ -150,7 +154,12 @@ def terms(
         *(step.inside_layers(), step.around_context(), step.at_the_ends()),
         *(step.between_stages(), step.over_replicas(), step.over_all()),
     )
-    return [term for part in parts for term in part if term.times and (term.n > 1 or term.collective is lax.pmax)]
+    return [
+        term
+        for part in parts
+        for term in part
+        if term.times and (term.n > 1 or term.collective is lax.pmax)
+    ]
 
 
 def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
@@ -173,17 +182,30 @@ class _Step:
         self.compute = itemsize if layout.precision == "full" else short
         self.leaves = arguments.leaves(config, layout)
         self.parts = layout.token_shards
-        self.stream = self.size.tokens * config.width // self.parts * self.compute  # the residual stream, bytes on a device
+        self.stream = (
+            self.size.tokens * config.width // self.parts * self.compute
+        )  # the residual stream, bytes on a device
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
-        return Term(what, axes, collective, nbytes, times, math.prod(sizes[name] for name in axes), itemsize or self.compute)
+        return Term(
+            what,
+            axes,
+            collective,
+            nbytes,
+            times,
+            math.prod(sizes[name] for name in axes),
+            itemsize or self.compute,
+        )
 
     def groups(self, axes) -> list[list[str]]:
         """The axes that each call works along: neighbours that one mover moves together, one call after the other."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
-        return [list(group) for _, group in itertools.groupby(used, key=lambda name: self.axes[name].mover)]
+        return [
+            list(group)
+            for _, group in itertools.groupby(used, key=lambda name: self.axes[name].mover)
+        ]
 
     def mover(self, group):
         return self.axes[group[0]].mover if group else ring
@@ -213,7 +235,9 @@ class _Step:
         both = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again runs its forward pass as it stands; of a single layer, the last sum is not needed.
         gathers = both + size.backward * (size.layers * again.gathers + stage * 2 * size.layers)
-        sums = both + size.backward * (size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1)))
+        sums = both + size.backward * (
+            size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1))
+        )
         if self.layout.sequence:
             yield from self.halves("tokens gathered", gathers, "sums scattered", sums)
         else:
@@ -227,21 +251,27 @@ class _Step:
     def around_context(self) -> Iterator[Term]:
         """Keys and values, which go round the ring in each pass, and their gradients, which follow them in float32 or wider."""
         size, n = self.size, self.layout.context
-        keys = size.tokens * self.config.width // self.layout.tensor  # numbers on a device; of values as many, sent beside them
+        keys = (
+            size.tokens * self.config.width // self.layout.tensor
+        )  # numbers on a device; of values as many, sent beside them
         again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
         # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
-        yield self.term("their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide)
+        yield self.term(
+            "their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide
+        )
 
     def at_the_ends(self) -> Iterator[Term]:
         """The embedding and the head, whose vocabulary is split over stage and tensor."""
         size, both = self.size, ("stage", "tensor")
         ends = size.embeds + size.heads
         if self.layout.sequence:
-            yield from self.halves("tokens at the ends", size.leaves + size.heads, "sums at the ends", ends)
+            yield from self.halves(
+                "tokens at the ends", size.leaves + size.heads, "sums at the ends", ends
+            )
             yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
         else:
             yield from self.all_reduce("vocabulary", both, self.stream, ends)
@@ -257,8 +287,12 @@ class _Step:
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
         if self.layout.split_sends:
-            yield from self.all_gather("parts of hops gathered", ("tensor",), part, size.forward + size.backward)
-        yield from self.all_reduce("ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads)
+            yield from self.all_gather(
+                "parts of hops gathered", ("tensor",), part, size.forward + size.backward
+            )
+        yield from self.all_reduce(
+            "ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads
+        )
         for leaf in self.leaves:
             if "stage" not in leaf.axes:
                 yield from self.gradient("shared gradients", leaf, "stage")
@@ -276,14 +310,22 @@ class _Step:
 
     def over_replicas(self) -> Iterator[Term]:
         """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
-        over, chunks, shares_parameters = axes_of(self.shards), self.layout.chunks, self.layout.zero == 3
+        over, chunks, shares_parameters = (
+            axes_of(self.shards),
+            self.layout.chunks,
+            self.layout.zero == 3,
+        )
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
             gathered = self.compute if shares_parameters else self.itemsize
-            scatters, gathers, part = self._scatters(leaf) if self.shares_sums(leaf) else 1, 1, whole
+            scatters, gathers, part = (
+                self._scatters(leaf) if self.shares_sums(leaf) else 1,
+                1,
+                whole,
+            )
             if leaf.block:
                 # ZeRO-3 gathers and scatters each layer by itself, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
@@ -294,7 +336,9 @@ class _Step:
                     gathers = self._gathers(leaf) * layers
                     share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
-            yield from self.all_gather("parameters gathered", over, share // self.wide * gathered, gathers, gathered)
+            yield from self.all_gather(
+                "parameters gathered", over, share // self.wide * gathered, gathers, gathered
+            )
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
@@ -316,7 +360,11 @@ class _Step:
         size = self.size
         if not self.layout.pipelined:
             return size.backward
-        made = {"wte": size.leaves + size.heads, "wpe": size.leaves + 1, "norm.weight": size.heads + 1}
+        made = {
+            "wte": size.leaves + size.heads,
+            "wpe": size.leaves + 1,
+            "norm.weight": size.heads + 1,
+        }
         return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
@@ -330,4 +378,6 @@ class _Step:
             sets[frozenset(axes)] = None
         for axes in sets:
             yield from self.all_reduce("squared norms", sorted(axes), self.wide, 1, self.wide)
-        yield from self.all_reduce("whether all is finite", sorted(set().union(*sets)), self.wide, 1, self.wide)
+        yield from self.all_reduce(
+            "whether all is finite", sorted(set().union(*sets)), self.wide, 1, self.wide
+        )

@@ -25,7 +25,12 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
     if not callable(found):
         raise ValueError(f"plan needs {FORM}; {path} has no function {name!r}.")
     made = found(world)
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+    if not (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and callable(made[0])
+        and isinstance(made[1], tuple)
+    ):
         raise ValueError(
             f"plan needs {FORM}; {name} returned {type(made).__name__}. Return the step and a tuple of its arguments."
         )
@@ -38,4 +43,6 @@ def world(sizes: str) -> AbstractMesh:
         pairs = [part.split("=") for part in sizes.split(",")]
         return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
     except ValueError as error:
-        raise ValueError(f"--mesh needs axes and sizes of 1 or more, as data=256,tensor=8; got {sizes!r}.") from error
+        raise ValueError(
+            f"--mesh needs axes and sizes of 1 or more, as data=256,tensor=8; got {sizes!r}."
+        ) from error

@@ -25,7 +25,13 @@ def paths(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
-def specs(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ()) -> Specs:
+def specs(
+    tree: PyTree,
+    rule: Rule,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    batch_axes: Sequence[str] = (),
+) -> Specs:
     """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None where a leaf is no array.
 
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
@@ -56,11 +62,19 @@ class Survey(NamedTuple):
     refusals: list[Refusal]
 
 
-def survey(tree: PyTree, rule: Rule, mesh: Mesh | AbstractMesh | None = None, *, batch_axes: Sequence[str] = ()) -> Survey:
+def survey(
+    tree: PyTree,
+    rule: Rule,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    batch_axes: Sequence[str] = (),
+) -> Survey:
     """What `specs` gives and all that it refuses, in the order in which it would."""
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
-        for wrapper in {id(wrapper): wrapper for p in placements for wrapper in p.wrappers}.values():
+        for wrapper in {
+            id(wrapper): wrapper for p in placements for wrapper in p.wrappers
+        }.values():
             refusals += _size_refusals(wrapper, mesh)
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
@@ -84,14 +98,20 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)
-    return {p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)]) for p in placements}
+    return {
+        p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)])
+        for p in placements
+    }
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
     """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of leaves that get no spec."""
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     taken: dict[int, Placement] = {}
-    refusals, unplaced = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])], set()
+    refusals, unplaced = (
+        [_same_path(path, arrays) for path in twice([path for path, _ in arrays])],
+        set(),
+    )
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}
         for i, (path, leaf) in enumerate(arrays):
@@ -104,25 +124,44 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
         if not fresh and not _keeps_the_rest(part, wrappers):
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    for wrapper in {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values() if arrays else ():
+    for wrapper in (
+        {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
+        if arrays
+        else ()
+    ):
         for pattern in wrapper.keep:
             if not any(covers(pattern, path) for path, _ in arrays):
                 what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
-                refusals.append(Refusal("idle-keep", f"{wrapper}", what, "correct the pattern. Or drop it: it keeps nothing"))
-    refusals += [_uncovered(path, leaf, rule) for i, (path, leaf) in enumerate(arrays) if i not in taken]
+                refusals.append(
+                    Refusal(
+                        "idle-keep",
+                        f"{wrapper}",
+                        what,
+                        "correct the pattern. Or drop it: it keeps nothing",
+                    )
+                )
+    refusals += [
+        _uncovered(path, leaf, rule) for i, (path, leaf) in enumerate(arrays) if i not in taken
+    ]
     return [taken[i] for i in sorted(taken) if i not in unplaced], refusals
 
 
-def _placement(path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]) -> Placement:
+def _placement(
+    path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
+) -> Placement:
     spec, why = given, []
     for wrapper in wrappers:
-        there = {name for entry in spec for name in entry_axes(entry)} & set(entry_axes(wrapper.axis_name))
+        there = {name for entry in spec for name in entry_axes(entry)} & set(
+            entry_axes(wrapper.axis_name)
+        )
         if isinstance(rule, experts) and there:
             reason = f"adds no split: the experts are split over {sorted(there)} already"
         else:
             spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
-    return Placement(path, leaf, rule, given, wrappers, spec, tuple(why), visited=isinstance(rule, experts))
+    return Placement(
+        path, leaf, rule, given, wrappers, spec, tuple(why), visited=isinstance(rule, experts)
+    )
 
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
@@ -161,7 +200,9 @@ def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...]) -> bool:
     return not wrappers and isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
 
 
-def _idle(rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]) -> Refusal:
+def _idle(
+    rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]
+) -> Refusal:
     if not isinstance(rule, match):
         left = len(arrays) - len(taken)
         what = f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)})"
@@ -195,8 +236,13 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    return f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
+    return (
+        f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
+    )
 
 
 def _nearest(text: str, choices: list[str]) -> str:
-    return "".join(f" (the nearest is {choice})" for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0))
+    return "".join(
+        f" (the nearest is {choice})"
+        for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)
+    )

@@ -110,10 +110,16 @@ class fsdp:
         kept = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
         fit = [dim for dim in free(leaf, entries, self.size) if dim not in kept]
         if leaf.size < self.min_size:
-            return spec, f"adds no split: {leaf.size} elements are fewer than min_size={self.min_size}"
+            return (
+                spec,
+                f"adds no split: {leaf.size} elements are fewer than min_size={self.min_size}",
+            )
         if not fit:
             spared = f" (keep spares {sorted(kept)})" if kept else ""
-            return spec, f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{spared}"
+            return (
+                spec,
+                f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{spared}",
+            )
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"

@@ -42,7 +42,10 @@ def check_axes(names: Sequence[str], there: Sequence[str]) -> None:
 
 
 def optimizer_specs(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, tree: PyTree, specs: Specs, mesh: AnyMesh | None = None
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    tree: PyTree,
+    specs: Specs,
+    mesh: AnyMesh | None = None,
 ) -> Specs:
     """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter, all else (counts) is `P()`.
 
@@ -71,7 +74,13 @@ def optimizer_specs(
 
     def of(path, moment, spec_of, other):
         i = owner(path, paths)
-        return other if i is None else _moment_spec(moment, leaves[dotted(paths[i])], spec_of(dotted(paths[i])), dotted(paths[i]))
+        return (
+            other
+            if i is None
+            else _moment_spec(
+                moment, leaves[dotted(paths[i])], spec_of(dotted(paths[i])), dotted(paths[i])
+            )
+        )
 
     def node(path, each):
         if not isinstance(each, Owned):
@@ -80,9 +89,13 @@ def optimizer_specs(
             check_axes(each.names, mesh.axis_names)
         groups = []
         for group, members, lead in zip(each.groups, each.members, each.leads, strict=True):
-            spec_of = lambda name, lead=lead: _owned_spec(padded(given[name], leaves[name].ndim), lead, each.names)
+            spec_of = lambda name, lead=lead: _owned_spec(
+                padded(given[name], leaves[name].ndim), lead, each.names
+            )
             other = P(*spec_of(members[0])[:lead])
-            groups.append(jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group))  # noqa: B023
+            groups.append(
+                jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group)
+            )  # noqa: B023
         return Owned(groups, each.names, each.members, each.leads)
 
     state = jax.eval_shape(optimizer.init, arrays)
@@ -93,11 +106,15 @@ def _owned_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec
     """The spec of a leaf that is whole along the axes `names`, its layers split over them."""
     split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
     done = {name for entry in entries for name in entry_axes(entry)}
-    left = [tuple(name for name in entry_axes(entry) if name not in names) for entry in entries[lead:]]
+    left = [
+        tuple(name for name in entry_axes(entry) if name not in names) for entry in entries[lead:]
+    ]
     layers = [entry_axes(entry) for entry in entries[:lead]]
     if lead:
         layers[-1] = (*layers[-1], *split, *(name for name in names if name not in done))
-    return spec_of([(entry[0] if len(entry) == 1 else entry) if entry else None for entry in (*layers, *left)])
+    return spec_of(
+        [(entry[0] if len(entry) == 1 else entry) if entry else None for entry in (*layers, *left)]
+    )
 
 
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
@@ -107,7 +124,10 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     if not any(entry_axes(entry) for entry in entries):
         return P()
     readings = [
-        [entries[dim] if size == leaf.shape[dim] else None for size, dim in zip(moment.shape, dims, strict=True)]
+        [
+            entries[dim] if size == leaf.shape[dim] else None
+            for size, dim in zip(moment.shape, dims, strict=True)
+        ]
         for dims in itertools.combinations(range(leaf.ndim), moment.ndim)
         if all(size in (1, leaf.shape[dim]) for size, dim in zip(moment.shape, dims, strict=True))
     ]
@@ -117,4 +137,6 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
             f"that leaf reduced over some dims, so it cannot follow the spec {spec}; wrap the optimizer in optimizers.whole, "
             f"which keeps its state whole, replicate the leaf with P(), or write the specs of this state by hand."
         )
-    return spec_of([column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)])
+    return spec_of(
+        [column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)]
+    )

@@ -69,7 +69,10 @@ class Placement:
 
 
 def refused(
-    p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: Collection[str] = ()
+    p: Placement,
+    batch_axes: Sequence[str],
+    mesh: Mesh | AbstractMesh | None,
+    stacked: Collection[str] = (),
 ) -> list[Refusal]:
     """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes is not asked.
 
@@ -81,7 +84,10 @@ def refused(
         found = list(_sizes_refused(p, mesh, stacked))
     layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
     advised = lambda refusal: refusal.kind != "does-not-divide" or not layers
-    return [replace(refusal, fits=_fitting(p, batch_axes, mesh)) if advised(refusal) else refusal for refusal in found]
+    return [
+        replace(refusal, fits=_fitting(p, batch_axes, mesh)) if advised(refusal) else refusal
+        for refusal in found
+    ]
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
@@ -100,7 +106,9 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
             f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has {len(p.spec)} for shape "
             f"{p.leaf.shape}, which has {p.leaf.ndim}"
         )
-        yield Refusal("too-many-entries", p.path, what, "drop entries, or replicate this leaf with P()")
+        yield Refusal(
+            "too-many-entries", p.path, what, "drop entries, or replicate this leaf with P()"
+        )
     axes = [axis for entry in p.spec for axis in entry_axes(entry)]
     for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
         what = (
@@ -110,7 +118,9 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
         yield Refusal("axis-twice", p.path, what, "keep it in one entry only")
 
 
-def _batch_refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Iterator[Refusal]:
+def _batch_refused(
+    p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
+) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             if axis in batch_axes and not p.visited:
@@ -126,17 +136,28 @@ def _batch_refused(p: Placement, batch_axes: Sequence[str], mesh: Mesh | Abstrac
                 yield Refusal("split-like-the-batch", p.path, what, cure)
 
 
-def _sizes_refused(p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]) -> Iterator[Refusal]:
+def _sizes_refused(
+    p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
+) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.spec):
         of = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
         if missing:
-            yield Refusal("no-such-axis", p.path, no_axis(f"{of} (rule {p.by})", missing[0], mesh), "use one of these")
+            yield Refusal(
+                "no-such-axis",
+                p.path,
+                no_axis(f"{of} (rule {p.by})", missing[0], mesh),
+                "use one of these",
+            )
             continue
         size = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
-            others = f"split dim {' or '.join(map(str, fit))}, which does" if fit else "no other dim that is free does"
+            others = (
+                f"split dim {' or '.join(map(str, fit))}, which does"
+                if fit
+                else "no other dim that is free does"
+            )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = f"{of} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
             cure = f"{others}, or replicate this leaf with P()"
@@ -152,14 +173,21 @@ def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
     return f"{where}: there is no axis {axis!r} in the mesh, whose axes are {known}"
 
 
-def _fitting(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> PartitionSpec:
+def _fitting(
+    p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
+) -> PartitionSpec:
     """The spec that the rule gave, without the axes that do not fit."""
-    used = {*batch_axes, *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name))}
+    used = {
+        *batch_axes,
+        *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
+    }
     entries = []
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         kept = []
         for axis in entry_axes(entry):
-            size = 1 if mesh is None else math.prod(mesh.shape.get(name, 0) for name in (*kept, axis))
+            size = (
+                1 if mesh is None else math.prod(mesh.shape.get(name, 0) for name in (*kept, axis))
+            )
             if axis not in used and size and length % size == 0:
                 kept.append(axis)
                 used.add(axis)
@@ -169,7 +197,11 @@ def _fitting(p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
     """The dims that no axis splits yet and that divide by `size`."""
-    return [dim for dim, length in enumerate(leaf.shape) if not entry_axes(entries[dim]) and length % size == 0]
+    return [
+        dim
+        for dim, length in enumerate(leaf.shape)
+        if not entry_axes(entries[dim]) and length % size == 0
+    ]
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list:

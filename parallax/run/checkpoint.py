@@ -110,7 +110,9 @@ class Checkpoints:
         say: Callable[[str], Any] = print,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}.")
+            raise ValueError(
+                f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}."
+            )
         if tries < 1:
             raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
@@ -118,7 +120,9 @@ class Checkpoints:
                 f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To lose 1, save and wait after each."
             )
         if (to_disk is None) != (from_disk is None):
-            raise ValueError("Checkpoints needs both to_disk and from_disk, each the inverse of the other, or neither.")
+            raise ValueError(
+                "Checkpoints needs both to_disk and from_disk, each the inverse of the other, or neither."
+            )
         self.folder = Path(folder).absolute()
         self.settings = json.loads(json.dumps(settings))
         self.lose_at_most, self.keep, self.keep_every = lose_at_most, keep, keep_every
@@ -130,7 +134,9 @@ class Checkpoints:
         self._meet = orbax().multihost.get_barrier_sync_fn()
         records.hashing()
         make_room = lambda step: kept.make_room(self.folder, step, self.settings, self.refused)
-        self._writer = Writer(self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say)
+        self._writer = Writer(
+            self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
+        )
         self._lock: lock.Lock | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -156,7 +162,14 @@ class Checkpoints:
         """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most` steps."""
         return step % (self.lose_at_most // 2) == 0
 
-    def save(self, step: int, state: PyTree, note: Mapping[str, Any] | None = None, *, evaluated: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        note: Mapping[str, Any] | None = None,
+        *,
+        evaluated: float | None = None,
+    ) -> None:
         """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon as this returns.
 
         Waits for the save before it. What went wrong in the background is raised by the next `save`, `check` or `wait`.
@@ -175,7 +188,9 @@ class Checkpoints:
         """
         self.wait()
         arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
-        lost = self._lost(arrays)  # while Orbax begins to write: it waits for the disk, and the cores are idle
+        lost = self._lost(
+            arrays
+        )  # while Orbax begins to write: it waits for the disk, and the cores are idle
         # The note as it is now: the writer's thread comes to it later.
         noted = json.loads(json.dumps(dict(note or {})))
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
@@ -183,7 +198,9 @@ class Checkpoints:
         record = Record(step, self.settings, noted, numbers, described, loss)
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         none = stored.empty(plain)
-        self._writer.write(record, {name: leaf for name, leaf in plain.items() if name not in none}, lost)
+        self._writer.write(
+            record, {name: leaf for name, leaf in plain.items() if name not in none}, lost
+        )
 
     def saving(self) -> bool:
         """Whether a save goes on in the background."""
@@ -199,7 +216,9 @@ class Checkpoints:
 
     def _sealed(self, step: int) -> None:
         self.refused.pop(step, None)
-        kept.thin(self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every)
+        kept.thin(
+            self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every
+        )
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
@@ -230,7 +249,9 @@ class Checkpoints:
         if before is not None and any(step < before for step in self.steps()):
             asked = f"a checkpoint from before step {before} was asked for"
             later = (step for step in kept.seen(self.folder)[0] if step >= before)
-            self.refused |= {step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later}
+            self.refused |= {
+                step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
+            }
         while True:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:
@@ -245,16 +266,24 @@ class Checkpoints:
                 self._refuse(step, error)
                 continue
             self._say(f"restored step {step} from {self._path(step)}")
-            return Restored(step, state, record.note, {other: str(why) for other, why in self.refused.items()})
+            return Restored(
+                step, state, record.note, {other: str(why) for other, why in self.refused.items()}
+            )
 
     def _of_first(self, step: int) -> int:
         """The step that the first process gives."""
         self._come()
-        return int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32))) if jax.process_count() > 1 else step
+        return (
+            int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+            if jax.process_count() > 1
+            else step
+        )
 
     def _come(self) -> None:
         """Return when all processes have come here, however long that takes: what they do next together takes no time."""
-        self._meet(key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000))
+        self._meet(
+            key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
+        )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
         """What is wrong with the files of a checkpoint, on all processes; each has hashed its share of them."""
@@ -268,8 +297,12 @@ class Checkpoints:
             found = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
             self._come()
-            told = multihost_utils.process_allgather(np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8))
-            found = next(filter(None, (bytes(each).decode(errors="replace").rstrip() for each in told)), "")
+            told = multihost_utils.process_allgather(
+                np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8)
+            )
+            found = next(
+                filter(None, (bytes(each).decode(errors="replace").rstrip() for each in told)), ""
+            )
         kind, _, words = found.partition(": ")
         return {"": None, "damaged": manifest.Damaged(words), "unread": ValueError(words)}[kind]
 
@@ -308,7 +341,12 @@ class Checkpoints:
         like = stored.shapes(like)
         wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
         arrays, numbers = stored.stored(wanted)
-        stored.check_same(self._path(step), record, {name: stored.described(leaf) for name, leaf in arrays.items()}, numbers)
+        stored.check_same(
+            self._path(step),
+            record,
+            {name: stored.described(leaf) for name, leaf in arrays.items()},
+            numbers,
+        )
         if others := records.differences(record.numbers, numbers):
             self._say(
                 f"step {step} has other plain numbers than this program, and they are taken: {others}. Make what belongs to the "
@@ -323,7 +361,9 @@ class Checkpoints:
         )
         self._come()
         if lost := self._lost(found)():
-            raise manifest.Damaged(f"{self._path(step)}: needed a finite state; nan or inf is in {kept.listed(lost)}.")
+            raise manifest.Damaged(
+                f"{self._path(step)}: needed a finite state; nan or inf is in {kept.listed(lost)}."
+            )
         state = stored.found(wanted, found, record.numbers)
         if self.from_disk is None:
             return state

@@ -101,15 +101,21 @@ def differing(tree: PyTree) -> list[Differs]:
             inside a program call `compared`.
     """
     placed = _placed(tree)
-    same, words = jax.block_until_ready(_program(tuple(placed.leaves), specs=placed.specs, over=placed.mesh))
+    same, words = jax.block_until_ready(
+        _program(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
+    )
     return [] if same else _named(np.asarray(words), placed)
 
 
 def uncompared(tree: PyTree) -> list[str]:
     """The paths of the arrays (or shapes with shardings) of which no device holds a second copy. Raises as `differing` does."""
     placed = _placed(tree)
-    copies = lambda spec: math.prod(count for name, count in placed.mesh.shape.items() if name not in _split(spec))
-    return [path for path, spec in zip(placed.paths, placed.specs, strict=True) if copies(spec) == 1]
+    copies = lambda spec: math.prod(
+        count for name, count in placed.mesh.shape.items() if name not in _split(spec)
+    )
+    return [
+        path for path, spec in zip(placed.paths, placed.specs, strict=True) if copies(spec) == 1
+    ]
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
@@ -118,7 +124,9 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
 
 
-def compared(tree: PyTree, specs: Specs, axis: AxisLike) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
+def compared(
+    tree: PyTree, specs: Specs, axis: AxisLike
+) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
     """Whether the copies of each array of `tree` along `axis` are the same, and the words of all of them. Inside `mesh.spmd`.
 
     One gather of 8 bytes a leaf. Both results are the same on all devices of `axis`.
@@ -145,7 +153,9 @@ def compared(tree: PyTree, specs: Specs, axis: AxisLike) -> tuple[Bool[Array, ""
     words = replicated(axis.all_gather(own), names).reshape(*sizes, len(leaves), WORDS)
     together: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, spec in enumerate(found):
-        together[tuple(dim for dim, name in enumerate(names) if name not in _split(spec))].append(number)
+        together[tuple(dim for dim, name in enumerate(names) if name not in _split(spec))].append(
+            number
+        )
     same = [_same(words[..., np.asarray(numbers), :], along) for along, numbers in together.items()]
     return jnp.all(jnp.stack(same)), words
 
@@ -172,13 +182,20 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     """
     bits = _bits(_plain(x))
     strides = [math.prod(bits.shape[dim + 1 :]) % 2**32 for dim in range(bits.ndim)]
-    parts = [lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * np.uint32(stride) for dim, stride in enumerate(strides)]
+    parts = [
+        lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * np.uint32(stride)
+        for dim, stride in enumerate(strides)
+    ]
     place = sum(parts, jnp.zeros(bits.shape, jnp.uint32))
-    mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))  # 2^32 over the golden ratio: near places are far apart in bits
+    mixed = _mixed(
+        bits ^ place * np.uint32(0x9E3779B9)
+    )  # 2^32 over the golden ratio: near places are far apart in bits
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
     # One reduction of both: two would each store what they add up, as large as `x`, on a CPU, and take three times as long.
     both = lambda sums, terms: (sums[0] + terms[0], sums[1] + terms[1])
-    return jnp.stack(lax.reduce((mixed, weighed), (np.uint32(0), np.uint32(0)), both, tuple(range(bits.ndim))))
+    return jnp.stack(
+        lax.reduce((mixed, weighed), (np.uint32(0), np.uint32(0)), both, tuple(range(bits.ndim)))
+    )
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -197,9 +214,15 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     """The bits of each number as a word, or, along a last dim, as several."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype == jnp.bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits <= 32):
+    if x.dtype == jnp.bool or (
+        jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits <= 32
+    ):
         return x.astype(jnp.uint32)
-    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+    bits = (
+        jnp.finfo(x.dtype).bits
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.iinfo(x.dtype).bits
+    )
     unsigned = jnp.uint32 if bits > 32 else getattr(jnp, f"uint{bits}")
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
@@ -218,9 +241,15 @@ class _Placed(NamedTuple):
 
 def _placed(tree: PyTree) -> _Placed:
     found = jax.tree.leaves_with_path(tree)
-    arrays = [(mesh.dotted(path), leaf) for path, leaf in found if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    arrays = [
+        (mesh.dotted(path), leaf)
+        for path, leaf in found
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    ]
     if not arrays:
-        raise ValueError("fingerprint needs a tree with JAX arrays, such as a step.State; got one without.")
+        raise ValueError(
+            "fingerprint needs a tree with JAX arrays, such as a step.State; got one without."
+        )
     paths, leaves = [path for path, _ in arrays], [leaf for _, leaf in arrays]
     specs, meshes = zip(*(_spec_and_mesh(path, leaf) for path, leaf in arrays), strict=True)
     over = meshes[0]
@@ -258,7 +287,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "over"))
-def _program(leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh) -> tuple[Array, Array]:
+def _program(
+    leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
+) -> tuple[Array, Array]:
     local = lambda *blocks: compared(blocks, specs, over.axis_names)
     return mesh.spmd(local, mesh=over, in_specs=specs, out_specs=PartitionSpec())(*leaves)
 
@@ -269,7 +300,11 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
         for devices in _groups(placed.mesh, splits):
-            found += _strays(path, {place: tuple(words[place][number].tolist()) for place in devices}, placed.mesh)
+            found += _strays(
+                path,
+                {place: tuple(words[place][number].tolist()) for place in devices},
+                placed.mesh,
+            )
     return sorted(found, key=lambda each: each.alike)
 
 
@@ -290,5 +325,13 @@ def _strays(path: str, held: dict[tuple[int, ...], tuple[int, ...]], over: Mesh)
     strays = [place for place, words in held.items() if most == second or words != usual]
     alike = lambda place: counts[held[place]]
     return [
-        Differs(path, over.devices[at].id, over.devices[at].process_index, alike(at), len(held), most > second) for at in strays
+        Differs(
+            path,
+            over.devices[at].id,
+            over.devices[at].process_index,
+            alike(at),
+            len(held),
+            most > second,
+        )
+        for at in strays
     ]

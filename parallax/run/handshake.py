@@ -88,11 +88,16 @@ def listen(job: launch.Job) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     launch.end(
-                        f"error: {job.who} cannot listen at {job.coordinator}: {error.strerror or error}.\n", launch.REFUSED
+                        f"error: {job.who} cannot listen at {job.coordinator}: {error.strerror or error}.\n",
+                        launch.REFUSED,
                     )
         if time.monotonic() > until:
             _, first = address(job)
-            which = f"port {first}" if job.ports == 1 else f"each of the ports {first} to {first + job.ports - 1}"
+            which = (
+                f"port {first}"
+                if job.ports == 1
+                else f"each of the ports {first} to {first + job.ports - 1}"
+            )
             launch.end(
                 f"error: {job.who} cannot listen at {job.coordinator}: {which} is taken, by another job or another program. "
                 'Give all ranks another one, by initialize(coordinator="host:port") or JAX_COORDINATOR_ADDRESS=host:port.\n',
@@ -111,9 +116,13 @@ def _server(job: launch.Job, port: int) -> socket.socket:
     host, _ = address(job)
     if job.on_one_machine:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((bound(job), port), family=family, backlog=max(128, job.processes))
+        return socket.create_server(
+            (bound(job), port), family=family, backlog=max(128, job.processes)
+        )
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=max(128, job.processes))
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=max(128, job.processes)
+        )
     return socket.create_server(("", port), backlog=max(128, job.processes))
 
 
@@ -186,7 +195,9 @@ class Line:
         return [message for message in messages if isinstance(message, dict)]
 
 
-def present(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def present(
+    line: Line, rank: int, secret: Secret, about: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """Show rank 0, at the other end of `line`, that this is a rank of its job; `about` says more of it.
 
     The answer is `IN` and rank 0's message, or why not, in words. A process that proves nothing is told nothing.
@@ -203,11 +214,18 @@ def present(line: Line, rank: int, secret: Secret, about: dict[str, Any]) -> tup
                 return IN, message
             if proved and is_text(message.get("refused"), LONG):
                 return message["refused"], {}
-            if not proved and not secret.proves(message.get("proof"), 0, rank, mine, str(message.get("nonce"))):
+            if not proved and not secret.proves(
+                message.get("proof"), 0, rank, mine, str(message.get("nonce"))
+            ):
                 line.send({})  # no proof: there it is known then why this one goes
-                return f"another job listens there, or another program, or {launch.TOKEN} is not the same", {}
+                return (
+                    f"another job listens there, or another program, or {launch.TOKEN} is not the same",
+                    {},
+                )
             if not proved:
-                line.send({"proof": secret.proof(rank, rank, mine, message["nonce"]), "about": about})
+                line.send(
+                    {"proof": secret.proof(rank, rank, mine, message["nonce"]), "about": about}
+                )
                 proved = True
     return "it says nothing", {}
 
@@ -226,7 +244,9 @@ class Newcomer:
         self._theirs = self._mine = ""
 
     def __str__(self):
-        return f"{self.host} port {self.port}" + f" (it says that it is rank {self.rank})" * (self.rank >= 0)
+        return f"{self.host} port {self.port}" + f" (it says that it is rank {self.rank})" * (
+            self.rank >= 0
+        )
 
     def hear(self, message: dict[str, Any], secret: Secret, ranks: range) -> bool | None:
         """Whether it is of the job, once that is known; None before."""
@@ -235,7 +255,9 @@ class Newcomer:
             if type(rank) is not int or rank not in ranks or not is_text(theirs, SHORT):
                 return False
             self.rank, self._theirs, self._mine = rank, theirs, nonce()
-            self.line.send({"nonce": self._mine, "proof": secret.proof(0, rank, theirs, self._mine)})
+            self.line.send(
+                {"nonce": self._mine, "proof": secret.proof(0, rank, theirs, self._mine)}
+            )
             return None
         if not is_about(message.get("about"), self.rank):
             return False

@@ -38,7 +38,14 @@ def finished(folder: Path) -> list[int]:
 
 def seen(folder: Path) -> tuple[list[int], str]:
     """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, in words."""
-    steps, wrong = {step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None}, ""
+    steps, wrong = (
+        {
+            step
+            for path in folder.iterdir()
+            if path.is_dir() and (step := step_of(path)) is not None
+        },
+        "",
+    )
     if os.path.lexists(folder / NEWEST):
         try:
             steps.add(records.newest(folder / NEWEST))
@@ -52,7 +59,11 @@ def seen(folder: Path) -> tuple[list[int], str]:
 def newest_in_words(folder: Path) -> str:
     """A sentence that names the newest finished checkpoint."""
     good = finished(folder)
-    return f"The newest finished one is {path_of(folder, good[-1])}." if good else "There is no finished one yet."
+    return (
+        f"The newest finished one is {path_of(folder, good[-1])}."
+        if good
+        else "There is no finished one yet."
+    )
 
 
 def listed(names: list[str]) -> str:
@@ -60,7 +71,9 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]) -> None:
+def make_room(
+    folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
+) -> None:
     """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
 
     Raises:
@@ -77,12 +90,19 @@ def make_room(folder: Path, step: int, settings: Mapping[str, Any], refused: Map
         aside = Path(f"{path}{OLD}")
         if aside.is_dir() and records.is_of(aside, step, settings):
             remove(aside)
-        names = itertools.chain([aside], (Path(f"{aside}.{number}") for number in itertools.count(2)))
+        names = itertools.chain(
+            [aside], (Path(f"{aside}.{number}") for number in itertools.count(2))
+        )
         path.rename(next(name for name in names if not (name.is_symlink() or name.exists())))
 
 
 def thin(
-    folder: Path, settings: Mapping[str, Any], refused: Mapping[int, ValueError], *, keep: int, keep_every: int | None
+    folder: Path,
+    settings: Mapping[str, Any],
+    refused: Mapping[int, ValueError],
+    *,
+    keep: int,
+    keep_every: int | None,
 ) -> None:
     """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and replaced ones left behind.
 
@@ -95,7 +115,11 @@ def thin(
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
         if step is not None and path.is_dir() and records.is_of(path, step, settings):
             ours[path] = step
-    good = (step for step in reversed(finished(folder)) if step not in refused and path_of(folder, step) in ours)
+    good = (
+        step
+        for step in reversed(finished(folder))
+        if step not in refused and path_of(folder, step) in ours
+    )
     newest = list(itertools.islice(good, keep))
     if not newest:
         return
@@ -105,10 +129,16 @@ def thin(
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         return step in newest or (keep_every is not None and step % keep_every == 0)
 
-    going = {path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)}
-    for path in going.keys() - {_evaluated(folder, newest, {step for step in going.values() if step not in refused})}:
+    going = {
+        path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
+    }
+    for path in going.keys() - {
+        _evaluated(folder, newest, {step for step in going.values() if step not in refused})
+    }:
         remove(path)
-    for path in folder.glob(f".{NEWEST}.*.partial"):  # of a run that was killed: this one alone writes here
+    for path in folder.glob(
+        f".{NEWEST}.*.partial"
+    ):  # of a run that was killed: this one alone writes here
         path.unlink()
 
 

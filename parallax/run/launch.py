@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 
 FAILED = 1  # the exit code of a process that raised, lost its peers, or hung
 REFUSED = 2  # the exit code of a process that was started wrongly, and has changed nothing
-PORTS = 49152, 65536  # the range for private use (RFC 6335) from which a job's coordinator gets its port
+PORTS = (
+    49152,
+    65536,
+)  # the range for private use (RFC 6335) from which a job's coordinator gets its port
 OTHERS = 8  # ports from there on, of which rank 0 takes the first that is free
 TOKEN = "PARALLAX_JOB_TOKEN"  # the variable with a secret of the user's for a job, the same for all its processes
 
@@ -72,7 +75,9 @@ class Job:
 TPU = "Cloud TPU"
 
 
-def found(environment: Mapping[str, str] = os.environ, coordinator: str | None = None) -> Job | None:
+def found(
+    environment: Mapping[str, str] = os.environ, coordinator: str | None = None
+) -> Job | None:
     """The job that the launcher's variables describe; `None` where there are none. Looks, and connects nothing.
 
     Raises `ValueError` where they do not say where rank 0 is, and `coordinator` does not either.
@@ -96,21 +101,32 @@ def found(environment: Mapping[str, str] = os.environ, coordinator: str | None =
             address = f"{coordinator}:{port(job.secret)}"
         secret = f"{job.secret} {environment.get(TOKEN, '')}"
         return dataclasses.replace(job, coordinator=address, ports=ports, secret=secret)
-    chips = importlib.util.find_spec("libtpu") and (Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists())
+    chips = importlib.util.find_spec("libtpu") and (
+        Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    )
     return Job(TPU) if chips else None
 
 
-def told(coordinator: str | None, processes: int | None, rank: int | None, token: str = "") -> Job | None:
+def told(
+    coordinator: str | None, processes: int | None, rank: int | None, token: str = ""
+) -> Job | None:
     """The job that these arguments describe; `None` where they are none. Raises `ValueError` where some are missing."""
     if processes is None and rank is None:
         return None
-    if processes is None or rank is None or (coordinator is None and processes > 1) or not 0 <= rank < processes:
+    if (
+        processes is None
+        or rank is None
+        or (coordinator is None and processes > 1)
+        or not 0 <= rank < processes
+    ):
         raise ValueError(
             "initialize needs coordinator, processes and rank together, with 0 <= rank < processes; got "
             f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Or give none, and the launcher decides."
         )
     if processes > 1 and not re.search(r".:\d+$", coordinator or ""):
-        raise ValueError(f'initialize needs a coordinator "host:port", with a port that is free on rank 0; got {coordinator!r}.')
+        raise ValueError(
+            f'initialize needs a coordinator "host:port", with a port that is free on rank 0; got {coordinator!r}.'
+        )
     return Job("arguments", rank, processes, coordinator, secret=token)
 
 
@@ -122,7 +138,10 @@ def _open_mpi(environment: Mapping[str, str]) -> Job | None:
     name = environment.get("OMPI_MCA_ess_base_jobid") or new
     # mpirun's own host holds rank 0 unless a host file says otherwise. Open MPI 4 tells its address, 5 puts its name into
     # prterun-HOST-PID@JOB.
-    address, within = re.search(r"tcp://([^,:;]+)", old), re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", new)
+    address, within = (
+        re.search(r"tcp://([^,:;]+)", old),
+        re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", new),
+    )
     host = address[1] if address else within[1] if within else None
     if number("LOCAL_SIZE") == number("SIZE"):
         host = "127.0.0.1"
@@ -143,16 +162,28 @@ def _mpich(environment: Mapping[str, str]) -> Job | None:
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= environment.keys():
         return None
     rank, size, local_rank, local_size = (
-        int(environment[name]) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        int(environment[name])
+        for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     )
     # The parent of all ranks on one machine is the same process: its id tells two jobs apart.
     name = str(os.getppid()) if size == local_size else ""
     host = f"127.0.0.1:{port(name)}" if name else None
-    return Job("mpirun of MPICH or Intel MPI", rank, size, host, local_rank, local_size, ports=OTHERS, secret=name)
+    return Job(
+        "mpirun of MPICH or Intel MPI",
+        rank,
+        size,
+        host,
+        local_rank,
+        local_size,
+        ports=OTHERS,
+        secret=name,
+    )
 
 
 def _slurm(environment: Mapping[str, str]) -> Job | None:
-    if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environment.keys():  # a batch script alone has no step
+    if (
+        not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environment.keys()
+    ):  # a batch script alone has no step
         return None
     size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"])
     # node[007-015,020],other -> node007
@@ -202,4 +233,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
     """End at once, for a signal that came where there is nothing to save, or a second time. For `signals.listening`."""
-    end(f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n", 128 + number)
+    end(
+        f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
+        128 + number,
+    )

@@ -100,7 +100,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         ) from None
     except OSError as error:
         _remove(made)
-        raise OSError(f"{folder}: needed a folder to write to; {error.strerror}. Choose another one.") from error
+        raise OSError(
+            f"{folder}: needed a folder to write to; {error.strerror}. Choose another one."
+        ) from error
 
 
 def _make(folder: Path, made: list[Path]) -> None:
@@ -124,7 +126,9 @@ def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # what it leads to is no file of a run's, and would be emptied
+        if (
+            error.errno == errno.ELOOP
+        ):  # what it leads to is no file of a run's, and would be emptied
             raise OSError(errno.ELOOP, f"{FILE} there is a link, and a lock is a file") from error
         raise
     try:
@@ -133,7 +137,9 @@ def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
         if error.errno not in WITHOUT_LOCKS:
             os.close(descriptor)
             raise
-        say(f"{path.parent}: its file system has no locks ({error.strerror}), so nothing keeps a second run out of it.")
+        say(
+            f"{path.parent}: its file system has no locks ({error.strerror}), so nothing keeps a second run out of it."
+        )
     try:
         if os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
@@ -145,7 +151,11 @@ def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
 
 def _sign(descriptor: int, path: Path) -> None:
     """Write into the lock's file who holds it, for other machines too."""
-    record = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    record = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(record).encode(), 0)
@@ -160,7 +170,9 @@ def _holder(folder: Path) -> str:
     """The process that holds the folder, in words, read until it has written them down."""
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
-        time.sleep(0.02)  # a run that has just begun takes this long to replace what the last one wrote
+        time.sleep(
+            0.02
+        )  # a run that has just begun takes this long to replace what the last one wrote
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(disk.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"

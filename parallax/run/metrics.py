@@ -58,7 +58,11 @@ class Skipped:
         loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
-            what = " What the update makes of them is not finite." if math.isfinite(loss + norm) else ""
+            what = (
+                " What the update makes of them is not finite."
+                if math.isfinite(loss + norm)
+                else ""
+            )
             raise OverBudget(
                 f"step {number}: the loss is {loss} and the gradient norm {norm}.{what} {len(self.steps)} steps were not finite "
                 f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is {self.budget}. Lower the learning rate, clip "
@@ -87,7 +91,9 @@ class Clock:
         seconds: so far, by name, with those of the run that this one goes on from.
     """
 
-    def __init__(self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)):
+    def __init__(
+        self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)
+    ):
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])
         self.productive = productive
@@ -109,7 +115,9 @@ class Clock:
         Where the system's clock was set back since, all seconds are those that were counted, at least.
         """
         counted = sum(self.seconds.values())
-        return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(time.time() - self.began, counted, 1e-9)
+        return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
+            time.time() - self.began, counted, 1e-9
+        )
 
 
 # Metrics: a sink is a function of the step and of numbers by name
@@ -117,7 +125,9 @@ class Clock:
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
-def recorded(path: str | Path, *, say: Callable[[str], Any] = lambda line: None) -> list[dict[str, Any]]:
+def recorded(
+    path: str | Path, *, say: Callable[[str], Any] = lambda line: None
+) -> list[dict[str, Any]]:
     """The records that `jsonl` wrote to a file, oldest first; none where there is no file.
 
     What is no record, such as a line that a crash cut short or filled with zeros, is passed over, and said.
@@ -136,11 +146,15 @@ def recorded(path: str | Path, *, say: Callable[[str], Any] = lambda line: None)
         else:
             others += 1
     if others:
-        say(f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and passed over.")
+        say(
+            f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and passed over."
+        )
     return found
 
 
-def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0) -> Sink:
+def jsonl(
+    path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
+) -> Sink:
     """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when the call returns.
 
     Where the storage fails for a while, the lines wait in memory and are written with the next one that it takes.
@@ -154,7 +168,11 @@ def jsonl(path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         partial = path.with_name(f".{path.name}.partial")
-        kept = (json.dumps(record) + "\n" for record in recorded(path, say=say) if record["step"] <= after)
+        kept = (
+            json.dumps(record) + "\n"
+            for record in recorded(path, say=say)
+            if record["step"] <= after
+        )
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, path)
 
@@ -200,7 +218,9 @@ def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
-        raise ImportError("The TensorBoard sink needs tensorboardX: pip install tensorboardX.") from error
+        raise ImportError(
+            "The TensorBoard sink needs tensorboardX: pip install tensorboardX."
+        ) from error
     writer = SummaryWriter(str(folder), purge_step=after + 1)
 
     def sink(step, values):

@@ -47,11 +47,21 @@ class Peer:
 
     def __init__(self, line: handshake.Line, about: dict[str, Any]):
         self.line, self.about = line, about
-        self.doing, self.waits, self.left, self.over, self.fault, self.gone, self.port = "starting", True, False, False, "", "", 0
+        self.doing, self.waits, self.left, self.over, self.fault, self.gone, self.port = (
+            "starting",
+            True,
+            False,
+            False,
+            "",
+            "",
+            0,
+        )
         self.heard = time.monotonic()
 
     def __str__(self):
-        return f"rank {self.about['rank']} on {self.about['host']} (process {self.about['process']})"
+        return (
+            f"rank {self.about['rank']} on {self.about['host']} (process {self.about['process']})"
+        )
 
     @property
     def silent(self) -> float:
@@ -63,7 +73,9 @@ class Peer:
         if not handshake.is_status(message):
             return False
         self.doing, self.waits, self.port = message["doing"], message["waits"], message["port"]
-        self.left, self.over, self.fault, self.gone = (message[name] for name in ("left", "over", "fault", "gone"))
+        self.left, self.over, self.fault, self.gone = (
+            message[name] for name in ("left", "over", "fault", "gone")
+        )
         self.heard = time.monotonic()
         return True
 
@@ -91,14 +103,21 @@ class Peers:
         self.others: list[Peer] = []  # on rank 0 all others; elsewhere rank 0
         self.gone = ""  # who is, in words
         self._about, self._secret = about(job), handshake.secret(job)
-        self._message: dict[str, Any] = {"doing": "starting", "waits": True, "left": False, "over": False}
+        self._message: dict[str, Any] = {
+            "doing": "starting",
+            "waits": True,
+            "left": False,
+            "over": False,
+        }
         self._message |= {"fault": "", "gone": "", "port": 0}
         self._said: set[Hashable] = set()
         self._here, self._met = threading.Event(), threading.Event()
         self._sending = threading.Lock()
         self._sent = time.monotonic()
         self._began = self._sent - spent
-        run = functools.partial(self._lead, handshake.listen(job)) if job.rank == 0 else self._follow
+        run = (
+            functools.partial(self._lead, handshake.listen(job)) if job.rank == 0 else self._follow
+        )
         threading.Thread(target=run, name="peers", daemon=True).start()
 
     # What this process tells
@@ -128,7 +147,9 @@ class Peers:
         self._message["over"] = True
         self._send(now=True)
         for peer in list(self.others):
-            with contextlib.suppress(OSError):  # a process that goes with words unread would take its own last ones back
+            with contextlib.suppress(
+                OSError
+            ):  # a process that goes with words unread would take its own last ones back
                 peer.line.connection.shutdown(socket.SHUT_WR)
         until = time.monotonic() + LAST
         while self.others and time.monotonic() < until:
@@ -149,14 +170,20 @@ class Peers:
         while self.job.rank and self.others and time.monotonic() < self._began + self.limit:
             time.sleep(BEAT / 5)
         here = {0, self.job.rank, *(peer.about["rank"] for peer in self.others)}
-        missing = [rank for rank in range(self.job.processes) if rank not in here] if self.job.rank == 0 else []
+        missing = (
+            [rank for rank in range(self.job.processes) if rank not in here]
+            if self.job.rank == 0
+            else []
+        )
         words = ", ".join(f"rank {rank}" for rank in missing[:8]) + ", ..." * (len(missing) > 8)
         if self.job.rank and not self.others:
             words = f"rank 0 at {self.job.coordinator}"
         why = f"{words} did not come" if words else self.fault() or "a process did not come"
         self._message["gone"] = why
         self._send(now=True)
-        launch.end(f"{self.job.who}: the start took more than the {self.limit:g} s allowed: {why}. The job ends.\n")
+        launch.end(
+            f"{self.job.who}: the start took more than the {self.limit:g} s allowed: {why}. The job ends.\n"
+        )
 
     # The thread
 
@@ -175,7 +202,10 @@ class Peers:
                         selector.unregister(key.fileobj)
                         self._closed(key.data)
                 for key in list(selector.get_map().values()):
-                    if isinstance(key.data, handshake.Newcomer) and time.monotonic() > key.data.came + handshake.ANSWER:
+                    if (
+                        isinstance(key.data, handshake.Newcomer)
+                        and time.monotonic() > key.data.came + handshake.ANSWER
+                    ):
                         self._turn_away(key.data, selector, "it says nothing")
                 self._message["fault"] = self.fault()
                 self._send()
@@ -187,9 +217,17 @@ class Peers:
             connection.setblocking(False)
             newcomer = handshake.Newcomer(handshake.Line(connection), *where[:2])
             selector.register(connection, selectors.EVENT_READ, newcomer)
-            waiting = [key.data for key in selector.get_map().values() if isinstance(key.data, handshake.Newcomer)]
-            if len(waiting) > NEWCOMERS:  # the oldest goes: a rank shows who it is within milliseconds, a silent one never
-                self._turn_away(min(waiting, key=lambda other: other.came), selector, "too many ask at once")
+            waiting = [
+                key.data
+                for key in selector.get_map().values()
+                if isinstance(key.data, handshake.Newcomer)
+            ]
+            if (
+                len(waiting) > NEWCOMERS
+            ):  # the oldest goes: a rank shows who it is within milliseconds, a silent one never
+                self._turn_away(
+                    min(waiting, key=lambda other: other.came), selector, "too many ask at once"
+                )
 
     def _hear(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector) -> None:
         """Hear a newcomer; once it has shown that it is of the job, it is another."""
@@ -216,10 +254,15 @@ class Peers:
         peer.line.send(self._message | {"about": self._about})
         self._send(now=True)
 
-    def _turn_away(self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector, why: str) -> None:
+    def _turn_away(
+        self, newcomer: handshake.Newcomer, selector: selectors.BaseSelector, why: str
+    ) -> None:
         selector.unregister(newcomer.line.connection)
         newcomer.line.connection.close()
-        self._say((newcomer.host, newcomer.rank, why), f"{self.job.who} turned away {newcomer}: {why}. The job goes on.")
+        self._say(
+            (newcomer.host, newcomer.rank, why),
+            f"{self.job.who} turned away {newcomer}: {why}. The job goes on.",
+        )
 
     def _follow(self) -> None:
         """On another rank: rank 0 is looked for, heard, and told; where it closes without a word, this process ends."""
@@ -231,7 +274,9 @@ class Peers:
                     self._present(socket.create_connection((host, port), timeout=BEAT))
                     break
             time.sleep(BEAT / 5)
-        self._began = time.monotonic() + GRACE  # rank 0 began before, and its limit ends before this one
+        self._began = (
+            time.monotonic() + GRACE
+        )  # rank 0 began before, and its limit ends before this one
         heard = True
         while heard:
             if self.others[0].port:
@@ -266,7 +311,10 @@ class Peers:
         messages = peer.line.read()
         for message in messages or []:
             if not peer.take(message):
-                self._say((peer, "malformed"), f"{self.job.who} dropped a malformed message from {peer}. The job goes on.")
+                self._say(
+                    (peer, "malformed"),
+                    f"{self.job.who} dropped a malformed message from {peer}. The job goes on.",
+                )
         return messages is not None
 
     def _say(self, what: Hashable, line: str) -> None:
@@ -292,7 +340,9 @@ class Peers:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
             line = f"{self.job.who}: {self.gone}. The job ends."
-            if self.job.rank == 1 and not peer.gone:  # of rank 0: without it JAX aborts within milliseconds, and names nobody
+            if (
+                self.job.rank == 1 and not peer.gone
+            ):  # of rank 0: without it JAX aborts within milliseconds, and names nobody
                 signals.say(line)
                 line = ""
             self._send(now=True)

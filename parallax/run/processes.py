@@ -68,7 +68,11 @@ def initialize(
         ValueError: only some of the three are given, the launcher's variables do not suffice, or the processes do not divide
             `cpu_devices`.
     """
-    job = told(coordinator, processes, rank, environment.get(TOKEN, "")) or found(environment, coordinator) or Job("hand")
+    job = (
+        told(coordinator, processes, rank, environment.get(TOKEN, ""))
+        or found(environment, coordinator)
+        or Job("hand")
+    )
     if cpu_devices is not None:
         if cpu_devices % job.processes:
             near = max(job.processes, cpu_devices // job.processes * job.processes)
@@ -90,7 +94,9 @@ def initialize(
         address = peers.coordinator()
         bound = {"coordinator_bind_address": address} if job.on_one_machine else {}
         try:
-            jax.distributed.initialize(address, job.processes, job.rank, devices, **bound, **timeouts)
+            jax.distributed.initialize(
+                address, job.processes, job.rank, devices, **bound, **timeouts
+            )
         except RuntimeError:  # of JAX, which names nobody
             if time.monotonic() < began + 0.9 * limit:
                 raise
@@ -112,7 +118,9 @@ def _own_gpus(job: Job, environment: Mapping[str, str]) -> list[int] | None:
     if visible is None:
         return [job.local_rank]
     each = len(visible.split(",")) // job.local_processes
-    return list(range(job.local_rank * each, (job.local_rank + 1) * each)) or None  # none: the launcher has shared them out
+    return (
+        list(range(job.local_rank * each, (job.local_rank + 1) * each)) or None
+    )  # none: the launcher has shared them out
 
 
 # How it ends
@@ -129,7 +137,9 @@ def run(main: Callable[[], Any], job: Job) -> None:
     """
     hear = Told(several=True).hear if jax.distributed.is_initialized() else interrupted
     try:
-        with signals.listening(hear, signal.SIGINT, *([signal.SIGHUP] if jax.distributed.is_initialized() else [])):
+        with signals.listening(
+            hear, signal.SIGINT, *([signal.SIGHUP] if jax.distributed.is_initialized() else [])
+        ):
             main()
     except lock.Held as held:
         end(f"error: {held}\n", REFUSED)
@@ -138,10 +148,14 @@ def run(main: Callable[[], Any], job: Job) -> None:
             end("", ending.code) if isinstance(ending.code, int) else end(f"{ending.code}\n")
     except BaseException as error:
         if job.processes > 1 and of_peers(error):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, which JAX's preemption service would swallow
+            signal.signal(
+                signal.SIGTERM, signal.SIG_DFL
+            )  # the launcher's, which JAX's preemption service would swallow
             time.sleep(GRACE)
             named = f": {job.peers.fault()}" if job.peers and job.peers.fault() else ""
-            end(f"{job.who} lost the other processes, or its devices failed{named}:\n{traceback.format_exc()}")
+            end(
+                f"{job.who} lost the other processes, or its devices failed{named}:\n{traceback.format_exc()}"
+            )
         end(traceback.format_exc())
     if job.peers:
         job.peers.leave()
@@ -160,7 +174,9 @@ def of_peers(error: BaseException) -> bool:
     return cause is not None
 
 
-def together(prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None) -> Result:
+def together(
+    prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
+) -> Result:
     """`prepare()`, on all ranks or on none: where one refuses its arguments, all end, with code 2 and that one line of error.
 
     For what comes before the work: a wrong flag that every rank finds, or a file that is missing on one machine alone. Every rank
@@ -203,7 +219,11 @@ class Told:
 
     def __call__(self, step: int) -> bool:
         """Whether to save and end after `step`."""
-        return multihost_utils.reached_preemption_sync_point(step) if self._several else self._came.is_set()
+        return (
+            multihost_utils.reached_preemption_sync_point(step)
+            if self._several
+            else self._came.is_set()
+        )
 
     def hear(self, number: signal.Signals, count: int) -> None:
         """What a signal does, for `signals.listening`: a Ctrl-C after any other one ends at once."""
@@ -213,9 +233,13 @@ class Told:
             signals.leave_terminal()
         if count == 1:
             self.by = number.name
-            signals.say(f"{number.name}: the run saves after this step, and ends. Ctrl-C now ends it at once, with no save.")
+            signals.say(
+                f"{number.name}: the run saves after this step, and ends. Ctrl-C now ends it at once, with no save."
+            )
         if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service hears it, and tells all processes
+            os.kill(
+                os.getpid(), signal.SIGTERM
+            )  # JAX's preemption service hears it, and tells all processes
         self._came.set()
 
 

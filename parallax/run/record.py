@@ -67,7 +67,9 @@ def seal(folder: Path, record: Record) -> None:
     """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and write the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names, digest=hashing())
-    manifest.write(folder / MANIFEST, dataclasses.asdict(record) | {"files": files, "format": FORMAT})
+    manifest.write(
+        folder / MANIFEST, dataclasses.asdict(record) | {"files": files, "format": FORMAT}
+    )
 
 
 def hashing(number: int = FORMAT) -> manifest.Digest:
@@ -77,13 +79,17 @@ def hashing(number: int = FORMAT) -> manifest.Digest:
     try:
         from xxhash import xxh3_128
     except ImportError as error:
-        raise ImportError('Checkpoints are hashed by xxhash: pip install -e ".[checkpoint]".') from error
+        raise ImportError(
+            'Checkpoints are hashed by xxhash: pip install -e ".[checkpoint]".'
+        ) from error
     return xxh3_128
 
 
 def check_hashes(folder: Path, files: dict[str, list]) -> None:
     """Refuse with `manifest.Damaged` any of these files of a checkpoint with other bytes than its manifest says."""
-    manifest.check_hashes(folder, files, digest=_hashing_of(manifest.read(folder / MANIFEST), folder / MANIFEST))
+    manifest.check_hashes(
+        folder, files, digest=_hashing_of(manifest.read(folder / MANIFEST), folder / MANIFEST)
+    )
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
@@ -112,7 +118,12 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     found = manifest.read(path)
     files = manifest.files(path, found.pop("files", None), digest=_hashing_of(found, path))
     for name in files:
-        manifest.need(name == CONTENTS or name.startswith(f"{ARRAYS}/"), f"{path}: files", f"{CONTENTS} or {ARRAYS}/...", name)
+        manifest.need(
+            name == CONTENTS or name.startswith(f"{ARRAYS}/"),
+            f"{path}: files",
+            f"{CONTENTS} or {ARRAYS}/...",
+            name,
+        )
     manifest.need(CONTENTS in files, f"{path}: files", f"{CONTENTS} among them", len(files))
     record = _typed(found, path)
     size, most = sum(size for size, _ in files.values()), most_bytes(record)
@@ -134,13 +145,20 @@ def _typed(found: dict[str, Any], path: Path) -> Record:
     number = manifest.number_of_format(found, path, FORMAT)
     found.pop("format", None)
     fields = FIELDS[:-1] if number == 1 else FIELDS
-    manifest.need(sorted(found) == sorted(fields), path, f"the entries {', '.join(fields)}", ", ".join(found) or "none")
+    manifest.need(
+        sorted(found) == sorted(fields),
+        path,
+        f"the entries {', '.join(fields)}",
+        ", ".join(found) or "none",
+    )
     found = {"evaluated": None} | found
     manifest.need(is_step(found["step"]), f"{path}: step", "a step, from 0 on", found["step"])
     for name in FIELDS[1:-1]:
         manifest.need(isinstance(found[name], dict), f"{path}: {name}", "an object", found[name])
     for name, number in found["numbers"].items():
-        manifest.need(_is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number)
+        manifest.need(
+            _is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number
+        )
     for name, entry in found["arrays"].items():
         manifest.need(_is_array(entry), f"{path}: arrays: {name}", "a dtype and a shape", entry)
     loss = found["evaluated"]
@@ -159,12 +177,18 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     if not folder.exists():
         raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
     if not os.path.lexists(folder / MANIFEST):
-        raise manifest.Damaged(f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest.")
+        raise manifest.Damaged(
+            f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest."
+        )
     record, files = read(folder)
     if record.step != step:
-        raise manifest.Damaged(f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record.step}.")
+        raise manifest.Damaged(
+            f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record.step}."
+        )
     if differing := differences(record.settings, settings):
-        raise ValueError(f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder.")
+        raise ValueError(
+            f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder."
+        )
     check_form(folder, record, files)
 
 
@@ -172,7 +196,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they agree."""
     absent = object()
     words = lambda value: "none" if value is absent else repr(value)
-    pairs = ((name, theirs.get(name, absent), ours.get(name, absent)) for name in sorted({*theirs, *ours}))
+    pairs = (
+        (name, theirs.get(name, absent), ours.get(name, absent))
+        for name in sorted({*theirs, *ours})
+    )
     return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
 
 
@@ -203,15 +230,25 @@ def is_step(value: Any) -> bool:
 
 def arrays_of(folder: Path) -> list[Path]:
     """The files of the arrays, with links and whatever else is no folder."""
-    return sorted(path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(
+        path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir()
+    )
 
 
 def _is_number(value: Any) -> bool:
     parts = value if isinstance(value, list) and len(value) == 2 else [value]
-    return all(isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part)) for part in parts)
+    return all(
+        isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part))
+        for part in parts
+    )
 
 
 def _is_array(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], list)):
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], list)
+    ):
         return False
     return all(type(size) is int and size >= 0 for size in value[1])

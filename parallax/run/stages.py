@@ -16,9 +16,35 @@ SOON = 30.0  # seconds in which a process takes its next breath, once all have e
 
 # Of the storage, and perhaps over in a while: nothing that a program's mistake would give.
 TRANSIENT = {
-    *(errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EAGAIN),
-    *(errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EREMOTEIO, errno.ENOTCONN),
-    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
+    *(
+        errno.EIO,
+        errno.ESTALE,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EBUSY,
+        errno.EAGAIN,
+    ),
+    *(
+        errno.EINTR,
+        errno.ETIMEDOUT,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOLCK,
+        errno.EREMOTEIO,
+        errno.ENOTCONN,
+    ),
+    *(
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+    ),
     *(errno.ENETUNREACH, errno.ENETRESET, errno.EPIPE),
 }
 
@@ -56,14 +82,18 @@ class Stages:
         """
         self._number += 1
         try:
-            self._meet(key=f"{self._name}, stage {self._number} ended", timeout_ms=round(LONG * 1000))
+            self._meet(
+                key=f"{self._name}, stage {self._number} ended", timeout_ms=round(LONG * 1000)
+            )
         except BaseException:
             self._over = True
             raise
         if error is None and self._met("well", SOON):
             return
         self._over = True
-        self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)  # some come from the line above
+        self.again = (error is None or transient(error)) and self._met(
+            "again", 3 * SOON
+        )  # some come from the line above
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
@@ -85,7 +115,9 @@ class Stages:
 
     def _met(self, what: str, seconds: float) -> bool:
         try:
-            self._meet(key=f"{self._name}, stage {self._number} {what}", timeout_ms=round(seconds * 1000))
+            self._meet(
+                key=f"{self._name}, stage {self._number} {what}", timeout_ms=round(seconds * 1000)
+            )
         except jax.errors.JaxRuntimeError as error:
             if not _is_late(error):
                 raise

@@ -19,7 +19,11 @@ from parallax import mesh
 from parallax.run.record import Record
 from parallax.typed import PyTree
 
-KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}  # random keys' dtypes and generators
+KEYS = {
+    "key<fry>": "threefry2x32",
+    "key<rbg>": "rbg",
+    "key<urbg>": "unsafe_rbg",
+}  # random keys' dtypes and generators
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -30,14 +34,24 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
     arrays = {name: leaf for name, leaf in named if mesh.is_array(leaf)}
-    plain = (pair for pair in named if isinstance(pair[1], bool | int | float | complex) and not mesh.is_array(pair[1]))
-    numbers = {name: [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf for name, leaf in plain}
+    plain = (
+        pair
+        for pair in named
+        if isinstance(pair[1], bool | int | float | complex) and not mesh.is_array(pair[1])
+    )
+    numbers = {
+        name: [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf for name, leaf in plain
+    }
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
-            raise ValueError(f"The state has {count} leaves of the path {name}. Rename one of them: they are stored by path.")
+            raise ValueError(
+                f"The state has {count} leaves of the path {name}. Rename one of them: they are stored by path."
+            )
     for name, number in numbers.items():
         if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
-            raise ValueError(f"{name}: a plain number to store must be finite; got {number}. Store it as an array.")
+            raise ValueError(
+                f"{name}: a plain number to store must be finite; got {number}. Store it as an array."
+            )
     return arrays, numbers
 
 
@@ -59,11 +73,15 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
 def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -> PyTree:
     """`from_disk(state)` in the shardings of `like`."""
     arrays, convert, statics = _of_arrays(from_disk, state)
-    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), eqx.filter(like, mesh.is_array))
+    shardings = jax.tree.map(
+        lambda leaf: getattr(leaf, "sharding", None), eqx.filter(like, mesh.is_array)
+    )
     return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
 
 
-def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
+def _of_arrays(
+    f: Callable[[PyTree], PyTree], tree: PyTree
+) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """The arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which it adds the other leaves."""
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -76,7 +94,9 @@ def _of_arrays(f: Callable[[PyTree], PyTree], tree: PyTree) -> tuple[PyTree, Cal
     return arrays, of_arrays, statics
 
 
-def check_same(folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]) -> None:
+def check_same(
+    folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
+) -> None:
     """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message names them."""
     kind = lambda number: "complex" if isinstance(number, list) else type(number).__name__
     there = record.arrays | {name: [kind(number), []] for name, number in record.numbers.items()}
@@ -101,10 +121,16 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     def leaf(path, leaf):
         name = mesh.dotted(path) or "state"
         if name in numbers:
-            return complex(*numbers[name]) if isinstance(leaf, complex) else type(leaf)(numbers[name])
+            return (
+                complex(*numbers[name]) if isinstance(leaf, complex) else type(leaf)(numbers[name])
+            )
         if name not in arrays:
             return leaf
-        return jax.random.wrap_key_data(arrays[name], impl=KEYS[str(leaf.dtype)]) if _is_key(leaf) else arrays[name]
+        return (
+            jax.random.wrap_key_data(arrays[name], impl=KEYS[str(leaf.dtype)])
+            if _is_key(leaf)
+            else arrays[name]
+        )
 
     return jax.tree.map_with_path(leaf, like)
 
@@ -114,7 +140,9 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
 
     All processes learn of the shards of all. The arrays may be donated meanwhile.
     """
-    numbers = {name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    numbers = {
+        name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
     are_finite = _all_finite(numbers)
     return lambda: sorted(name for name, finite in are_finite.items() if not finite)
 
@@ -124,7 +152,9 @@ def _all_finite(arrays):
     """Nothing finite times 0 is nan, and all else is: on CPUs this sum takes two thirds of the time of `all(isfinite)`."""
 
     def finite(leaf):
-        parts = [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
+        parts = (
+            [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
+        )
         return jnp.isfinite(sum(jnp.sum(part * 0) for part in parts))
 
     return {name: finite(leaf) for name, leaf in arrays.items()}
@@ -149,7 +179,10 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """Those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the arrays."""
     made = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
     none = {name: leaf for name, leaf in arrays.items() if leaf.size == 0}
-    return {name: made(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for name, leaf in none.items()}
+    return {
+        name: made(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        for name, leaf in none.items()
+    }
 
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -158,9 +191,15 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     Until it is gone, the blocks that this process has are in the host's memory, each once. The arrays that it gives are there
     too, where the devices can read them from there.
     """
-    split = {name: (_blocks(leaf), leaf.shape, leaf.sharding) for name, leaf in arrays.items() if isinstance(leaf, jax.Array)}
+    split = {
+        name: (_blocks(leaf), leaf.shape, leaf.sharding)
+        for name, leaf in arrays.items()
+        if isinstance(leaf, jax.Array)
+    }
     others = {name: np.array(leaf) for name, leaf in arrays.items() if name not in split}
-    return lambda: {name: _of_blocks(*split[name]) if name in split else others[name] for name in arrays}
+    return lambda: {
+        name: _of_blocks(*split[name]) if name in split else others[name] for name in arrays
+    }
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
@@ -173,11 +212,15 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     return {device: there[index] for device, index, _ in places}
 
 
-def _of_blocks(blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+def _of_blocks(
+    blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> jax.Array:
     kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
     if next(iter(blocks)).platform != "cpu" and "pinned_host" in kinds:
         sharding = sharding.with_memory_kind("pinned_host")
-    place = lambda device: jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    place = lambda device: jax.sharding.SingleDeviceSharding(
+        device, memory_kind=sharding.memory_kind
+    )
     placed = [jax.device_put(block, place(device)) for device, block in blocks.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 

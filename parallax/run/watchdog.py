@@ -86,7 +86,9 @@ class Watchdog:
 
     def _arm(self) -> None:
         """The last resort is a thread of C: where something holds Python's lock, no thread of Python's runs."""
-        faulthandler.dump_traceback_later(min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(
+            min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
+        )
 
     def _watch(self) -> None:
         while True:

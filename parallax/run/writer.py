@@ -90,7 +90,9 @@ class Writer:
                 f"{kept.newest_in_words(self._folder)}"
             )
         arguments = name, record, copies, error
-        self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {record.step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._finish, args=arguments, name=f"checkpoint {record.step}", daemon=True
+        )
         self._thread.start()
 
     def busy(self) -> bool:
@@ -118,7 +120,10 @@ class Writer:
             records.begin(self._path(record.step), record)
 
         self._stages.first(make)
-        self.arrays.save(self._path(record.step) / ARRAYS, args=orbax().args.PyTreeSave(arrays, ocdbt_target_data_file_size=PART))
+        self.arrays.save(
+            self._path(record.step) / ARRAYS,
+            args=orbax().args.PyTreeSave(arrays, ocdbt_target_data_file_size=PART),
+        )
 
     def _begin_again(self, record: Record, arrays: dict[str, Any]) -> None:
         """`_begin`, without what the last time left, which may be what fills the disk."""
@@ -138,7 +143,13 @@ class Writer:
                 kept.remove(self._path(step))
         self.arrays = self._checkpointer()
 
-    def _finish(self, name: str, record: Record, copies: Callable[[], dict[str, Any]], begun: Exception | None) -> None:
+    def _finish(
+        self,
+        name: str,
+        record: Record,
+        copies: Callable[[], dict[str, Any]],
+        begun: Exception | None,
+    ) -> None:
         """The writer's thread. Where the storage fails, what is not done yet is done again after a pause.
 
         `begun` says how `_begin` failed, if it did.
@@ -163,7 +174,9 @@ class Writer:
                     self._error = error
                     return
                 if not isinstance(failure, Elsewhere):
-                    self._say(f"{error} The next of {self._tries} tries is in {pause:g} s; the run goes on meanwhile.")
+                    self._say(
+                        f"{error} The next of {self._tries} tries is in {pause:g} s; the run goes on meanwhile."
+                    )
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
@@ -177,14 +190,20 @@ class Writer:
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
         # All processes, by name: Orbax then meets at the coordinator too, and may begin in the background.
         processes = set(range(jax.process_count()))
-        together = checkpoint.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=self._name)
+        together = checkpoint.options.MultiprocessingOptions(
+            active_processes=processes, barrier_sync_key_prefix=self._name
+        )
 
         def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
             self._stages.end()
 
         # Folders at once: where one cannot be made in the background, Orbax waits for it for 5 minutes.
-        ends = checkpoint.options.AsyncOptions(barrier_sync_fn=meet, create_directories_asynchronously=False)
-        return checkpoint.AsyncCheckpointer(handler, async_options=ends, multiprocessing_options=together)
+        ends = checkpoint.options.AsyncOptions(
+            barrier_sync_fn=meet, create_directories_asynchronously=False
+        )
+        return checkpoint.AsyncCheckpointer(
+            handler, async_options=ends, multiprocessing_options=together
+        )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
@@ -201,5 +220,7 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError('Checkpoints are written by Orbax: pip install -e ".[checkpoint]".') from error
+        raise ImportError(
+            'Checkpoints are written by Orbax: pip install -e ".[checkpoint]".'
+        ) from error
     return orbax.checkpoint

@@ -39,7 +39,10 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(_columns(schedule.stages))
-        rows.writerows([tick, *(cell(tick, s) for s in range(schedule.stages))] for tick in range(schedule.ticks))
+        rows.writerows(
+            [tick, *(cell(tick, s) for s in range(schedule.stages))]
+            for tick in range(schedule.ticks)
+        )
 
 
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
@@ -55,7 +58,9 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         text = disk.read(path, "a table of text").decode("utf-8-sig")
         header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: needed a table of text, as to_csv writes it, found something else ({error}).") from error
+        raise ValueError(
+            f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
+        ) from error
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except ValueError as error:
@@ -70,16 +75,24 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     """The schedule of our form."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
-        raise ValueError(f"line 1: needs the columns {','.join(columns[:2])} and so on; got {_short(header)}.")
+        raise ValueError(
+            f"line 1: needs the columns {','.join(columns[:2])} and so on; got {_short(header)}."
+        )
     cells: list[list[list[Job]]] = []
     for tick, row in enumerate(rows):
         if len(row) != len(columns) or row[0].strip() != str(tick):
-            raise ValueError(f"line {tick + 2}: needs tick {tick} and {len(columns)} cells, got {_short(row)}.")
-        cells.append([_jobs(cell.split(), f"line {tick + 2}, stage {s}") for s, cell in enumerate(row[1:])])
+            raise ValueError(
+                f"line {tick + 2}: needs tick {tick} and {len(columns)} cells, got {_short(row)}."
+            )
+        cells.append(
+            [_jobs(cell.split(), f"line {tick + 2}, stage {s}") for s, cell in enumerate(row[1:])]
+        )
     places = _places([[job for row in cells for job in row[s]] for s in range(len(columns) - 1)])
     letters = {letter for row in rows for cell in row[1:] for letter in cell if letter.isalpha()}
     if "B" in letters and letters & {"I", "W"}:
-        raise ValueError("The file has B, which is I and W together, beside I or W. Write I and W everywhere, or B.")
+        raise ValueError(
+            "The file has B, which is I and W together, beside I or W. Write I and W everywhere, or B."
+        )
     in_halves = bool(letters & {"I", "W"})
     tables = {lane: np.full((len(rows), len(columns) - 1), -1) for lane in LANES}
     chunk = {int(place): c for (c, _), place in np.ndenumerate(places)}
@@ -87,7 +100,9 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
         for s, jobs in enumerate(row):
             for job in jobs:
                 if tables[job.lane][tick, s] >= 0:
-                    raise ValueError(f"line {tick + 2}, stage {s}: has two {job.lane} jobs. Write them in two ticks.")
+                    raise ValueError(
+                        f"line {tick + 2}, stage {s}: has two {job.lane} jobs. Write them in two ticks."
+                    )
                 tables[job.lane][tick, s] = job.microbatch * len(places) + chunk[job.place]
     try:
         weight = tables["weight"] if in_halves else None
@@ -99,7 +114,9 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 def _is_of_torch(header: list[str]) -> bool:
     """Whether a file's first row is of jobs, and not of columns' names."""
     cells = [cell.strip() for cell in header if cell.strip()]
-    return bool(cells) and bool(JOB.fullmatch(cells[0].split(";")[0].lstrip("(")) or MOVES.fullmatch(cells[0]))
+    return bool(cells) and bool(
+        JOB.fullmatch(cells[0].split(";")[0].lstrip("(")) or MOVES.fullmatch(cells[0])
+    )
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
@@ -110,7 +127,13 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     orders = []
     for rank, row in enumerate(rows):
         cells = [cell for overlapped in row for cell in _parts(overlapped)]
-        orders.append([job for k, cell in enumerate(cells) for job in _jobs([cell], f"row {rank + 1}, cell {k + 1}")])
+        orders.append(
+            [
+                job
+                for k, cell in enumerate(cells)
+                for job in _jobs([cell], f"row {rank + 1}, cell {k + 1}")
+            ]
+        )
     return from_orders([_from_0(order) for order in orders], _places(orders))
 
 
@@ -126,7 +149,9 @@ def _from_0(order: list[Job]) -> list[Job]:
         if microbatches("forward", place) == [m + 1 for m in microbatches("backward", place)]
     }
     is_shifted = lambda job: job.lane == "forward" and job.place in from_1
-    return [job._replace(microbatch=job.microbatch - 1) if is_shifted(job) else job for job in order]
+    return [
+        job._replace(microbatch=job.microbatch - 1) if is_shifted(job) else job for job in order
+    ]
 
 
 def _parts(cell: str) -> Iterator[str]:
@@ -143,7 +168,9 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
         if match:
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
-            raise ValueError(f"{where}: {_short([word])} is no job. Write one as 5F3: place, F, I, W or B, microbatch.")
+            raise ValueError(
+                f"{where}: {_short([word])} is no job. Write one as 5F3: place, F, I, W or B, microbatch."
+            )
     return jobs
 
 

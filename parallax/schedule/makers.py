@@ -26,7 +26,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     P, M = stages, microbatches
     ticks = _checked_ticks(P, M)
     m, s = np.ogrid[:M, :P]
-    return Schedule(_table(ticks, P, (m + s, s, m)), _table(ticks, P, (M + P - 1 + (M - 1 - m) + P - 1 - s, s, m)))
+    return Schedule(
+        _table(ticks, P, (m + s, s, m)),
+        _table(ticks, P, (M + P - 1 + (M - 1 - m) + P - 1 - s, s, m)),
+    )
 
 
 def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -42,7 +45,9 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     """
     P, M, v = stages, microbatches, chunks
     ticks = _checked_ticks(P, M, v)
-    return Schedule(_table(ticks, P, _forwards(P, M, v)), _table(ticks, P, _backwards(P, M, v)), chunks=v)
+    return Schedule(
+        _table(ticks, P, _forwards(P, M, v)), _table(ticks, P, _backwards(P, M, v)), chunks=v
+    )
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -67,10 +72,14 @@ MOST = 2**26  # cells of a lane's table: 268 MB, which some seconds make and che
 
 def _checked_ticks(stages: int, microbatches: int, chunks: int | None = None) -> int:
     """The ticks of a schedule: of 1F1B and its kin with these chunks, or with None of GPipe. Refuses what has no table."""
-    sizes = {"stages": stages, "microbatches": microbatches} | ({} if chunks is None else {"chunks": chunks})
+    sizes = {"stages": stages, "microbatches": microbatches} | (
+        {} if chunks is None else {"chunks": chunks}
+    )
     checked_sizes(**sizes)
     P, M, v = int(stages), int(microbatches), int(chunks or 1)
-    ticks = 2 * (M + P - 1) if chunks is None else (M - 1) // P * v * P + (M - 1) % P + 2 * v * P - 1
+    ticks = (
+        2 * (M + P - 1) if chunks is None else (M - 1) // P * v * P + (M - 1) % P + 2 * v * P - 1
+    )
     if ticks * P > MOST:
         asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
@@ -84,13 +93,17 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
     """The sizes of a schedule; refused with a `ValueError` where one is no whole number of at least 1."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise ValueError(f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an int.")
+            raise ValueError(
+                f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an int."
+            )
         if size < 1:
             raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
     return tuple(int(size) for size in sizes.values())
 
 
-Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."], Int[np.ndarray, "..."]]  # ticks, stages, jobs, to be broadcast
+Jobs = tuple[
+    Int[np.ndarray, "..."], Int[np.ndarray, "..."], Int[np.ndarray, "..."]
+]  # ticks, stages, jobs, to be broadcast
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:

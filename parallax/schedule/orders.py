@@ -40,12 +40,16 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
-        turns = itertools.chain.from_iterable(itertools.zip_longest(forward[ahead:], backward, fillvalue=[]))
+        turns = itertools.chain.from_iterable(
+            itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
+        )
         orders.append(list(itertools.chain(*forward[:ahead], *turns)))
     return from_orders(orders, looped_placement(P))
 
 
-def zero_bubble(stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None) -> Schedule:
+def zero_bubble(
+    stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
+) -> Schedule:
     """Each stage runs I as soon as it can, F while it holds fewer than `in_flight` microbatches, by default P, and else W.
 
     With chunks a microbatch in flight is v of them.
@@ -60,7 +64,9 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1, *, in_flight: i
     return greedy(looped_placement(P, v), M, [held * v] * P)
 
 
-def greedy(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]) -> Schedule:
+def greedy(
+    places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]
+) -> Schedule:
     """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than `held` chunks, else a W.
 
     Of F the furthest place comes first, of I the microbatch that began first.
@@ -68,7 +74,9 @@ def greedy(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Se
     P, last = places.shape[1], places.size - 1
     homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
     orders: list[list[Job]] = [[] for _ in range(P)]
-    ready: list[dict[str, list[tuple[int, int]]]] = [{lane: [] for lane in URGENCY} for _ in range(P)]
+    ready: list[dict[str, list[tuple[int, int]]]] = [
+        {lane: [] for lane in URGENCY} for _ in range(P)
+    ]
     holds, left = [0] * P, 3 * microbatches * places.size
     begin = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
@@ -76,7 +84,11 @@ def greedy(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Se
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
         begin, before = [], left
         for s in range(P):
-            may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and holds[s] >= held[s])]
+            may = [
+                lane
+                for lane in URGENCY
+                if ready[s][lane] and not (lane == "forward" and holds[s] >= held[s])
+            ]
             if may:
                 microbatch, place = heapq.heappop(ready[s][may[0]])
                 job = Job(may[0], microbatch, -place)
@@ -85,11 +97,15 @@ def greedy(places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Se
                 begin += followers(job, last)
                 left -= 1
         if left == before:
-            raise ValueError(f"No stage can go on with {held} chunks held at most. Let them hold more.")
+            raise ValueError(
+                f"No stage can go on with {held} chunks held at most. Let them hold more."
+            )
     return from_orders(orders, places)
 
 
-def from_orders(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]) -> Schedule:
+def from_orders(
+    orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]
+) -> Schedule:
     """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
 
     Raises:
@@ -104,9 +120,13 @@ def from_orders(orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chu
         tick, row = len(rows), np.full((3, len(orders)), -1)
         for s, order in enumerate(orders):
             job = order[begun[s]] if begun[s] < len(order) else None
-            if job is not None and all(done.get(needed, tick) < tick for needed in needs(job, last)):
+            if job is not None and all(
+                done.get(needed, tick) < tick for needed in needs(job, last)
+            ):
                 if homes.get(job.place) != s:
-                    raise ValueError(f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}.")
+                    raise ValueError(
+                        f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}."
+                    )
                 row[LANES.index(job.lane), s] = job.microbatch * v + chunk[job.place]
         if (row < 0).all():
             s = next(s for s, order in enumerate(orders) if begun[s] < len(order))

@@ -7,13 +7,19 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-Placement = Shaped[np.ndarray, "chunks stages"]  # the place in the model of chunk c of stage s, 0 to chunks x stages - 1
+Placement = Shaped[
+    np.ndarray, "chunks stages"
+]  # the place in the model of chunk c of stage s, 0 to chunks x stages - 1
 
 
 def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
     """The placement, which cannot be written to; refused with a `ValueError` where it is none. `name` is who needs it."""
     placed = np.array(placement)
-    if placed.ndim != 2 or not placed.size or not np.array_equal(np.sort(placed, axis=None), np.arange(placed.size)):
+    if (
+        placed.ndim != 2
+        or not placed.size
+        or not np.array_equal(np.sort(placed, axis=None), np.arange(placed.size))
+    ):
         raise ValueError(
             f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 once, such as a schedule's "
             f"`placed`, or schedule.looped_placement(stages, chunks); got {np.array(placement).tolist()}."
@@ -55,7 +61,9 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
     return slots
 
 
-def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
+def coloured(
+    lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
+) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
     """The slot of each job, by lane: the first lane writes it, and it is free again after the last lane's tick.
 
     Where the first lane has no job, it is the lowest slot that is free then; where another has none, -1.
@@ -65,7 +73,9 @@ def coloured(lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]]) -> dict[str
     for s in range(lanes[first].shape[1]):
         columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
-        written = fewest([Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])])
+        written = fewest(
+            [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
+        )
         slot_of = dict(zip(columns[first], written, strict=True)) | {-1: -1}
         for lane, jobs in columns.items():
             slots[lane][:, s] = written if lane == first else [slot_of[job] for job in jobs]

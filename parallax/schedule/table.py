@@ -24,7 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from parallax.schedule.places import Interval, Placement, checked_placement, coloured, fewest, looped_placement
+from parallax.schedule.places import (
+    Interval,
+    Placement,
+    checked_placement,
+    coloured,
+    fewest,
+    looped_placement,
+)
 
 Cost = float | int  # of one microbatch through a whole stage, in any unit of time
 LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
@@ -115,8 +122,14 @@ class Schedule:
 
     def __post_init__(self):
         """Freeze the tables, then check them."""
-        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int | np.integer) or self.chunks < 1:
-            raise ValueError(f"A stage has at least one chunk, a whole number of them, got chunks={self.chunks!r}.")
+        if (
+            isinstance(self.chunks, bool)
+            or not isinstance(self.chunks, int | np.integer)
+            or self.chunks < 1
+        ):
+            raise ValueError(
+                f"A stage has at least one chunk, a whole number of them, got chunks={self.chunks!r}."
+            )
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
@@ -142,7 +155,9 @@ class Schedule:
         placement = looped_placement(P, self.chunks) if self.placement is None else self.placement
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
-            raise ValueError(f"The placement must be [chunks, {P}], as the tables have stages; got {placement.tolist()}.")
+            raise ValueError(
+                f"The placement must be [chunks, {P}], as the tables have stages; got {placement.tolist()}."
+            )
         if placement[:, 0].min() != 0:
             raise ValueError(
                 f"Place 0 of the model must be on stage 0, where what enters is at hand; got {placement.tolist()}. Number the "
@@ -183,7 +198,10 @@ class Schedule:
 
         Else all stages run in lockstep.
         """
-        return self.weight is not None and not (np.sum([table >= 0 for table in self.lanes.values()], axis=0) > 1).any()
+        return (
+            self.weight is not None
+            and not (np.sum([table >= 0 for table in self.lanes.values()], axis=0) > 1).any()
+        )
 
     @cached_property
     def microbatches(self) -> int:
@@ -201,7 +219,9 @@ class Schedule:
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
         """What each stage does where it has one job at most: 0 nothing, 1 F, 2 I, 3 W."""
-        return _frozen(sum((table >= 0) * number for number, table in enumerate(self.lanes.values(), 1)))
+        return _frozen(
+            sum((table >= 0) * number for number, table in enumerate(self.lanes.values(), 1))
+        )
 
     @cached_property
     def jobs(self) -> Int32[np.ndarray, "ticks stages"]:
@@ -213,7 +233,9 @@ class Schedule:
         """The stage that has the last place of the model; the first place is on stage 0."""
         return int(self._homes[0][-1])
 
-    def makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> float:
+    def makespan(
+        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
+    ) -> float:
         """The time of all ticks, each with an exchange, `hop`, at its end.
 
         In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick takes that of the dearest
@@ -225,10 +247,14 @@ class Schedule:
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + B) or M(F + I + W)."""
-        rests = np.subtract(self.timed_ticks(forward, backward, weight), self.microbatches * self.chunks)
+        rests = np.subtract(
+            self.timed_ticks(forward, backward, weight), self.microbatches * self.chunks
+        )
         return float(rests @ self._costs(forward, backward, weight))
 
-    def timed_ticks(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> tuple[int, ...]:
+    def timed_ticks(
+        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
+    ) -> tuple[int, ...]:
         """In how many ticks each lane takes time, by which `makespan` adds up.
 
         In lockstep those in which any stage runs it; per stage those in which it is the dearest job that any stage has.
@@ -240,7 +266,9 @@ class Schedule:
         dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
         return tuple(np.bincount(dearest, minlength=4)[1:].tolist())
 
-    def lockstep(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> tuple[Span, ...]:
+    def lockstep(
+        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
+    ) -> tuple[Span, ...]:
         """When every job runs in one program on all devices, which exchange at the end of each tick: the last by `makespan`."""
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
@@ -248,8 +276,13 @@ class Schedule:
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
-                start = now if self.per_stage else stop  # in lockstep all stages run a lane, and then the next one
-                spans += [Span(s, lane, job // self.chunks, job % self.chunks, start, start + cost) for s, job in jobs]
+                start = (
+                    now if self.per_stage else stop
+                )  # in lockstep all stages run a lane, and then the next one
+                spans += [
+                    Span(s, lane, job // self.chunks, job % self.chunks, start, start + cost)
+                    for s, job in jobs
+                ]
                 stop = max(stop, start + cost) if jobs else stop
             now = stop + hop
         return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
@@ -271,13 +304,21 @@ class Schedule:
             for s, job in enumerate(table[tick].tolist()):
                 if job >= 0:
                     before = self._before(lane, s, job)
-                    arrival = 0.0 if before is None else left[lane, *before] + (hop if before[0] != s else 0)
+                    arrival = (
+                        0.0
+                        if before is None
+                        else left[lane, *before] + (hop if before[0] != s else 0)
+                    )
                     start = max(free[s], arrival)
                     left[lane, s, job] = free[s] = start + costs[lane]
-                    spans.append(Span(s, lane, job // self.chunks, job % self.chunks, start, free[s]))
+                    spans.append(
+                        Span(s, lane, job // self.chunks, job % self.chunks, start, free[s])
+                    )
         return tuple(spans)
 
-    def asynchronous_makespan(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0) -> float:
+    def asynchronous_makespan(
+        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
+    ) -> float:
         """When the last job of `asynchronous` stops, in the unit of the costs."""
         return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
 
@@ -289,7 +330,9 @@ class Schedule:
         """
         last = list(self.lanes.values())[-1]
         made = np.cumsum(self.forward >= 0, axis=0)
-        freed = np.cumsum(last >= 0, axis=0) - (last >= 0)  # what is freed in a tick is held until its end
+        freed = np.cumsum(last >= 0, axis=0) - (
+            last >= 0
+        )  # what is freed in a tick is held until its end
         return (made - freed).max(axis=0) / self.chunks
 
     @cached_property
@@ -299,7 +342,10 @@ class Schedule:
         Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order
         of their start, each with the lowest free slot. A slot freed in tick t is written again in tick t + 1 at the earliest.
         """
-        return {lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane])) for lane, table in self.lanes.items()}
+        return {
+            lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane]))
+            for lane, table in self.lanes.items()
+        }
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
@@ -312,7 +358,11 @@ class Schedule:
 
         Where `backward` has no job it is the lowest free slot, and -1 where `weight` has none.
         """
-        return {} if self.weight is None else coloured({"backward": self.backward, "weight": self.weight})
+        return (
+            {}
+            if self.weight is None
+            else coloured({"backward": self.backward, "weight": self.weight})
+        )
 
     @property
     def slot_count(self) -> int:
@@ -337,7 +387,10 @@ class Schedule:
         for when, walk in ((forward, range(len(stages))), (backward, range(len(stages))[::-1])):
             for source, target in itertools.pairwise(walk):
                 pairs = zip(when[:, source].tolist(), when[:, target].tolist(), strict=True)
-                messages += [Message(sent, used, int(stages[source]), int(stages[target])) for sent, used in pairs]
+                messages += [
+                    Message(sent, used, int(stages[source]), int(stages[target]))
+                    for sent, used in pairs
+                ]
         return tuple(messages)
 
     @cached_property
@@ -357,7 +410,11 @@ class Schedule:
         until = 0 if self.per_stage else 1
         for s in range(self.stages):
             to_stage = [message for message in everything if message.target == s]
-            slots |= zip(to_stage, fewest([Interval(message.sent, message.used + until) for message in to_stage]), strict=True)
+            slots |= zip(
+                to_stage,
+                fewest([Interval(message.sent, message.used + until) for message in to_stage]),
+                strict=True,
+            )
         return slots
 
     @property
@@ -376,7 +433,9 @@ class Schedule:
         """The ticks of all jobs by lane."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
-    def _costs(self, forward: Cost, backward: Cost | None, weight: Cost) -> Float[np.ndarray, " lanes"]:
+    def _costs(
+        self, forward: Cost, backward: Cost | None, weight: Cost
+    ) -> Float[np.ndarray, " lanes"]:
         """Of one chunk of one microbatch, by lane."""
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
@@ -422,7 +481,9 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 def _check(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run."""
     if not schedule.microbatches:
-        raise ValueError(f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a microbatch.")
+        raise ValueError(
+            f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a microbatch."
+        )
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     stages, _ = schedule._homes
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
@@ -430,7 +491,10 @@ def _check(schedule: Schedule) -> None:
             f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of its own in a tick: a table of "
             "W, and no stage with two jobs in one tick. Take the backward jobs apart into I and W, each in a tick of its own."
         )
-    for lane, step, source in (("forward", 1, "forward at the place before"), ("backward", -1, "backward at the place after")):
+    for lane, step, source in (
+        ("forward", 1, "forward at the place before"),
+        ("backward", -1, "backward at the place after"),
+    ):
         walk, places = when[lane][:, ::step], range(last + 1)[::step]
         waits = np.diff(walk, axis=1)
         wrong = np.argwhere(waits < 1 if per_stage else waits != 1).tolist()
@@ -443,16 +507,27 @@ def _check(schedule: Schedule) -> None:
                 needs = f"needs its {source}, which runs in tick {needed}. Move it to tick {needed + 1} or later."
             raise _cannot_run(schedule, lane, m, places[k + 1], needs)
     # The walks from stage to stage are right, so the rest follows from the places where one lane sets off another.
-    for lane, cause, places in (("backward", "forward", [last]), ("weight", "backward", list(range(last + 1)))):
-        early = np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist() if lane in when else []
+    for lane, cause, places in (
+        ("backward", "forward", [last]),
+        ("weight", "backward", list(range(last + 1))),
+    ):
+        early = (
+            np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist()
+            if lane in when
+            else []
+        )
         if early:
             m, k = early[0]
             needed = when[cause][m, places[k]]
             needs = f"comes before its {cause}, which runs in tick {needed}. Move it to that tick or a later one."
             raise _cannot_run(schedule, lane, m, places[k], needs)
-    idle = np.flatnonzero(np.all([(table < 0).all(axis=1) for table in schedule.lanes.values()], axis=0)).tolist()
+    idle = np.flatnonzero(
+        np.all([(table < 0).all(axis=1) for table in schedule.lanes.values()], axis=0)
+    ).tolist()
     if idle and not per_stage:
-        raise CannotRun(idle[0], 0, "no job runs here, nor on any other stage. Leave this tick out.")
+        raise CannotRun(
+            idle[0], 0, "no job runs here, nor on any other stage. Leave this tick out."
+        )
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
@@ -476,16 +551,22 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
         again = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
         tick, s, microbatch, chunk = (int(each[again]) for each in (ticks, stages, m, c))
         what = _job(schedule, lane, microbatch, chunk)
-        raise CannotRun(tick, s, f"{what} has already run in tick {ticks[first[job[again]]]}. Keep one.")
+        raise CannotRun(
+            tick, s, f"{what} has already run in tick {ticks[first[job[again]]]}. Keep one."
+        )
     if (when < 0).any():
         m, place = np.argwhere(when < 0)[0].tolist()
         stage, chunk = (int(home[place]) for home in schedule._homes)
         there = np.flatnonzero(when[m] >= 0)
         job = _job(schedule, lane, m, chunk)
         if schedule.per_stage:
-            raise ValueError(f"{job} runs in no tick on stage {stage}. Add it, or leave that microbatch out.")
+            raise ValueError(
+                f"{job} runs in no tick on stage {stage}. Add it, or leave that microbatch out."
+            )
         if not len(there):
-            raise ValueError(f"{job} runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.")
+            raise ValueError(
+                f"{job} runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap."
+            )
         step = {"forward": 1, "backward": -1, "weight": 0}[lane]
         tick = int(when[m, there[0]]) + step * (place - int(there[0]))
         raise CannotRun(tick, stage, f"{job} is missing on stage {stage}. Put it here.")
@@ -493,4 +574,6 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
 
 
 def _job(schedule: Schedule, lane: str, microbatch: int, chunk: int) -> str:
-    return f"{lane} of microbatch {microbatch}" + (f", chunk {chunk}," if schedule.chunks > 1 else "")
+    return f"{lane} of microbatch {microbatch}" + (
+        f", chunk {chunk}," if schedule.chunks > 1 else ""
+    )

@@ -15,7 +15,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from parallax.collectives.types import varying_axes
 from parallax.jaxprs import called, closed, every, inner, is_literal, opened, scan_parts, types
 
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    }
+)
 
 Values = dict[Any, Any]  # by variable
 
@@ -54,7 +65,9 @@ class Loop(NamedTuple):
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
     """The program, flat."""
-    traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(*types(opened(program).invars))
+    traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
+        *types(opened(program).invars)
+    )
     jaxpr = opened(traced)
     scans = {place: eqn for place, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan"}
     loops = {place: Loop(*scan_parts(eqn), flat(_program_of(eqn))) for place, eqn in scans.items()}
@@ -93,7 +106,9 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
     """The results of one equation of a program, which keeps its line and its scope."""
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
-    alone = jaxpr.replace(constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
+    alone = jaxpr.replace(
+        constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
+    )
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*read(variables, values))
 
 
@@ -107,7 +122,9 @@ def barrier(values: Sequence[Any]) -> list[Any]:
     results = list(values)
     for kind in dict.fromkeys(map(varying_axes, values)):
         places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
-        for place, value in zip(places, lax.optimization_barrier([values[i] for i in places]), strict=True):
+        for place, value in zip(
+            places, lax.optimization_barrier([values[i] for i in places]), strict=True
+        ):
             results[place] = value
     return results
 

@@ -32,11 +32,26 @@ from parallax.split_backward.flat import (
 )
 
 # What costs little beside a product: element by element, laid out anew, and sums along a dim.
-CHEAP = ELEMENTWISE | LAID_OUT | {"transpose", "slice", "rev", "iota", "concatenate", "pad", "split", "replicated"}
-CHEAP |= {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "dynamic_slice"}
+CHEAP = (
+    ELEMENTWISE
+    | LAID_OUT
+    | {"transpose", "slice", "rev", "iota", "concatenate", "pad", "split", "replicated"}
+)
+CHEAP |= {
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "argmax",
+    "argmin",
+    "dynamic_slice",
+}
 
 
-def split(backward: ClosedJaxpr, *, cotangents: int, inputs: int) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def split(
+    backward: ClosedJaxpr, *, cotangents: int, inputs: int
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """The two halves of a backward pass.
 
     Args:
@@ -55,7 +70,9 @@ def split(backward: ClosedJaxpr, *, cotangents: int, inputs: int) -> tuple[Close
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
-        cotangents_of_inputs, handed = halves.run_first(dict(zip(arguments, values, strict=True)), results[:inputs])
+        cotangents_of_inputs, handed = halves.run_first(
+            dict(zip(arguments, values, strict=True)), results[:inputs]
+        )
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
@@ -121,7 +138,9 @@ class Cut(NamedTuple):
     @property
     def handed_count(self) -> int:
         """How many arrays go from the first half to the second."""
-        return len(self.handed) + sum(step.loop.trip.handed_count for step in self.first if step.loop is not None)
+        return len(self.handed) + sum(
+            step.loop.trip.handed_count for step in self.first if step.loop is not None
+        )
 
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
         """These results, and the arrays for the second half. `arguments` has those that the first half reads."""
@@ -133,7 +152,9 @@ class Cut(NamedTuple):
                 of_scans += step.loop.run_first(step.eqn, values)
         return self._results(outputs, values), [*read(self.handed, values), *of_scans]
 
-    def run_second(self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]) -> list[Any]:
+    def run_second(
+        self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]
+    ) -> list[Any]:
         """These results, from the arguments that the second half reads and the arrays from the first."""
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
         of_scans: dict[Any, Sequence[Any]] = {}
@@ -169,12 +190,22 @@ class CutLoop(NamedTuple):
     def reads(self, half: int) -> set[int]:
         """The places of the operands that a half needs."""
         loop, results = self.loop, self.results[half]
-        in_trip = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in self.trip.reads[half]}
+        in_trip = {
+            i
+            for i, variable in enumerate(loop.body.jaxpr.invars)
+            if variable in self.trip.reads[half]
+        }
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Add the first half's results to `values`. Returns what the second half needs of it, [trips, ...] each."""
-        return self._run(eqn, values, 0, lambda arguments, _: self.trip.run_first(arguments, sorted(self.results[0])), ())
+        return self._run(
+            eqn,
+            values,
+            0,
+            lambda arguments, _: self.trip.run_first(arguments, sorted(self.results[0])),
+            (),
+        )
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
         """Add the second half's results to `values`."""
@@ -184,7 +215,14 @@ class CutLoop(NamedTuple):
 
         self._run(eqn, values, 1, one_trip, handed)
 
-    def _run(self, eqn: JaxprEqn, values: Values, half: int, one_trip: Callable[..., Any], handed: Sequence[Any]) -> list[Any]:
+    def _run(
+        self,
+        eqn: JaxprEqn,
+        values: Values,
+        half: int,
+        one_trip: Callable[..., Any],
+        handed: Sequence[Any],
+    ) -> list[Any]:
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars
         carried = sum(i < loop.carries for i in results)
@@ -195,7 +233,9 @@ class CutLoop(NamedTuple):
 
         def trip(carry, slices):
             of_trip, handed = slices
-            arguments = consts | dict(zip((variables[i] for i in [*inits, *sliced]), [*carry, *of_trip], strict=True))
+            arguments = consts | dict(
+                zip((variables[i] for i in [*inits, *sliced]), [*carry, *of_trip], strict=True)
+            )
             made, handed_on = one_trip(arguments, handed)
             return made[:carried], (made[carried:], handed_on)
 
@@ -206,7 +246,14 @@ class CutLoop(NamedTuple):
         return handed_on
 
 
-def _cut(program: Flat, first: Collection[int], second: Collection[int], *, made: set[Any], late: Collection[Any] = ()) -> Cut:
+def _cut(
+    program: Flat,
+    first: Collection[int],
+    second: Collection[int],
+    *,
+    made: set[Any],
+    late: Collection[Any] = (),
+) -> Cut:
     """The program in two halves: the first makes the results `first`, the second the results `second`.
 
     Args:
@@ -219,16 +266,24 @@ def _cut(program: Flat, first: Collection[int], second: Collection[int], *, made
     jaxpr = program.jaxpr
     needed_first, (counting, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
-    plan: list[tuple[Step, tuple[bool, bool]]] = []  # each step that counts, and whether either half may run it
+    plan: list[
+        tuple[Step, tuple[bool, bool]]
+    ] = []  # each step that counts, and whether either half may run it
     for place, results in counting.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         reads = set(variables_of(eqn.invars))
         if is_barrier(eqn):
-            pairs = [(atom, out) for atom, out in zip(eqn.invars, eqn.outvars, strict=True) if not is_literal(atom)]
+            pairs = [
+                (atom, out)
+                for atom, out in zip(eqn.invars, eqn.outvars, strict=True)
+                if not is_literal(atom)
+            ]
             made |= {out for atom, out in pairs if atom in made}
             late |= {out for atom, out in pairs if atom in late}
         elif place in program.loops:
-            loop = _cut_loop(program.loops[place], eqn, needed_first.get(place, frozenset()), results, late)
+            loop = _cut_loop(
+                program.loops[place], eqn, needed_first.get(place, frozenset()), results, late
+            )
             made |= {eqn.outvars[i] for i in loop.results[0]}
             late |= {eqn.outvars[i] for i in loop.results[1]}
         elif place in needed_first:
@@ -249,17 +304,32 @@ def _cut(program: Flat, first: Collection[int], second: Collection[int], *, made
     handed = [variable for variable in in_order if variable in needed and variable in made]
     first_steps, wanted = _chosen(plan, 0, outputs(first) | set(handed), late)
     arguments = set(jaxpr.invars)
-    return Cut(program, first_steps, second_steps, handed, made, (wanted & arguments, (needed - made) & arguments))
+    return Cut(
+        program,
+        first_steps,
+        second_steps,
+        handed,
+        made,
+        (wanted & arguments, (needed - made) & arguments),
+    )
 
 
-def _cut_loop(loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]) -> CutLoop:
+def _cut_loop(
+    loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
+) -> CutLoop:
     """A scan in two. A result that is stacked is the first half's if that makes it anyway."""
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
-    late_inside = {inside for inside, atom in zip(variables, eqn.invars, strict=True) if not is_literal(atom) and atom in late}
+    late_inside = {
+        inside
+        for inside, atom in zip(variables, eqn.invars, strict=True)
+        if not is_literal(atom) and atom in late
+    }
     carried = lambda results: {variables[loop.consts + i] for i in results if i < loop.carries}
     while True:
         second = results - first
-        trip = _cut(loop.body, first, second, made=carried(first), late=carried(second) | late_inside)
+        trip = _cut(
+            loop.body, first, second, made=carried(first), late=carried(second) | late_inside
+        )
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
         if not made_anyway:

@@ -37,7 +37,11 @@ class Test(NamedTuple):
 @functools.cache
 def tests() -> list[Test]:
     """Every case of every test."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("collected\t")]
+    lines = [
+        line.split("\t") for line in done.stdout.splitlines() if line.startswith("collected\t")
+    ]
     return [Test(name, eval(sweep or "()"), frozenset(marks)) for _, name, sweep, *marks in lines]

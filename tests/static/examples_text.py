@@ -24,11 +24,11 @@ ESTIMATE = "# On the back of the envelope: "
 
 
 def check_programs_of_the_gallery() -> Iterator[str]:
-    """Fewer than 100 lines, of public names."""
+    """Fewer than 160 lines, of public names."""
     for name in GALLERY:
         text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-        if text.count("\n") >= 100:
-            yield f"{name}.py has {text.count(chr(10))} lines; needed fewer than 100"
+        if text.count("\n") >= 160:
+            yield f"{name}.py has {text.count(chr(10))} lines; needed fewer than 160"
         if not text.startswith(ESTIMATE):
             yield f"{name}.py does not begin with {ESTIMATE!r}"
         if f"Run: python examples/{name}.py" not in text:
@@ -40,12 +40,12 @@ def check_programs_of_the_gallery() -> Iterator[str]:
 def check_the_first_example() -> Iterator[str]:
     """Shorter still."""
     text = (EXAMPLES / "01_a_ring.py").read_text(encoding="utf-8")
-    if text.count("\n") >= 60 or not text.startswith(ESTIMATE):
-        yield "01_a_ring.py needs fewer than 60 lines, and to begin with its estimate"
+    if text.count("\n") >= 80 or not text.startswith(ESTIMATE):
+        yield "01_a_ring.py needs fewer than 80 lines, and to begin with its estimate"
 
 
 def check_from_scratch_takes_nothing_of_the_kit() -> Iterator[str]:
-    """It builds everything by itself, in 200 lines."""
+    """It builds everything by itself, in 260 lines."""
     text = (EXAMPLES / "from_scratch.py").read_text(encoding="utf-8")
-    if len(text.splitlines()) > 200 or "parallax" in text:
-        yield "from_scratch.py needs 200 lines at most, and takes nothing of parallax"
+    if len(text.splitlines()) > 260 or "parallax" in text:
+        yield "from_scratch.py needs 260 lines at most, and takes nothing of parallax"

@@ -36,7 +36,11 @@ def check_the_tests_of_each_fault_are_collected() -> Iterator[str]:
         *words, chosen = mutants.selected(mutant)
         places = tuple(word for word in [*words, chosen] if word.startswith("tests/"))
         # An expression of -k, as Python: each word asks whether the test's name has it.
-        asked = re.sub(r"\b(?!(?:and|or|not)\b)[\w-]+", r"('\g<0>'.lower() in test)", chosen) if "-k" in words else "True"
+        asked = (
+            re.sub(r"\b(?!(?:and|or|not)\b)[\w-]+", r"('\g<0>'.lower() in test)", chosen)
+            if "-k" in words
+            else "True"
+        )
         if not any(
             test.nodeid.startswith(places)
             and (mutant.long, mutant.bits) == ("long" in test.marks, "bits" in test.marks)
@@ -49,7 +53,11 @@ def check_the_tests_of_each_fault_are_collected() -> Iterator[str]:
 def check_there_are_enough_over_the_whole_package_and_none_twice() -> Iterator[str]:
     """And some that only bits show."""
     some = drawn(ROOT, 24, seed=0)
-    twice = [key for key, count in Counter(mutant.key for mutant in (*BY_HAND, *some)).items() if count > 1]
+    twice = [
+        key
+        for key, count in Counter(mutant.key for mutant in (*BY_HAND, *some)).items()
+        if count > 1
+    ]
     folders = {place(mutant, ROOT).path.parts[1] for mutant in BY_HAND}
     if len(some) != 24 or len(BY_HAND) + len(some) < 60 or len(folders) < 20:
         yield f"{len(BY_HAND)} faults by hand in {len(folders)} places and {len(some)} drawn ones are too few"

@@ -40,7 +40,9 @@ def check_a_notebook_is_its_page() -> Iterator[str]:
         if programs != [block.text for block in found if block.language == "python"]:
             yield f"{lesson}.ipynb has other programs than {page.name}"
         printed = ["".join(output["text"]) for cell in code for output in cell["outputs"]]
-        if printed != [block.text for block in found if block.language == "text" and block.previous == "python"]:
+        if printed != [
+            block.text for block in found if block.language == "text" and block.previous == "python"
+        ]:
             yield f"{lesson}.ipynb has other outputs than {page.name}"
         if len(text) >= 100_000:
             yield f"{lesson}.ipynb has {len(text)} bytes; needed fewer than 100,000"
@@ -54,7 +56,9 @@ def check_a_lesson_has_a_picture_and_its_links_lead_somewhere() -> Iterator[str]
             yield f"{lesson}.md does not link to its notebook"
         cells = [cell for cell in read(lesson)["cells"] if cell["cell_type"] == "markdown"]
         prose = "\n".join("".join(cell["source"]) for cell in cells)
-        links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"\w+:|#", link)]
+        links = [
+            link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"\w+:|#", link)
+        ]
         if not any(link.startswith("../pictures/") for link in links):
             yield f"{lesson}.ipynb has no picture"
         for link in links:
@@ -72,5 +76,8 @@ def check_a_notebook_has_the_parts_of_its_format() -> Iterator[str]:
             yield f"{lesson}.ipynb has two cells of one id"
         for cell in book["cells"]:
             code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
-            if cell.keys() != {"id", "cell_type", "metadata", "source"} | code or not cell["source"]:
+            if (
+                cell.keys() != {"id", "cell_type", "metadata", "source"} | code
+                or not cell["source"]
+            ):
                 yield f"{lesson}.ipynb: a cell is empty, or has the parts {sorted(cell)}"

@@ -9,23 +9,38 @@ from urllib.parse import urlsplit
 
 from doc_pages import DOCS, ROOT, blocks
 
-MODULES = sorted(path for path in (ROOT / "parallax").rglob("*.py") if not path.name.startswith("__"))
-WRITTEN = sorted([*DOCS, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+MODULES = sorted(
+    path for path in (ROOT / "parallax").rglob("*.py") if not path.name.startswith("__")
+)
+WRITTEN = sorted(
+    [
+        *DOCS,
+        *ROOT.glob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    ]
+)
 # Where links lead outside. A link to another host is added here after somebody has opened it.
 HOSTS = {"docs.jax.dev", "docs.nvidia.com", "github.com", "jobset.sigs.k8s.io"}
 
 
 def prose(page: Path) -> str:
     """A page without its code."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     return re.sub(r"`[^`\n]*`", "`", text)
 
 
 def anchors(page: Path) -> set[str]:
     """The ids of a page's headings, as Python-Markdown makes them."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles
+    }
 
 
 def shown(page: Path) -> str:
@@ -38,7 +53,9 @@ def check_links_lead_somewhere() -> Iterator[str]:
     for page in WRITTEN:
         text = prose(page)
         named = re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE)
-        used = {name or words for words, name in re.findall(r"(?<!!)\[([^]\n]+)\]\[([^]\n]*)\]", text)}
+        used = {
+            name or words for words, name in re.findall(r"(?<!!)\[([^]\n]+)\]\[([^]\n]*)\]", text)
+        }
         if odd := used ^ {name for name, _ in named}:
             yield f"{shown(page)}: links by name that are not defined, or not used: {sorted(odd)}"
         for link in re.findall(r"\]\(([^)\s]+)\)", text) + [link for _, link in named]:
@@ -65,14 +82,20 @@ def check_files_that_pages_name_are_there() -> Iterator[str]:
     """Paths of the repository, wherever a page names them."""
     for page in WRITTEN:
         text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"(?<![\w/.])((?:benchmarks|docs|examples|parallax|tests)/[\w./-]+\.\w+)", text):
+        for name in re.findall(
+            r"(?<![\w/.])((?:benchmarks|docs|examples|parallax|tests)/[\w./-]+\.\w+)", text
+        ):
             if not any((folder / name).exists() for folder in (ROOT, page.parent)):
                 yield f"{shown(page)} names {name}, which is not there"
 
 
 def check_messages_that_no_line_raises_stand_in_the_source() -> Iterator[str]:
     """Those of errors.md that no program of the page raises."""
-    quoted = [block for block in blocks(ROOT / "docs" / "errors.md") if block.language == "text" and block.previous != "python"]
+    quoted = [
+        block
+        for block in blocks(ROOT / "docs" / "errors.md")
+        if block.language == "text" and block.previous != "python"
+    ]
     source = "\n".join(texts(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES)
     if len(quoted) <= 4:
         yield "errors.md quotes fewer than five messages that it does not raise: does `blocks` still read it?"
@@ -85,16 +108,26 @@ def check_messages_that_no_line_raises_stand_in_the_source() -> Iterator[str]:
 def texts(tree: ast.AST) -> str:
     """All strings of a module; a f-string with a space for what it fills in."""
     joined = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
-    plain = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    filled = ["".join(v.value if isinstance(v, ast.Constant) else "\0" for v in n.values) for n in joined]
+    plain = [
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    filled = [
+        "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in n.values) for n in joined
+    ]
     return "\n".join(" ".join(text.split()) for text in [*plain, *filled])
 
 
 def check_every_promise_names_a_test_a_figure_and_a_limit() -> Iterator[str]:
     """On the page on reliability; each test that it names is there."""
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    tables = re.findall(r"^\| promise \| test \| figure \| limit \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE)
-    rows = [[cell.strip() for cell in row.strip("| ").split(" | ")] for table in tables for row in table.splitlines()]
+    tables = re.findall(
+        r"^\| promise \| test \| figure \| limit \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE
+    )
+    rows = [
+        [cell.strip() for cell in row.strip("| ").split(" | ")]
+        for table in tables
+        for row in table.splitlines()
+    ]
     if len(tables) != 4 or len(rows) <= 40:
         yield f"reliability.md has {len(tables)} tables of promises with {len(rows)} rows; needed 4 with more than 40"
     for row in rows:
@@ -122,9 +155,14 @@ def check_every_page_is_in_the_navigation() -> Iterator[str]:
 
 def check_every_module_is_in_the_api() -> Iterator[str]:
     """Once, on a page of docs/api."""
-    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    pages = "".join(
+        page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")
+    )
     on_pages = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
-    inner = {"optimizers": {"wrappers", "elementwise"}, "lint": {"live_arrays", "finding", "programs", "rule_sets"}}
+    inner = {
+        "optimizers": {"wrappers", "elementwise"},
+        "lint": {"live_arrays", "finding", "programs", "rule_sets"},
+    }
     public = [path for path in MODULES if path.stem in inner.get(path.parent.name, {path.stem})]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in public}
     if odd := (set(on_pages) - {"parallax.lint", "parallax.bisect"}) ^ names:
@@ -136,7 +174,11 @@ def check_every_module_is_in_the_api() -> Iterator[str]:
 def check_every_program_is_in_the_gallery() -> Iterator[str]:
     """Each program of examples/ has a row, and its text."""
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
-    programs = {path.name for path in (ROOT / "examples").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+    programs = {
+        path.name
+        for path in (ROOT / "examples").glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
+    }
     rows = set(re.findall(r"^\| \[?`(\w+\.py)`", page, re.MULTILINE))
     shown_whole = {f"{name}.py" for name in re.findall(r'--8<-- "examples/(\w+)\.py"', page)}
     if odd := (rows ^ programs) | (shown_whole ^ (programs - {"gpt2.py"})):

@@ -23,7 +23,9 @@ def check_it_is_one_page() -> Iterator[str]:
 def check_every_claim_names_a_test_that_is_there() -> Iterator[str]:
     """Those under `What is proved`."""
     text = README.read_text(encoding="utf-8")
-    claims = text[text.index("## What is proved") : text.index("## What is measured")].split("\n- ")[1:]
+    claims = text[text.index("## What is proved") : text.index("## What is measured")].split(
+        "\n- "
+    )[1:]
     if len(claims) < 5:
         yield f"README.md has {len(claims)} claims under `What is proved`; needed 5"
     for claim in claims:
@@ -38,9 +40,13 @@ def check_every_claim_names_a_test_that_is_there() -> Iterator[str]:
 def check_every_ratio_stands_with_the_benchmarks() -> Iterator[str]:
     """Each ratio of the pages' tables is one of those that benchmarks/README.md has in its own."""
     measured = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    measured = measured[measured.index("## The ratios in short") : measured.index("## collectives.py")]
+    measured = measured[
+        measured.index("## The ratios in short") : measured.index("## collectives.py")
+    ]
     for page in PAGES:
-        tables = "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
+        tables = "\n".join(
+            line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")
+        )
         pattern = r"\b\d\.\d\d\b" if page.name == "comparison.md" else r"\b\d+\.\d\d?(?=x)"
         ratios = re.findall(pattern, tables)
         if page.name != "index.md" and len(ratios) <= 3:

@@ -41,7 +41,9 @@ def check_thirty_seeds_in_a_row_take_every_case() -> Iterator[str]:
 def check_thirty_seeds_take_some_of_every_tenth() -> Iterator[str]:
     """With users' flags: tests that are not about bits take turns, drawn anew for each seed."""
     cases = [Case(test) for test in collected.tests() if "long" not in test.marks]
-    taken = {case.nodeid for seed in range(200) for case in conftest.of_bits_and_some_others(cases, seed)}
+    taken = {
+        case.nodeid for seed in range(200) for case in conftest.of_bits_and_some_others(cases, seed)
+    }
     if left_out := {case.nodeid for case in cases} - taken:
         yield f"200 seeds leave out {len(left_out)} tests, {sorted(left_out)[0]} among them"
 

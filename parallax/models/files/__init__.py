@@ -10,4 +10,17 @@ from parallax.models.files.format import Format, load, save
 from parallax.models.files.origin import Origin
 from parallax.models.files.tensors import FLOATS, MEANT, Leaf
 
-__all__ = ["FLOATS", "FREE", "MEANT", "Fields", "Format", "Free", "Leaf", "Number", "Origin", "Part", "load", "save"]
+__all__ = [
+    "FLOATS",
+    "FREE",
+    "MEANT",
+    "Fields",
+    "Format",
+    "Free",
+    "Leaf",
+    "Number",
+    "Origin",
+    "Part",
+    "load",
+    "save",
+]

@@ -39,17 +39,27 @@ class Number:
         """The number. Raises `ValueError` for none, for two, or for something else."""
         first = self.names[0]
         given = {name: fields[name] for name in (*self.names, *self.aliases) if name in fields}
-        given = {name: value for name, value in given.items() if value is not None or name not in self.nullable}
+        given = {
+            name: value
+            for name, value in given.items()
+            if value is not None or name not in self.nullable
+        }
         if self.default is not None:
             meant = self.default(fields) if callable(self.default) else self.default
             given = {name: meant for name in self.names} | given
         kinds = {int: (int,), float: (int, float), bool: (bool,)}[self.kind]
-        fits = lambda value: isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
+        fits = lambda value: (
+            isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
+        )
         if not given or not all(map(fits, given.values())):
             needed = "true or false" if self.kind is bool else "a number"
-            raise ValueError(f"{file} needs {needed} for {first}; got {short(given) if given else 'no such field'}. Correct it.")
+            raise ValueError(
+                f"{file} needs {needed} for {first}; got {short(given) if given else 'no such field'}. Correct it."
+            )
         if len(set(given.values())) > 1:
-            raise ValueError(f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one number for them.")
+            raise ValueError(
+                f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one number for them."
+            )
         number: Any = next(iter(given.values()))
         return self.kind(number)
 
@@ -104,19 +114,50 @@ TOKEN_ID = (int, NONE)  # the types of a token's id
 LATER = Free()
 
 FREE: dict[str, Free] = {  # of every model of transformers
-    **dict.fromkeys(("architectures", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"), LATER),
-    **dict.fromkeys(("_name_or_path", "name_or_path", "_commit_hash", "tokenizer_class", "finetuning_task"), LATER),
-    **dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict", "output_scores"), LATER),
-    **dict.fromkeys(("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"), LATER),
-    **dict.fromkeys(("torchscript", "gradient_checkpointing", "tf_legacy_loss", "use_bfloat16"), LATER),
+    **dict.fromkeys(
+        (
+            "architectures",
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "task_specific_params",
+        ),
+        LATER,
+    ),
+    **dict.fromkeys(
+        ("_name_or_path", "name_or_path", "_commit_hash", "tokenizer_class", "finetuning_task"),
+        LATER,
+    ),
+    **dict.fromkeys(
+        ("output_hidden_states", "output_attentions", "return_dict", "output_scores"), LATER
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"), LATER
+    ),
+    **dict.fromkeys(
+        ("torchscript", "gradient_checkpointing", "tf_legacy_loss", "use_bfloat16"), LATER
+    ),
     **dict.fromkeys(("sep_token_id", "decoder_start_token_id", "prefix"), LATER),
     # of generation, as old files have them
-    **dict.fromkeys(("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"), LATER),
-    **dict.fromkeys(("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"), LATER),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"), LATER),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "num_return_sequences", "return_dict_in_generate"), LATER),
+    **dict.fromkeys(
+        ("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"),
+        LATER,
+    ),
+    **dict.fromkeys(
+        ("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
+        LATER,
+    ),
+    **dict.fromkeys(
+        ("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"), LATER
+    ),
+    **dict.fromkeys(
+        ("encoder_no_repeat_ngram_size", "num_return_sequences", "return_dict_in_generate"), LATER
+    ),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"), LATER),
-    **dict.fromkeys(("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"), LATER),
+    **dict.fromkeys(
+        ("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"), LATER
+    ),
     "use_cache": Free(True, (bool,)),
     "initializer_range": Free(0.02, (float,)),
     "bos_token_id": Free(None, TOKEN_ID),
@@ -124,7 +165,9 @@ FREE: dict[str, Free] = {  # of every model of transformers
     "pad_token_id": Free(None, TOKEN_ID),
 }
 
-ONLY: dict[str, tuple] = {  # of every model of transformers: what its code obeys, and ours has one value for
+ONLY: dict[
+    str, tuple
+] = {  # of every model of transformers: what its code obeys, and ours has one value for
     "is_causal": (True,),
     "is_decoder": (False, True, None),
     "is_encoder_decoder": (False,),
@@ -137,7 +180,11 @@ ONLY: dict[str, tuple] = {  # of every model of transformers: what its code obey
     "per_layer_config": (None,),
 }
 
-OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")  # of a file's own making: written anew
+OF_THE_FILE = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)  # of a file's own making: written anew
 
 
 @dataclass(frozen=True)
@@ -182,37 +229,69 @@ class Fields:
         self._check_known(fields, {*fixed, *free}, file)
         for name in fields.keys() & free.keys():
             kinds, value = free[name].kinds, fields[name]
-            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            if kinds and (
+                not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+            ):
                 needed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
-                raise ValueError(f"{file}: {name} must be of type {needed}; it is {short(value)}. Correct the file.")
+                raise ValueError(
+                    f"{file}: {name} must be of type {needed}; it is {short(value)}. Correct the file."
+                )
         plain = self._plain(numbers)
         names = {*fields, *(plain.keys() & free.keys())} & {*free, *stays}
         came = {name: fields.get(name, ABSENT) for name in names}
-        return numbers, {name: value for name, value in came.items() if not _same_text(plain.get(name, ABSENT), value)}
+        return numbers, {
+            name: value
+            for name, value in came.items()
+            if not _same_text(plain.get(name, ABSENT), value)
+        }
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
         """What a configuration said of its numbers, with the fields of `file` that state them."""
-        named = {name: number for name, number in self.numbers.items() if re.search(rf"\b{name}\b", str(error))}
-        where = ", ".join(f"{name} is {' and '.join(number.names)}" for name, number in named.items())
+        named = {
+            name: number
+            for name, number in self.numbers.items()
+            if re.search(rf"\b{name}\b", str(error))
+        }
+        where = ", ".join(
+            f"{name} is {' and '.join(number.names)}" for name, number in named.items()
+        )
         return ValueError(f"{file}: {error} In the file, {where}." if where else f"{file}: {error}")
 
-    def write(self, numbers: Mapping[str, Any], kept: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    def write(
+        self, numbers: Mapping[str, Any], kept: Mapping[str, Any], dtype: str
+    ) -> dict[str, Any]:
         """The fields of a `config.json` of these numbers, with those that `read` kept."""
-        stated = {name: value for size, number in self.numbers.items() for name, value in number.written(numbers[size]).items()}
-        fields = {"model_type": self.model_type, **self._plain(numbers), **kept, **stated, "torch_dtype": dtype}
+        stated = {
+            name: value
+            for size, number in self.numbers.items()
+            for name, value in number.written(numbers[size]).items()
+        }
+        fields = {
+            "model_type": self.model_type,
+            **self._plain(numbers),
+            **kept,
+            **stated,
+            "torch_dtype": dtype,
+        }
         return {name: value for name, value in fields.items() if value is not ABSENT}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
         """The sha256 of what the weights mean under these numbers; rates that only training has are left out."""
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
-        return hashlib.sha256(json.dumps([self.model_type, meant], default=vars).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.model_type, meant], default=vars).encode()
+        ).hexdigest()
 
     def _plain(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """What is written where nothing came in."""
         defaults = {name: each.default for name, each in self.free.items()}
         defaults = {name: each.default for name, each in FREE.items()} | defaults
         written = {name: value for name, value in defaults.items() if value is not ABSENT}
-        return written | {name: values[0] for name, values in self.only.items()} | dict(self.made(numbers))
+        return (
+            written
+            | {name: values[0] for name, values in self.only.items()}
+            | dict(self.made(numbers))
+        )
 
     def _check_type(self, fields: Mapping[str, Any], file: Path) -> None:
         found = fields.get("model_type", self.model_type)
@@ -223,7 +302,9 @@ class Fields:
             )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str], file: Path) -> None:
-        stated = {name for number in self.numbers.values() for name in (*number.names, *number.aliases)}
+        stated = {
+            name for number in self.numbers.values() for name in (*number.names, *number.aliases)
+        }
         unknown = sorted(fields.keys() - stated - others - {*OF_THE_FILE, "model_type"})
         if unknown:
             raise ValueError(

@@ -60,7 +60,13 @@ class Format:
         return eqx.filter_eval_shape(lambda: self.model(config, key=jax.random.key(0), dtype=dtype))
 
 
-def load(format_: Format, path: str | os.PathLike[str], *, dtype: Any, options: Mapping[str, Any] | None = None) -> Any:
+def load(
+    format_: Format,
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """The model at `path`, with its weights in `dtype`, on JAX's default device: as `gpt2.load` says, for any family.
 
     Args:
@@ -81,37 +87,57 @@ def load(format_: Format, path: str | os.PathLike[str], *, dtype: Any, options: 
         raise format_.fields.blame(error, config_file) from error
     files, index = ([file], None) if file else tensors.locate(folder)
     leaves = format_.leaves(config)
-    sizes = [f"{number.names[0]}={numbers[name]}" for name, number in format_.fields.numbers.items() if number.kind is int]
+    sizes = [
+        f"{number.names[0]}={numbers[name]}"
+        for name, number in format_.fields.numbers.items()
+        if number.kind is int
+    ]
     what = f"{format_.fields.title} of {', '.join(sizes)}"
     with contextlib.ExitStack() as stack:
         stored = tensors.opened(stack, files, index, format_.prefix, format_.no_weights)
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)
         tensors.check(stored, leaves, config_file, what)
         shapes = format_.shapes(config, dtype)
-        return jax.tree.map_with_path(lambda path, shape: leaves[mesh.dotted(path)].read(shape, stored), shapes)
+        return jax.tree.map_with_path(
+            lambda path, shape: leaves[mesh.dotted(path)].read(shape, stored), shapes
+        )
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     """Write `model` into the folder `path`: as `gpt2.save` says, for any family."""
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():
-        raise ValueError(f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its folder.")
+        raise ValueError(
+            f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its folder."
+        )
     safetensors = tensors.library()
     found = _tensors(format_, model)
     config, numbers = model.config, format_.numbers(model.config)
     origin: Origin = config.origin
-    fields = format_.fields.write(numbers, origin.values, _widest({each.dtype for each in found.values()}).name)
+    fields = format_.fields.write(
+        numbers, origin.values, _widest({each.dtype for each in found.values()}).name
+    )
     tokenizer = origin.tokenizer_files()
-    beside = {file.name for file in tokenizer} | ({GENERATION} if origin.generation is not None else set())
+    beside = {file.name for file in tokenizer} | (
+        {GENERATION} if origin.generation is not None else set()
+    )
     gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     try:
         with replacing(folder, last=CONFIG, gone=gone) as new:
             (new / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            metadata = {"format": "pt", MEANT: format_.fields.fingerprint(numbers), WROTE: json.dumps(sorted(beside))}
+            metadata = {
+                "format": "pt",
+                MEANT: format_.fields.fingerprint(numbers),
+                WROTE: json.dumps(sorted(beside)),
+            }
             safetensors.numpy.save_file(found, new / WEIGHTS, metadata=metadata)
-            shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors leaves its file readable by its owner alone
+            shutil.copymode(
+                new / CONFIG, new / WEIGHTS
+            )  # safetensors leaves its file readable by its owner alone
             if origin.generation is not None:
-                (new / GENERATION).write_text(json.dumps(json.loads(origin.generation), indent=2) + "\n", encoding="utf-8")
+                (new / GENERATION).write_text(
+                    json.dumps(json.loads(origin.generation), indent=2) + "\n", encoding="utf-8"
+                )
             for file in tokenizer:
                 shutil.copyfile(file, new / file.name)
     except (OSError, safetensors.SafetensorError) as error:
@@ -124,9 +150,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
     if tokenizer:
-        return (
-            f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {', '.join(file.name for file in tokenizer)}."
-        )
+        return f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {', '.join(file.name for file in tokenizer)}."
     if any((folder / name).is_file() for name in TOKENIZER):
         return f"{folder} holds the model. The files of a tokenizer were there before, and are as they were."
     return f"{folder} holds the model and no tokenizer. Copy the files of yours there, or transformers makes an empty one."
@@ -136,7 +160,9 @@ def _widest(dtypes: set[np.dtype]) -> np.dtype:
     """The type that holds every number of these."""
     size = max(dtype.itemsize for dtype in dtypes)
     largest = [dtype for dtype in dtypes if dtype.itemsize == size]
-    return largest[0] if len(largest) == 1 else np.dtype(np.float32)  # of float16 and bfloat16, neither holds the other
+    return (
+        largest[0] if len(largest) == 1 else np.dtype(np.float32)
+    )  # of float16 and bfloat16, neither holds the other
 
 
 def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
@@ -144,13 +170,20 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     name = f"{format_.name}.save"
     config = getattr(model, "config", None)
     if not isinstance(config, format_.config):
-        raise ValueError(f"{name} needs a {format_.name} model, with its configuration; got a {type(model).__name__}.")
+        raise ValueError(
+            f"{name} needs a {format_.name} model, with its configuration; got a {type(model).__name__}."
+        )
     leaves = format_.leaves(config)
-    needed = {mesh.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(format_.shapes(config, np.dtype(np.float32)))}
+    needed = {
+        mesh.dotted(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(format_.shapes(config, np.dtype(np.float32)))
+    }
     given = {mesh.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     if differ := sorted(needed.keys() ^ given.keys()):
         has = "has no array" if differ[0] in needed else "has an array that this model has not"
-        raise ValueError(f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, and no other.")
+        raise ValueError(
+            f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, and no other."
+        )
     found: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         prefix = "" if leaf.outside else format_.prefix
@@ -162,17 +195,27 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
     """A leaf of the model, in the host's memory. Raises `ValueError` for one that is not there, or is another."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
-        raise ValueError(f"{name}: {path} must be an array of numbers; it is a {type(leaf).__name__}. Save outside of jax.jit.")
+        raise ValueError(
+            f"{name}: {path} must be an array of numbers; it is a {type(leaf).__name__}. Save outside of jax.jit."
+        )
     if leaf.shape != shape:
         raise ValueError(
             f"{name}: {path} must be of shape {shape} by the model's config; it is {leaf.shape}. Save the whole model, outside "
             f"of mesh.spmd and of pipeline stages."
         )
     if leaf.dtype not in map(jnp.dtype, FLOATS.values()):
-        raise ValueError(f"{name}: {path} must be one of {_float_names()}; it is {leaf.dtype}. Cast it.")
+        raise ValueError(
+            f"{name}: {path} must be one of {_float_names()}; it is {leaf.dtype}. Cast it."
+        )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(f"{name}: {path} is deleted: a step that donates its state took it. Save the state that it gave back.")
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        raise ValueError(
+            f"{name}: {path} is deleted: a step that donates its state took it. Save the state that it gave back."
+        )
+    if (
+        isinstance(leaf, jax.Array)
+        and not leaf.is_fully_addressable
+        and not leaf.is_fully_replicated
+    ):
         raise ValueError(
             f"{name}: {path} is on devices of other processes too. Gather the model first: "
             f"jax.experimental.multihost_utils.process_allgather(model, tiled=True)."
@@ -184,7 +227,9 @@ def _checked(format_: Format, dtype: Any) -> np.dtype:
     try:
         found = jnp.dtype(dtype)
     except TypeError as error:
-        raise ValueError(f"{format_.name}.load needs a dtype among {_float_names()}; got {dtype!r}.") from error
+        raise ValueError(
+            f"{format_.name}.load needs a dtype among {_float_names()}; got {dtype!r}."
+        ) from error
     if found not in map(jnp.dtype, FLOATS.values()):
         raise ValueError(f"{format_.name}.load needs a dtype among {_float_names()}; got {found}.")
     if found == jnp.float64 and not jax.config.read("jax_enable_x64"):

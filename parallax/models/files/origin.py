@@ -10,7 +10,13 @@ from parallax.models.files.texts import read_json
 
 GENERATION = "generation_config.json"
 TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
     *("vocab.json", "merges.txt", "tokenizer.model", "spiece.model"),
 )
 
@@ -35,9 +41,16 @@ class Origin:
         """What `folder` has beside sizes and weights, and these fields. Raises `ValueError` for damaged JSON."""
         generation = folder / GENERATION
         return cls(
-            tuple(sorted((name, "" if value is ABSENT else json.dumps(value)) for name, value in fields.items())),
+            tuple(
+                sorted(
+                    (name, "" if value is ABSENT else json.dumps(value))
+                    for name, value in fields.items()
+                )
+            ),
             json.dumps(read_json(generation)) if generation.is_file() else None,
-            str(folder.absolute()) if any((folder / name).is_file() for name in TOKENIZER) else None,
+            str(folder.absolute())
+            if any((folder / name).is_file() for name in TOKENIZER)
+            else None,
         )
 
     @property

@@ -27,16 +27,30 @@ def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
     folder, file = Path(path), None
     if folder.is_file():
         if folder.suffix != ".safetensors":
-            raise ValueError(f"{asks} needs a folder or a .safetensors file; got the file {folder}. Pass its folder.")
+            raise ValueError(
+                f"{asks} needs a folder or a .safetensors file; got the file {folder}. Pass its folder."
+            )
         folder, file = folder.parent, folder
     elif not folder.is_dir():
-        if not isinstance(path, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or path.endswith(".safetensors"):
-            raise FileNotFoundError(f"{asks}: there is no file or folder {os.fspath(path)}. Correct the path.")
+        if (
+            not isinstance(path, str)
+            or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
+            or path.endswith(".safetensors")
+        ):
+            raise FileNotFoundError(
+                f"{asks}: there is no file or folder {os.fspath(path)}. Correct the path."
+            )
         folder = _downloaded(path, asks)
     if (folder / ADAPTER).exists():
-        raise ValueError(f"{asks}: {folder / ADAPTER} is there, so {folder} is an adapter (LoRA) or has one. {MERGE}")
+        raise ValueError(
+            f"{asks}: {folder / ADAPTER} is there, so {folder} is an adapter (LoRA) or has one. {MERGE}"
+        )
     if not (folder / CONFIG).is_file():
-        cut = f" A save was cut off; what it replaced is in {folder / STAGE}. Save again." if (folder / STAGE).exists() else ""
+        cut = (
+            f" A save was cut off; what it replaced is in {folder / STAGE}. Save again."
+            if (folder / STAGE).exists()
+            else ""
+        )
         raise FileNotFoundError(
             f"{asks} needs {folder / CONFIG}, which says what the weights beside it are.{cut or ' Copy it there.'}"
         )
@@ -53,7 +67,9 @@ def _downloaded(name: str, asks: str) -> Path:
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED))
-    except Exception as error:  # whatever the hub's client raises, of its own or of the library under it
+    except (
+        Exception
+    ) as error:  # whatever the hub's client raises, of its own or of the library under it
         raise FileNotFoundError(
             f"{asks}: there is no folder {name!r} here, and the Hugging Face hub did not give a model of that name: "
             f"{type(error).__name__}: {error} Correct the path or name, or load a folder that was downloaded before."

@@ -43,7 +43,9 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         shutil.rmtree(stage, ignore_errors=True)
         raise
     _swap(folder, new, old, last, {*gone})
-    shutil.rmtree(stage, ignore_errors=True)  # the new files are in their place, whatever becomes of the old
+    shutil.rmtree(
+        stage, ignore_errors=True
+    )  # the new files are in their place, whatever becomes of the old
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:

@@ -132,7 +132,9 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
     files = [folder / name for name in sorted(set(weight_map(index).values()))]
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{index} lists {file.name}, and there is no such file beside it. Copy it there.")
+            raise FileNotFoundError(
+                f"{index} lists {file.name}, and there is no such file beside it. Copy it there."
+            )
     return files, index
 
 
@@ -141,14 +143,22 @@ def weight_map(index: Path) -> dict[str, str]:
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
     if not isinstance(names, dict) or not names:
-        raise ValueError(f"{index} needs a 'weight_map' from tensors to files; got {short(names)}. {again}")
+        raise ValueError(
+            f"{index} needs a 'weight_map' from tensors to files; got {short(names)}. {again}"
+        )
     for tensor, name in names.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name):
-            raise ValueError(f"{index}: {short(tensor)} needs the name of a file beside it; got {short(name)}. {again}")
+        if not isinstance(name, str) or not re.fullmatch(
+            r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name
+        ):
+            raise ValueError(
+                f"{index}: {short(tensor)} needs the name of a file beside it; got {short(name)}. {again}"
+            )
     return names
 
 
-def opened(stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str) -> dict[str, Stored]:
+def opened(
+    stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
+) -> dict[str, Stored]:
     """The tensors in all the files by their name without `prefix`; those whose name matches `no_weights` are left out.
 
     Raises:
@@ -174,7 +184,9 @@ def opened(stack: contextlib.ExitStack, files: list[Path], index: Path | None, p
         for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
             plain = name.removeprefix(prefix)
             if plain in stored:
-                raise ValueError(f"{file} holds both {name} and {stored[plain].name}: the same tensor twice. Remove one.")
+                raise ValueError(
+                    f"{file} holds both {name} and {stored[plain].name}: the same tensor twice. Remove one."
+                )
             if not re.fullmatch(no_weights, plain):
                 stored[plain] = Stored(name, file, handle)
     return stored
@@ -188,7 +200,9 @@ def wrote(weights: Path) -> set[str]:
     with contextlib.suppress(safetensors.SafetensorError, OSError, ValueError, RecursionError):
         with safetensors.safe_open(weights, framework="numpy") as file:
             names = json.loads((file.metadata() or {}).get(WROTE, "[]"))
-        return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        return (
+            {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        )
     return set()
 
 
@@ -203,7 +217,9 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
             )
 
 
-def check(stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str) -> None:
+def check(
+    stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
+) -> None:
     """Refuse files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of copies.
 
     Args:
@@ -212,11 +228,16 @@ def check(stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path
         config: the file that asks for them, for errors.
         what: the model and its sizes, in words: "GPT-2 of n_layer=3, n_head=2".
     """
-    files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()})) or "the safetensors file"
+    files = (
+        ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
+        or "the safetensors file"
+    )
     asked = f"a {what}, as {config} says it is"
     count = sum(leaf.count for leaf in leaves.values())
     if count > 4 * len(stored) + 10_000:  # which nobody waits for, name by name
-        raise ValueError(f"{files}: there are {len(stored)} tensors; needed {count} for {asked}. Correct the sizes there.")
+        raise ValueError(
+            f"{files}: there are {len(stored)} tensors; needed {count} for {asked}. Correct the sizes there."
+        )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
     for name, leaf in copies.items():
@@ -225,15 +246,23 @@ def check(stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path
                 f"{stored[name].place} is there, and {leaf.name} is not, of which it is a copy in {asked}. Store it under that "
                 f"name."
             )
-    if adapters := [tensor.name for tensor in stored.values() if re.search(r"\.lora_|\.base_layer\.", tensor.name)]:
+    if adapters := [
+        tensor.name
+        for tensor in stored.values()
+        if re.search(r"\.lora_|\.base_layer\.", tensor.name)
+    ]:
         raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
             f"{files}: the tensor {some(missing)} missing, which {config} asks for: {what}. Correct it, or copy or download the "
             f"weights again."
         )
-    if extra := [tensor.name for name, tensor in stored.items() if name not in needed and name not in copies]:
-        raise ValueError(f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was added.")
+    if extra := [
+        tensor.name for name, tensor in stored.items() if name not in needed and name not in copies
+    ]:
+        raise ValueError(
+            f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was added."
+        )
     for name, tensor in stored.items():
         _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
     for name, leaf in copies.items():
@@ -251,7 +280,9 @@ def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
             f"the weights that belong to it."
         )
     if tensor.kind not in FLOATS:
-        raise ValueError(f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it before.")
+        raise ValueError(
+            f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it before."
+        )
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
@@ -264,7 +295,9 @@ def library() -> Any:
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise ImportError("Reading and writing weights need safetensors. Run: pip install -e '.[hub]'.") from error
+        raise ImportError(
+            "Reading and writing weights need safetensors. Run: pip install -e '.[hub]'."
+        ) from error
     return safetensors
 
 

@@ -22,7 +22,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not whole JSON ({error}). {again}") from error
     except RecursionError as error:
-        raise ValueError(f"{file} is nested too deeply: needed {DEEPEST} levels at most. {again}") from error
+        raise ValueError(
+            f"{file} is nested too deeply: needed {DEEPEST} levels at most. {again}"
+        ) from error
     if _depth(fields) > DEEPEST:
         raise ValueError(f"{file} is nested too deeply: needed {DEEPEST} levels at most. {again}")
     if not isinstance(fields, dict):
@@ -41,7 +43,9 @@ def short(value: Any) -> str:
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most")
+        raise ValueError(
+            f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"
+        )
     return int(digits)
 
 
@@ -51,5 +55,7 @@ def _depth(value: Any) -> int:
     while level and depth <= DEEPEST:
         level = [each for each in level if isinstance(each, dict | list)]
         depth += bool(level)
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
     return depth

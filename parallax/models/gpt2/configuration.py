@@ -12,7 +12,12 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 def _made(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """A model that was made here ends a text as GPT-2 does, where its vocabulary has that token."""
     end = _END if numbers["vocabulary"] > _END else None
-    return {"architectures": ["GPT2LMHeadModel"], "bos_token_id": end, "eos_token_id": end, "n_inner": None}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "n_inner": None,
+    }
 
 
 FIELDS = Fields(
@@ -22,7 +27,9 @@ FIELDS = Fields(
         "layers": Number(("n_layer",), ("num_hidden_layers",)),
         "heads": Number(("n_head",), ("num_attention_heads",)),
         "width": Number(("n_embd",), ("hidden_size",)),
-        "context": Number(("n_positions", "n_ctx"), ("max_position_embeddings",), nullable=("n_ctx",)),
+        "context": Number(
+            ("n_positions", "n_ctx"), ("max_position_embeddings",), nullable=("n_ctx",)
+        ),
         "vocabulary": Number(("vocab_size",)),
         "dropout": Number(("resid_pdrop", "embd_pdrop"), kind=float, default=0.1),
         "attention_dropout": Number(("attn_pdrop",), kind=float, default=0.1),

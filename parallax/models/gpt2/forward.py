@@ -68,7 +68,9 @@ def logits(
     return pieces.logits(PIECES, model, tokens, attend=attend)
 
 
-def unembedded(model: GPT2, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens vocabulary"]:
+def unembedded(
+    model: GPT2, x: Float[Array, "batch tokens width"]
+) -> Float[Array, "batch tokens vocabulary"]:
     """The logits of what leaves the last block, of a whole model."""
     return (model.norm(x, model.config.epsilon) @ model.wte.T)[..., : model.config.vocabulary]
 
@@ -92,7 +94,11 @@ def embed(
     pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
     x = across(pieces.looked_up(model.wte, tokens, weights, joins, model.config.vocabulary))
     T = tokens.shape[1]
-    positions = model.wpe[first : first + T] if isinstance(first, int) else lax.dynamic_slice_in_dim(model.wpe, first, T)
+    positions = (
+        model.wpe[first : first + T]
+        if isinstance(first, int)
+        else lax.dynamic_slice_in_dim(model.wpe, first, T)
+    )
     x = x + joins.own(positions, dim=0)[None]
     x = _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
     return tapped.residual(x, "embedding", joins)
@@ -109,7 +115,12 @@ def block(
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
     """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
-    qkv, out, up, down = weights.attention.qkv, weights.attention.out, weights.mlp.up, weights.mlp.down
+    qkv, out, up, down = (
+        weights.attention.qkv,
+        weights.attention.out,
+        weights.mlp.up,
+        weights.mlp.down,
+    )
 
     x = tapped.residual(x, "blocks.*.in", joins)
     y = tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins)
@@ -123,15 +134,24 @@ def block(
             )
         first_head = joins.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
-        attend = functools.partial(attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate))
+        attend = functools.partial(
+            attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate)
+        )
     y = tapped.split(joins.attends(attend)(q, k, v), "blocks.*.attention.heads", joins, dim=2)
     y = tapped.residual(joins.row(y, out.weight, out.bias), "blocks.*.attention.out", joins)
-    x = tapped.residual(x + _dropped(y, keys, config.dropout, joins, layer, site=1), "blocks.*.middle", joins)
+    x = tapped.residual(
+        x + _dropped(y, keys, config.dropout, joins, layer, site=1), "blocks.*.middle", joins
+    )
 
     y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins)
-    y = jax.nn.gelu(tapped.split(joins.column(y, up.weight, up.bias), "blocks.*.mlp.up", joins, dim=2), approximate=True)
+    y = jax.nn.gelu(
+        tapped.split(joins.column(y, up.weight, up.bias), "blocks.*.mlp.up", joins, dim=2),
+        approximate=True,
+    )
     y = tapped.residual(joins.row(y, down.weight, down.bias), "blocks.*.mlp.down", joins)
-    return tapped.residual(x + _dropped(y, keys, config.dropout, joins, layer, site=2), "blocks.*.out", joins)
+    return tapped.residual(
+        x + _dropped(y, keys, config.dropout, joins, layer, site=2), "blocks.*.out", joins
+    )
 
 
 def head(
@@ -152,7 +172,11 @@ def head(
 
 
 def _layer(
-    config: Config, *, positions: Int[Array, " tokens"], joins: tensor.Joins, attend: Callable[..., Any]
+    config: Config,
+    *,
+    positions: Int[Array, " tokens"],
+    joins: tensor.Joins,
+    attend: Callable[..., Any],
 ) -> Callable[..., Any]:
     return functools.partial(block, config=config, joins=joins, attend=attend)
 
@@ -178,6 +202,8 @@ def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
 def _dropped_heads(weights, keys, first_head, rate: float):
     """Dropout of attention weights [B, H, T, S], by sequence and by head of the whole model."""
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
-    mask = lambda key, head: jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
+    mask = lambda key, head: jax.random.bernoulli(
+        jax.random.fold_in(key, head), 1 - rate, weights.shape[2:]
+    )
     kept = jax.vmap(lambda key: jax.vmap(lambda head: mask(key, head))(heads))(keys)
     return jnp.where(kept, weights / (1 - rate), jnp.zeros((), weights.dtype))

@@ -64,16 +64,24 @@ class Config:
 
     def __post_init__(self):
         for field in ("layers", "heads", "width", "context", "vocabulary", "vocabulary_multiple"):
-            object.__setattr__(self, field, numbers.whole(f"gpt2.Config needs {field}", getattr(self, field)))
+            object.__setattr__(
+                self, field, numbers.whole(f"gpt2.Config needs {field}", getattr(self, field))
+            )
         if self.vocabulary_multiple > 2**20:
-            raise ValueError(f"gpt2.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}.")
+            raise ValueError(
+                f"gpt2.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
+            )
         if self.width % self.heads:
             below = numbers.divisor(self.width, self.heads)
-            raise ValueError(f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}.")
+            raise ValueError(
+                f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}."
+            )
         for field in ("dropout", "attention_dropout"):
             needed = f"gpt2.Config needs {field} from 0 up to, not including, 1"
             object.__setattr__(self, field, numbers.real(needed, getattr(self, field), below=1.0))
-        object.__setattr__(self, "epsilon", numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon))
+        object.__setattr__(
+            self, "epsilon", numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon)
+        )
 
     @property
     def rows(self) -> int:
@@ -84,7 +92,13 @@ class Config:
     def sizes(self) -> dict[str, int]:
         """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows and tokens."""
         hidden = 4 * self.width
-        return {"layers": self.layers, "heads": self.heads, "hidden": hidden, "rows": self.rows, "tokens": self.context}
+        return {
+            "layers": self.layers,
+            "heads": self.heads,
+            "hidden": hidden,
+            "rows": self.rows,
+            "tokens": self.context,
+        }
 
     @property
     def parameters(self) -> int:
@@ -124,7 +138,9 @@ class Norm(eqx.Module):
     weight: Float[Array, "*layers width"]
     bias: Float[Array, "*layers width"]
 
-    def __call__(self, x: Float[Array, "batch tokens width"], epsilon: float) -> Float[Array, "batch tokens width"]:
+    def __call__(
+        self, x: Float[Array, "batch tokens width"], epsilon: float
+    ) -> Float[Array, "batch tokens width"]:
         """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
         wide = x.astype(precision.wide(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -197,7 +213,10 @@ class GPT2(eqx.Module):
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, H = config.width, config.layers, config.heads
         normal = initial(key, dtype, 6)
-        zeros, ones = functools.partial(jnp.zeros, dtype=dtype), functools.partial(jnp.ones, dtype=dtype)
+        zeros, ones = (
+            functools.partial(jnp.zeros, dtype=dtype),
+            functools.partial(jnp.ones, dtype=dtype),
+        )
         residual = 0.02 / (2 * L) ** 0.5
         self.config = config
         self.wte = vocabulary_rows(normal(config.rows, D), config.vocabulary)
@@ -233,13 +252,17 @@ def attention(
     T, K = q.shape[1], q.shape[3]
     scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
     sees = jnp.tril(jnp.ones((T, T), bool))[None, None]
-    sees = sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None]
+    sees = (
+        sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None]
+    )
     wide = scores.astype(precision.wide(scores.dtype))
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 
 
-def rules(axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1) -> Callable[..., Any]:
+def rules(
+    axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1
+) -> Callable[..., Any]:
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
     With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes. It is the
@@ -266,11 +289,15 @@ def chunked(model: GPT2, chunks: int) -> GPT2:
         ValueError: `chunks` does not divide the layers.
     """
     if model.config.layers % chunks:
-        raise ValueError(f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a divisor.")
+        raise ValueError(
+            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a divisor."
+        )
     blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)
     return eqx.tree_at(lambda m: m.blocks, model, blocks)
 
 
 def unchunked(model: GPT2) -> GPT2:
     """The inverse of `chunked`: blocks as [L, ...]."""
-    return eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), model.blocks))
+    return eqx.tree_at(
+        lambda m: m.blocks, model, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), model.blocks)
+    )

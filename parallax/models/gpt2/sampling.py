@@ -31,4 +31,6 @@ def sample(
         ValueError: as `sampled` does; a window that is not within the model's context; or an array of the model is deleted.
     """
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
-    return sampling.of_family(FAMILY, "gpt2", model, prompt, tokens=tokens, window=window, **options)
+    return sampling.of_family(
+        FAMILY, "gpt2", model, prompt, tokens=tokens, window=window, **options
+    )

@@ -14,7 +14,9 @@ from parallax.models.gpt2.configuration import FORMAT
 from parallax.models.gpt2.model import GPT2, Config
 
 
-def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> GPT2:
+def load(
+    path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128
+) -> GPT2:
     """The GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
 
     Leaves are read one at a time: beside the model there is never more than one of them in memory. To put the model on a
@@ -41,7 +43,9 @@ def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_m
             configuration. One changed bit inside a tensor is not noticed: the format carries no checksum.
     """
     Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
-    return files.load(FORMAT, path, dtype=dtype, options={"vocabulary_multiple": vocabulary_multiple})
+    return files.load(
+        FORMAT, path, dtype=dtype, options={"vocabulary_multiple": vocabulary_multiple}
+    )
 
 
 def save(model: GPT2, path: str | os.PathLike[str]) -> str:

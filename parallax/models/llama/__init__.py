@@ -3,7 +3,16 @@
 from parallax.models.family import Batch
 from parallax.models.llama.configuration import FORMATS
 from parallax.models.llama.family import FAMILY, stages
-from parallax.models.llama.forward import block, embed, head, logits, loss, loss_and_statistics, rotary, rotated
+from parallax.models.llama.forward import (
+    block,
+    embed,
+    head,
+    logits,
+    loss,
+    loss_and_statistics,
+    rotary,
+    rotated,
+)
 from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm, rules
 from parallax.models.llama.sampling import sample
 from parallax.models.llama.sizes import B1, B3, B8, B70, SMALL, Config, Scaling

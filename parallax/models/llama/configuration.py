@@ -28,18 +28,28 @@ def _rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     given = {name: fields[name] for name in ("rope_scaling", "rope_parameters") if fields.get(name)}
     for name, rope in given.items():
         if not isinstance(rope, dict):
-            raise ValueError(f"{name} must be an object, or null; it is {short(rope)}. Correct the file.")
+            raise ValueError(
+                f"{name} must be an object, or null; it is {short(rope)}. Correct the file."
+            )
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise ValueError(f"rope_scaling and rope_parameters must agree; got {short(given)}. Remove the first.")
+        raise ValueError(
+            f"rope_scaling and rope_parameters must agree; got {short(given)}. Remove the first."
+        )
     return next(iter(given.values()), {})
 
 
 def _theta(fields: Mapping[str, Any], usual: float = THETA) -> float:
-    stated = [of["rope_theta"] for of in (_rope(fields), fields) if of.get("rope_theta") is not None]
+    stated = [
+        of["rope_theta"] for of in (_rope(fields), fields) if of.get("rope_theta") is not None
+    ]
     if any(isinstance(theta, bool) or not isinstance(theta, int | float) for theta in stated):
-        raise ValueError(f"rope_theta must be a number; it is {short(stated[0])}. Correct the file.")
+        raise ValueError(
+            f"rope_theta must be a number; it is {short(stated[0])}. Correct the file."
+        )
     if len({*stated}) > 1:
-        raise ValueError(f"rope_theta must be the same in both places; it is {stated[0]} and {stated[1]}. Correct the file.")
+        raise ValueError(
+            f"rope_theta must be the same in both places; it is {stated[0]} and {stated[1]}. Correct the file."
+        )
     return float(stated[0]) if stated else usual
 
 
@@ -59,7 +69,9 @@ def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
     if kind == "default":
         return None
     if missing := [name for name in SCALED if name not in rope]:
-        raise ValueError(f"rope_type 'llama3' needs {missing[0]}; got {short(dict(rope))}. Correct the file.")
+        raise ValueError(
+            f"rope_type 'llama3' needs {missing[0]}; got {short(dict(rope))}. Correct the file."
+        )
     return Scaling(**{ours: rope[theirs] for theirs, ours in SCALED.items()})
 
 
@@ -67,7 +79,10 @@ def _scaled(scaling: Scaling | None) -> dict[str, Any]:
     """As version 4 of transformers writes it, which all versions read."""
     if scaling is None:
         return {"rope_scaling": None}
-    return {"rope_scaling": {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for theirs, ours in SCALED.items()}}
+    return {
+        "rope_scaling": {"rope_type": "llama3"}
+        | {theirs: getattr(scaling, ours) for theirs, ours in SCALED.items()}
+    }
 
 
 THETAS = Part(("rope_theta", "rope_parameters"), of=_theta, to=lambda theta: {"rope_theta": theta})
@@ -151,7 +166,13 @@ FIELDS = {
 
 def leaves(config: Config) -> dict[str, Leaf]:
     """The tensors of the four, by the path of the leaf."""
-    D, F, V, K, layers = config.width, config.hidden, config.vocabulary, config.head_width, (("layer", config.layers),)
+    D, F, V, K, layers = (
+        config.width,
+        config.hidden,
+        config.vocabulary,
+        config.head_width,
+        (("layer", config.layers),),
+    )
     of_queries, of_keys = config.heads * K, config.groups * K
     of_mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)}
 
@@ -159,7 +180,9 @@ def leaves(config: Config) -> dict[str, Leaf]:
         return Leaf(f"layers.{{layer}}.{name}", shape, layers, transposed=len(shape) == 2)
 
     table = {
-        "table": Leaf("embed_tokens.weight", (V, D), copies=("lm_head.weight",) if config.tied else ()),
+        "table": Leaf(
+            "embed_tokens.weight", (V, D), copies=("lm_head.weight",) if config.tied else ()
+        ),
         "norm.weight": Leaf("norm.weight", (D,)),
         "blocks.attention_norm.weight": each("input_layernorm.weight", D),
         "blocks.mlp_norm.weight": each("post_attention_layernorm.weight", D),
@@ -168,19 +191,30 @@ def leaves(config: Config) -> dict[str, Leaf]:
     if config.experts:
         table["blocks.mlp.mixture.router"] = each("block_sparse_moe.gate.weight", config.experts, D)
     else:
-        table |= {f"blocks.mlp.{part}.weight": each(f"mlp.{part}_proj.weight", *shape) for part, shape in of_mlp.items()}
+        table |= {
+            f"blocks.mlp.{part}.weight": each(f"mlp.{part}_proj.weight", *shape)
+            for part, shape in of_mlp.items()
+        }
     for part, number in (("gate", 1), ("up", 3), ("down", 2)) if config.experts else ():
         name = f"layers.{{layer}}.block_sparse_moe.experts.{{expert}}.w{number}.weight"
         over = (*layers, ("expert", config.experts))
-        table[f"blocks.mlp.mixture.experts.{part}"] = Leaf(name, of_mlp[part], over, transposed=True)
+        table[f"blocks.mlp.mixture.experts.{part}"] = Leaf(
+            name, of_mlp[part], over, transposed=True
+        )
     if not config.tied:
         table["head"] = Leaf("lm_head.weight", (V, D), outside=True)
-    for ours, theirs, size in (("query", "q", of_queries), ("key", "k", of_keys), ("value", "v", of_keys)):
+    for ours, theirs, size in (
+        ("query", "q", of_queries),
+        ("key", "k", of_keys),
+        ("value", "v", of_keys),
+    ):
         table[f"blocks.attention.{ours}.weight"] = each(f"self_attn.{theirs}_proj.weight", size, D)
         if config.bias:
             table[f"blocks.attention.{ours}.bias"] = each(f"self_attn.{theirs}_proj.bias", size)
         if config.head_norms and ours != "value":
-            table[f"blocks.attention.{ours}_norm.weight"] = each(f"self_attn.{theirs}_norm.weight", K)
+            table[f"blocks.attention.{ours}_norm.weight"] = each(
+                f"self_attn.{theirs}_norm.weight", K
+            )
     return table
 
 
@@ -196,4 +230,9 @@ FORMATS = {
     )
     for kind, fields in FIELDS.items()
 }
-OPTIONS = {"llama": {}, "qwen2": {"bias": True}, "qwen3": {"head_norms": True}, "mixtral": {}}  # what no field says of a kind
+OPTIONS = {
+    "llama": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"head_norms": True},
+    "mixtral": {},
+}  # what no field says of a kind

@@ -69,7 +69,9 @@ def loss_and_statistics(
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], experts.Statistics | None]:
     """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
-    return pieces.loss(PIECES, model, batch, axis=axis, joins=joins, attend=attend, remat=remat, unroll=unroll)
+    return pieces.loss(
+        PIECES, model, batch, axis=axis, joins=joins, attend=attend, remat=remat, unroll=unroll
+    )
 
 
 def logits(
@@ -82,9 +84,13 @@ def logits(
     return pieces.logits(PIECES, model, tokens, attend=attend)
 
 
-def unembedded(model: Llama, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens vocabulary"]:
+def unembedded(
+    model: Llama, x: Float[Array, "batch tokens width"]
+) -> Float[Array, "batch tokens vocabulary"]:
     """The logits of what leaves the last block, of a whole model."""
-    return (model.norm(x, model.config.epsilon) @ model.unembedding.T)[..., : model.config.vocabulary]
+    return (model.norm(x, model.config.epsilon) @ model.unembedding.T)[
+        ..., : model.config.vocabulary
+    ]
 
 
 def embed(
@@ -124,7 +130,9 @@ def block(
     attention = weights.attention
 
     x = tapped.residual(x, "blocks.*.in", joins)
-    y = joins.enter(tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins))
+    y = joins.enter(
+        tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins)
+    )
     q, k, v = queries_keys_values(attention, y, turns, config, joins)
     y = joins.attends(attend)(tapped.split(q, "blocks.*.attention.query", joins, dim=2), k, v)
     y = tapped.split(y, "blocks.*.attention.heads", joins, dim=2)
@@ -145,7 +153,12 @@ def fed_forward(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What the feed-forward adds to the residual stream."""
     y = joins.enter(y)
-    y = tapped.split(jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up), "blocks.*.mlp.up", joins, dim=2)
+    y = tapped.split(
+        jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up),
+        "blocks.*.mlp.up",
+        joins,
+        dim=2,
+    )
     return joins.row(y, weights.down.weight, None)
 
 
@@ -156,7 +169,9 @@ def mixed(
     mixture = joins.mixes(functools.partial(experts.moe, axis=()))
     route = experts.top(config.chosen, normalised=True)
     out, told = mixture(y, weights.mixture, route=route, joins=joins)
-    return out if isinstance(weights.shared, tuple) else out + fed_forward(weights.shared, y, joins), told
+    return out if isinstance(weights.shared, tuple) else out + fed_forward(
+        weights.shared, y, joins
+    ), told
 
 
 def queries_keys_values(
@@ -192,7 +207,11 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
     each = config.heads // config.groups  # heads of queries for one of keys
     if heads * devices == config.heads and groups * devices == config.groups:
         return layer
-    if heads * devices != config.heads or groups != config.groups or (heads % each and each % heads):
+    if (
+        heads * devices != config.heads
+        or groups != config.groups
+        or (heads % each and each % heads)
+    ):
         raise ValueError(
             f"llama: with {config.heads} heads of queries and {config.groups} of keys and values on {devices} devices, each "
             f"needs {config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this has "
@@ -200,17 +219,23 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
         )
     first, needed = joins.axis.index() * heads // each, max(heads // each, 1)
     pick = lambda leaf, dim: lax.dynamic_slice_in_dim(joins.apart(leaf), first, needed, dim)
-    return Linear(pick(layer.weight, 1), () if isinstance(layer.bias, tuple) else pick(layer.bias, 0))
+    return Linear(
+        pick(layer.weight, 1), () if isinstance(layer.bias, tuple) else pick(layer.bias, 0)
+    )
 
 
-def rotary(config: Config, positions: Int[Array, " tokens"]) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
+def rotary(
+    config: Config, positions: Int[Array, " tokens"]
+) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
     """Cosine and sine of the angle by which each pair of a head is turned at each position, in float32, or wider where allowed.
 
     Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is slow.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published with Llama 3.1.
     """
-    exact = jnp.result_type(float)  # float64 where it is enabled: an angle of 1e5 has few digits left in float32
+    exact = jnp.result_type(
+        float
+    )  # float64 where it is enabled: an angle of 1e5 has few digits left in float32
     K = config.head_width
     turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)
     if (scaling := config.scaling) is not None:
@@ -249,9 +274,15 @@ def head(
 
 
 def _layer(
-    config: Config, *, positions: Int[Array, " tokens"], joins: tensor.Joins, attend: Callable[..., Any]
+    config: Config,
+    *,
+    positions: Int[Array, " tokens"],
+    joins: tensor.Joins,
+    attend: Callable[..., Any],
 ) -> Callable[..., Any]:
-    return functools.partial(block, config=config, turns=rotary(config, positions), joins=joins, attend=attend)
+    return functools.partial(
+        block, config=config, turns=rotary(config, positions), joins=joins, attend=attend
+    )
 
 
 PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head, unembed=unembedded)

@@ -51,7 +51,9 @@ class Norm(eqx.Module):
 
     weight: Float[Array, "*layers width"]
 
-    def __call__(self, x: Float[Array, "*dims width"], epsilon: float) -> Float[Array, "*dims width"]:
+    def __call__(
+        self, x: Float[Array, "*dims width"], epsilon: float
+    ) -> Float[Array, "*dims width"]:
         """x / sqrt(mean of squares + epsilon) * weight."""
         wide = x.astype(precision.wide(x.dtype))
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
@@ -147,12 +149,24 @@ class Llama(eqx.Module):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
-        D, F, L, H, G, K = config.width, config.hidden, config.layers, config.heads, config.groups, config.head_width
+        D, F, L, H, G, K = (
+            config.width,
+            config.hidden,
+            config.layers,
+            config.heads,
+            config.groups,
+            config.head_width,
+        )
         normal = initial(key, dtype, 9)
-        zeros, ones = functools.partial(jnp.zeros, dtype=dtype), functools.partial(jnp.ones, dtype=dtype)
+        zeros, ones = (
+            functools.partial(jnp.zeros, dtype=dtype),
+            functools.partial(jnp.ones, dtype=dtype),
+        )
         residual = 0.02 / (2 * L) ** 0.5
         rows = lambda: vocabulary_rows(normal(config.rows, D), config.vocabulary)
-        linear = lambda heads: Linear(normal(L, D, heads, K), zeros((L, heads, K)) if config.bias else ())
+        linear = lambda heads: Linear(
+            normal(L, D, heads, K), zeros((L, heads, K)) if config.bias else ()
+        )
         norm = lambda: Norm(ones((L, K))) if config.head_norms else ()
         self.config = config
         self.table = rows()
@@ -180,7 +194,11 @@ class Llama(eqx.Module):
 
 def _mlp(normal: Callable[..., Array], L: int, D: int, F: int) -> MLP:
     residual = 0.02 / (2 * L) ** 0.5
-    return MLP(gate=Linear(normal(L, D, F)), up=Linear(normal(L, D, F)), down=Linear(normal(L, F, D, scale=residual)))
+    return MLP(
+        gate=Linear(normal(L, D, F)),
+        up=Linear(normal(L, D, F)),
+        down=Linear(normal(L, F, D, scale=residual)),
+    )
 
 
 def _experts(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
@@ -194,7 +212,11 @@ def _experts(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
 
 
 def rules(
-    axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1, expert: AxisName | None = None
+    axis_name: AxisName = "tensor",
+    *,
+    stage: str | None = None,
+    size: int = 1,
+    expert: AxisName | None = None,
 ) -> sharding.Rule:
     """How a Llama is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
 
@@ -213,13 +235,17 @@ def rules(
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
     of_mlp = {"gate": (None, axis_name), "up": (None, axis_name), "down": (axis_name,)}
-    split = {} if expert is None else {part: P(*layers, expert, *dims) for part, dims in of_mlp.items()}
+    split = (
+        {} if expert is None else {part: P(*layers, expert, *dims) for part, dims in of_mlp.items()}
+    )
 
     def some(path: str, leaf: Any) -> P | None:
         """Of what not every model has, of keys and values, and of feed-forwards."""
         found = {"head": rows, "blocks.attention.query.bias": P(*layers, axis_name)}
         for part, dims in of_mlp.items():
-            found |= dict.fromkeys((f"blocks.mlp.{part}.weight", f"blocks.mlp.shared.{part}.weight"), P(*layers, *dims))
+            found |= dict.fromkeys(
+                (f"blocks.mlp.{part}.weight", f"blocks.mlp.shared.{part}.weight"), P(*layers, *dims)
+            )
             found |= {f"blocks.mlp.mixture.experts.{part}": P(*layers, None, *dims)}
         of, _, name = path.rpartition(".")
         if of not in ("blocks.attention.key", "blocks.attention.value"):
@@ -228,7 +254,10 @@ def rules(
         return P(*before, axis_name) if split_groups(leaf.shape[len(before)], size) else P(*layers)
 
     return sharding.first(
-        *(sharding.experts(f"blocks.mlp.mixture.experts.{part}", spec) for part, spec in split.items()),
+        *(
+            sharding.experts(f"blocks.mlp.mixture.experts.{part}", spec)
+            for part, spec in split.items()
+        ),
         some,
         sharding.match("table", rows),
         sharding.match("blocks.attention.query.weight", P(*layers, None, axis_name)),

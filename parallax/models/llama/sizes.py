@@ -35,9 +35,13 @@ class Scaling:
             object.__setattr__(self, field, numbers.real(needed, getattr(self, field)))
             if not getattr(self, field):
                 raise ValueError(f"{needed}; got 0.")
-        object.__setattr__(self, "original", numbers.whole("llama.Scaling needs original", self.original))
+        object.__setattr__(
+            self, "original", numbers.whole("llama.Scaling needs original", self.original)
+        )
         if self.low >= self.high:
-            raise ValueError(f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}.")
+            raise ValueError(
+                f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +104,21 @@ class Config:
 
     def __post_init__(self):
         made = lambda field, value: object.__setattr__(self, field, value)
-        for field in ("layers", "heads", "groups", "width", "hidden", "context", "vocabulary", "vocabulary_multiple"):
+        for field in (
+            "layers",
+            "heads",
+            "groups",
+            "width",
+            "hidden",
+            "context",
+            "vocabulary",
+            "vocabulary_multiple",
+        ):
             made(field, numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
         if self.vocabulary_multiple > 2**20:
-            raise ValueError(f"llama.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}.")
+            raise ValueError(
+                f"llama.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
+            )
         if self.head_width == 0 and self.width % self.heads:
             below = numbers.divisor(self.width, self.heads)
             raise ValueError(
@@ -111,10 +126,19 @@ class Config:
             )
         if self.heads % self.groups:
             below = numbers.divisor(self.heads, self.groups)
-            raise ValueError(f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take groups={below}.")
-        made("head_width", numbers.whole("llama.Config needs head_width", self.head_width or self.width // self.heads))
+            raise ValueError(
+                f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take groups={below}."
+            )
+        made(
+            "head_width",
+            numbers.whole(
+                "llama.Config needs head_width", self.head_width or self.width // self.heads
+            ),
+        )
         if self.head_width % 2:
-            raise ValueError(f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}.")
+            raise ValueError(
+                f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}."
+            )
         made("epsilon", numbers.real("llama.Config needs epsilon of 0 or more", self.epsilon))
         made("theta", numbers.real("llama.Config needs theta of more than 0", self.theta))
         if not self.theta:
@@ -124,9 +148,15 @@ class Config:
     def _check_experts(self) -> None:
         made = lambda field, value: object.__setattr__(self, field, value)
         for field, least in (("experts", 0), ("chosen", 1), ("shared", 0)):
-            made(field, numbers.whole(f"llama.Config needs {field}", getattr(self, field), least=least))
+            made(
+                field,
+                numbers.whole(f"llama.Config needs {field}", getattr(self, field), least=least),
+            )
         for field in ("balance", "z"):
-            made(field, numbers.real(f"llama.Config needs {field} of 0 or more", getattr(self, field)))
+            made(
+                field,
+                numbers.real(f"llama.Config needs {field} of 0 or more", getattr(self, field)),
+            )
         for field in ("shared", "balance", "z"):
             if getattr(self, field) and not self.experts:
                 raise ValueError(
@@ -147,7 +177,11 @@ class Config:
     @property
     def sizes(self) -> dict[str, int]:
         """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, experts, rows and tokens."""
-        of_block = {"layers": self.layers, "heads": self.heads, "hidden": math.gcd(self.hidden, self.shared)}
+        of_block = {
+            "layers": self.layers,
+            "heads": self.heads,
+            "hidden": math.gcd(self.hidden, self.shared),
+        }
         of_block |= {"experts": self.experts} if self.experts else {}
         return of_block | {"rows": self.rows, "tokens": self.context}
 
@@ -158,12 +192,30 @@ class Config:
         attention = D * K * (heads + self.heads) + self.bias * heads * K + self.head_norms * 2 * K
         of_experts = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
         feed_forward = of_experts if self.experts else 3 * D * self.hidden
-        return (2 - self.tied) * self.vocabulary * D + self.layers * (attention + feed_forward + 2 * D) + D
+        return (
+            (2 - self.tied) * self.vocabulary * D
+            + self.layers * (attention + feed_forward + 2 * D)
+            + D
+        )
 
 
 SMALL = Config()  # of GPT-2's smallest size, with its tokenizer
-_LLAMA_3 = Config(heads=32, groups=8, width=2048, context=131_072, vocabulary=128_256, head_width=128, theta=500_000.0)
-B1 = dataclasses.replace(_LLAMA_3, layers=16, hidden=8192, head_width=64, tied=True, scaling=Scaling(32.0))
-B3 = dataclasses.replace(_LLAMA_3, layers=28, heads=24, width=3072, hidden=8192, tied=True, scaling=Scaling(32.0))
+_LLAMA_3 = Config(
+    heads=32,
+    groups=8,
+    width=2048,
+    context=131_072,
+    vocabulary=128_256,
+    head_width=128,
+    theta=500_000.0,
+)
+B1 = dataclasses.replace(
+    _LLAMA_3, layers=16, hidden=8192, head_width=64, tied=True, scaling=Scaling(32.0)
+)
+B3 = dataclasses.replace(
+    _LLAMA_3, layers=28, heads=24, width=3072, hidden=8192, tied=True, scaling=Scaling(32.0)
+)
 B8 = dataclasses.replace(_LLAMA_3, layers=32, width=4096, hidden=14336, scaling=Scaling(8.0))
-B70 = dataclasses.replace(_LLAMA_3, layers=80, heads=64, width=8192, hidden=28672, scaling=Scaling(8.0))
+B70 = dataclasses.replace(
+    _LLAMA_3, layers=80, heads=64, width=8192, hidden=28672, scaling=Scaling(8.0)
+)

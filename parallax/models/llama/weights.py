@@ -17,7 +17,9 @@ from parallax.models.llama.model import Llama
 from parallax.models.llama.sizes import Config
 
 
-def load(path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128) -> Llama:
+def load(
+    path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128
+) -> Llama:
     """The Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device: otherwise as `gpt2.load`.
 
     Its kind is the `model_type` of its `config.json`; without one it is a Llama.
@@ -64,4 +66,6 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
             "llama.save: no model of transformers that is written here has two of biases of queries, keys and values (Qwen 2), "
             "norms of heads (Qwen 3) and experts (Mixtral), or a shared expert. Train with one of the first three."
         )
-    return files.save(FORMATS[next((kind for kind, there in has.items() if there), "llama")], model, path)
+    return files.save(
+        FORMATS[next((kind for kind, there in has.items() if there), "llama")], model, path
+    )

@@ -19,7 +19,14 @@ from parallax.models import gpt2
 from parallax.plan import hardware, planned, traffic
 
 # Chips along each dim, and cores of a chip.
-FLAT = {"v5e:2x4": (2, 4), "v5e:4x4": (4, 4), "v5e:4x8": (4, 8), "v5e:8x8": (8, 8), "v5e:8x16": (8, 16), "v5e:16x16": (16, 16)}
+FLAT = {
+    "v5e:2x4": (2, 4),
+    "v5e:4x4": (4, 4),
+    "v5e:4x8": (4, 8),
+    "v5e:8x8": (8, 8),
+    "v5e:8x16": (8, 16),
+    "v5e:16x16": (16, 16),
+}
 SOLID = {
     "v5p:2x2x2": (2, 2, 2),
     "v5p:2x2x4": (2, 2, 4),
@@ -31,7 +38,14 @@ SOLID = {
 CORES = {"v4:2x2x1": (2, 2, 1), "v4:2x2x2": (2, 2, 2), "v4:4x4x4": (4, 4, 4)}
 TARGETS = FLAT | SOLID | CORES
 # Links a hop, the mean over all data x stage x tensor of powers of two: a grid has no ring for two axes at once.
-MEANS = {"v5e:2x4": 1.19, "v5e:4x4": 1.22, "v5e:4x8": 1.33, "v5e:8x8": 1.43, "v5e:8x16": 1.39, "v5e:16x16": 1.38}
+MEANS = {
+    "v5e:2x4": 1.19,
+    "v5e:4x4": 1.22,
+    "v5e:4x8": 1.33,
+    "v5e:8x8": 1.43,
+    "v5e:8x16": 1.39,
+    "v5e:16x16": 1.38,
+}
 
 STEPS = 2_000
 
@@ -113,7 +127,9 @@ def can_be(box, rings, sizes):
             return k == len(order)
         before = [at[n] for n in joined[order[k]] if n in at]
         options = (
-            set(points) - set(at.values()) if not before else set.intersection(*(beside[p] for p in before)) - set(at.values())
+            set(points) - set(at.values())
+            if not before
+            else set.intersection(*(beside[p] for p in before)) - set(at.values())
         )
         return any(fill(k + 1, at | {order[k]: p}) for p in sorted(options))
 
@@ -134,7 +150,9 @@ def test_rings_are_of_neighbours_wherever_they_can_be(target):
         means.append(np.mean([np.mean(each) for each in found.values()]))
         if max(max(each) for each in found.values()) > 1:
             assert target not in CORES
-            assert not can_be(box, rings, tuple(sorted((size for size in sizes if size > 1), reverse=True))), sizes
+            assert not can_be(
+                box, rings, tuple(sorted((size for size in sizes if size > 1), reverse=True))
+            ), sizes
     assert np.mean(means) <= MEANS.get(target, 1.1), np.mean(means)
 
 
@@ -161,7 +179,9 @@ def test_every_device_has_one_place(data):
     assert laid.shape == (*sizes, rest)
     assert sorted(map(hash, laid.flat)) == sorted(map(hash, devices))
     again = neighbours.arranged(devices, (*sizes, rest))
-    assert all(a == b for a, b in zip(laid.flat, again.flat, strict=True))  # all processes must agree
+    assert all(
+        a == b for a, b in zip(laid.flat, again.flat, strict=True)
+    )  # all processes must agree
 
 
 @pytest.mark.parametrize(("slices", "sizes"), [(2, (4, 4)), (4, (2, 8, 2)), (2, (1, 2, 8))])
@@ -170,7 +190,9 @@ def test_the_first_axes_cross_the_network(slices, sizes):
     laid = neighbours.arranged(devices, sizes)
     of = np.vectorize(lambda k: laid.flat[k].slice_index)(np.arange(laid.size)).reshape(sizes)
     assert (of == of[..., :1]).all()  # the last axis stays inside
-    assert (np.diff(of.reshape(sizes[0] * (sizes[1] if sizes[0] < slices else 1), -1)[:, 0]) >= 0).all()
+    assert (
+        np.diff(of.reshape(sizes[0] * (sizes[1] if sizes[0] < slices else 1), -1)[:, 0]) >= 0
+    ).all()
 
 
 def test_machines_of_gpus_stay_in_order():
@@ -188,7 +210,9 @@ def test_a_part_of_a_torus_keeps_its_order():
 def test_a_ring_of_eight_in_a_slice_of_eight():
     """By hand: out along the long side of 2 x 4, and back."""
     ring = neighbours.arranged(chips("v5e:2x4"), (8,))
-    steps = [tuple(np.subtract(b.coords, a.coords)) for a, b in zip(ring, np.roll(ring, -1), strict=True)]
+    steps = [
+        tuple(np.subtract(b.coords, a.coords)) for a, b in zip(ring, np.roll(ring, -1), strict=True)
+    ]
     assert all(sum(map(abs, step)) == 1 for step in steps)
     assert np.sum(steps, 0).tolist() == [0, 0, 0]
 
@@ -210,21 +234,32 @@ def test_what_closes_in_the_replay(target):
     here = links.torus(rates.CHIPS[target.split(":")[0]], [each.coords for each in devices])
     for dim, (size, ring) in enumerate(zip(box, CLOSED[target], strict=True)):
         ends = [tuple(end if d == dim else 0 for d in range(3)) for end in (0, size - 1)]
-        assert len(here.path(*(here.places.index(end) for end in ends))) == (1 if ring else size - 1)
+        assert len(here.path(*(here.places.index(end) for end in ends))) == (
+            1 if ring else size - 1
+        )
 
 
-@pytest.mark.parametrize(("box", "layout", "expected"), [((2, 4), {"data": 8}, 1.0), ((8, 8), {"data": 8, "tensor": 8}, 2.5)])
+@pytest.mark.parametrize(
+    ("box", "layout", "expected"),
+    [((2, 4), {"data": 8}, 1.0), ((8, 8), {"data": 8, "tensor": 8}, 2.5)],
+)
 def test_the_plan_counts_links_by_these_places(box, layout, expected):
     """A hop over two links takes twice as long, as its bytes use both."""
     layout = Layout(**layout, microbatches=1)
-    near = dataclasses.replace(hardware.TPU_V5E, fast=hardware.TPU_V5E.fast._replace(gamma=0.0))  # nothing but messages
+    near = dataclasses.replace(
+        hardware.TPU_V5E, fast=hardware.TPU_V5E.fast._replace(gamma=0.0)
+    )  # nothing but messages
     far = dataclasses.replace(near, torus=box)
     of = lambda chip: planned.messages(traffic.terms(gpt2.SMALL, layout, 64), layout, chip)
     a, b = of(near), of(far)
     ratios = far.hops(layout.axes)
-    assert {axes: b[axes] / a[axes] for axes in a} == pytest.approx({axes: max(ratios[name] for name in axes) for axes in a})
+    assert {axes: b[axes] / a[axes] for axes in a} == pytest.approx(
+        {axes: max(ratios[name] for name in axes) for axes in a}
+    )
     assert (ratios["data"], ratios["tensor"]) == (expected, 1.0)
-    assert hardware.named(f"v5e:{box[0]}x{box[1]}") == dataclasses.replace(hardware.TPU_V5E, torus=box, domain=math.prod(box))
+    assert hardware.named(f"v5e:{box[0]}x{box[1]}") == dataclasses.replace(
+        hardware.TPU_V5E, torus=box, domain=math.prod(box)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)])

@@ -29,7 +29,11 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     except IsADirectoryError as error:
         raise ValueError(f"{path}: needed {what}, found a folder.") from error
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):  # a link to itself; a socket; no name of a file
+        if error.errno in (
+            errno.ELOOP,
+            errno.ENXIO,
+            errno.ENAMETOOLONG,
+        ):  # a link to itself; a socket; no name of a file
             raise ValueError(f"{path}: needed {what}, found none ({error.strerror}).") from error
         raise
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

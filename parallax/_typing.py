@@ -15,6 +15,8 @@ else:
 
     Specs = PyTree[PartitionSpec | None]  # a spec for each array, None where a leaf is none
 
-Rule = Callable[[str, Any], PartitionSpec | None]  # of a path and its leaf; None leaves it to another rule
+Rule = Callable[
+    [str, Any], PartitionSpec | None
+]  # of a path and its leaf; None leaves it to another rule
 
 __all__ = ["Device", "PyTree", "Rule", "Specs"]

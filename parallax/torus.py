@@ -18,7 +18,10 @@ import numpy as np
 # Dims of a TPU of two dims close in a ring where they have all 16 chips; those of one of three dims where whole cubes of
 # 4 x 4 x 4 chips are joined: Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2.
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-INNER_FIRST, FAR = 1e-5, 1e-8  # settle what is equal: shorter hops for later axes, then no long hop among many short ones
+INNER_FIRST, FAR = (
+    1e-5,
+    1e-8,
+)  # settle what is equal: shorter hops for later axes, then no long hop among many short ones
 Cut = tuple[tuple[int, ...], ...]
 
 
@@ -46,7 +49,9 @@ def arranged(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     in_order = [slices[k] for k in sorted(slices)]
     outer = _leading(len(slices), sizes)
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
-    if any(len(each) != math.prod(inner) for each in in_order) or any(device.platform != "tpu" for device in devices):
+    if any(len(each) != math.prod(inner) for each in in_order) or any(
+        device.platform != "tpu" for device in devices
+    ):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     stacked = np.stack([_in_a_slice(each, inner) for each in in_order]).reshape(*outer, *inner)
     order = [k + part for k in range(len(sizes)) for part in (0, len(sizes))]
@@ -73,15 +78,25 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     chips -= chips.min(0)
     box = tuple(int(size) for size in chips.max(0) + 1)
     cores = len(devices) // math.prod(box)
-    there = {(*chip, device.core_on_chip): device for chip, device in zip(chips.tolist(), devices, strict=True)}
+    there = {
+        (*chip, device.core_on_chip): device
+        for chip, device in zip(chips.tolist(), devices, strict=True)
+    }
     rings = closed(devices[0].device_kind in FLAT, box)
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
-    wanted = [tuple(place) for place in places(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()]
-    return _array([there[place] for place in wanted] if set(wanted) == set(there) else devices, sizes)
+    wanted = [
+        tuple(place)
+        for place in places(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
+    ]
+    return _array(
+        [there[place] for place in wanted] if set(wanted) == set(there) else devices, sizes
+    )
 
 
-def hops(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]) -> list[float]:
+def hops(
+    box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
+) -> list[float]:
     """The links that a hop of a ring along each axis takes in the mean; of an axis of one device 1. Arguments as of `places`."""
     laid = places(box, rings, cores, sizes)
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
@@ -94,7 +109,9 @@ def hops(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple
 
 
 @functools.cache
-def places(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]) -> np.ndarray:
+def places(
+    box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
+) -> np.ndarray:
     """The chip's coordinates and the core of each device of a mesh: shape [*sizes, dims + 1].
 
     Args:
@@ -104,27 +121,38 @@ def places(box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tup
         sizes: of the mesh's axes; they multiply to the devices of the box.
     """
     best, cost = None, math.inf
-    metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [np.zeros((cores, cores))]
+    metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
+        np.zeros((cores, cores))
+    ]
     for cut in _cuts((*box, cores), sizes):
         lines = [_lines(pieces) for pieces in cut]
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
-        total = np.sum([(1 + INNER_FIRST * axis) * each.min(0) for axis, each in enumerate(costs)], axis=0)
+        total = np.sum(
+            [(1 + INNER_FIRST * axis) * each.min(0) for axis, each in enumerate(costs)], axis=0
+        )
         if total.min() < cost:
             cost, chosen = total.min(), np.unravel_index(total.argmin(), total.shape)
-            paths = [_paths(_sides(axis, cut))[each[(slice(None), *chosen)].argmin()] for axis, each in enumerate(costs)]
+            paths = [
+                _paths(_sides(axis, cut))[each[(slice(None), *chosen)].argmin()]
+                for axis, each in enumerate(costs)
+            ]
             best = cut, [line[k] for line, k in zip(lines, chosen, strict=True)], paths
     assert best is not None  # sizes that multiply to the devices can always be cut
     return _laid(*best, sizes)
 
 
-def _laid(cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
+def _laid(
+    cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]
+) -> np.ndarray:
     """Where each point of the mesh is, with these paths through these cuts."""
     found = np.zeros((*sizes, len(cut)), int)
     for dim, pieces in enumerate(cut):
         digits = []
         for axis, path in enumerate(paths):
             used = [d for d, each in enumerate(cut) if each[axis] > 1]
-            digits.append(path[:, used.index(dim)] if pieces[axis] > 1 else np.zeros(sizes[axis], int))
+            digits.append(
+                path[:, used.index(dim)] if pieces[axis] > 1 else np.zeros(sizes[axis], int)
+            )
         found[..., dim] = lines[dim][np.ix_(*digits)]
     return found
 
@@ -142,7 +170,9 @@ def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
             yield ()
         return
     for pieces in _factors(box[0], tuple(sizes)):
-        for rest in _cuts(box[1:], [size // piece for size, piece in zip(sizes, pieces, strict=True)]):
+        for rest in _cuts(
+            box[1:], [size // piece for size, piece in zip(sizes, pieces, strict=True)]
+        ):
             yield (pieces, *rest)
 
 
@@ -184,7 +214,9 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
 
-def _costs(axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]) -> np.ndarray:
+def _costs(
+    axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
+) -> np.ndarray:
     """The mean links of a hop along an axis: by path, and by the way each dim's pieces are laid (1 long where it is all one)."""
     sides, used = _sides(axis, cut), 0
     found = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
@@ -197,7 +229,9 @@ def _costs(axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.
             at = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][at[:, None], at[None]]
             here[:, k] = np.tensordot(steps, (links + FAR * links**2).mean(-1), 2)
-        found = found + here.reshape([len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))])
+        found = found + here.reshape(
+            [len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))]
+        )
         used += 1
     return np.broadcast_to(found, (len(found), *(len(each) for each in lines)))
 
@@ -221,14 +255,25 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     for order in itertools.permutations(range(len(sides))):
         turned = [sides[k] for k in order]
         through = [_snake(turned)]
-        if len(turned) == 1 and sides[0] > 2:  # out over every other point, back over the rest: no hop longer than 2
+        if (
+            len(turned) == 1 and sides[0] > 2
+        ):  # out over every other point, back over the rest: no hop longer than 2
             there = list(range(0, sides[0], 2))
-            through.append([(k,) for k in there + [k for k in range(sides[0] - 1, 0, -1) if k not in there]])
+            through.append(
+                [(k,) for k in there + [k for k in range(sides[0] - 1, 0, -1) if k not in there]]
+            )
         if len(turned) > 1:  # out along the first side, back through the lines that leave it
             lines = _snake(turned[1:])
-            back = [(k, *point) for i, k in enumerate(reversed(range(turned[0]))) for point in (lines[1:], lines[:0:-1])[i % 2]]
+            back = [
+                (k, *point)
+                for i, k in enumerate(reversed(range(turned[0])))
+                for point in (lines[1:], lines[:0:-1])[i % 2]
+            ]
             through.append([(k, *lines[0]) for k in range(turned[0])] + back)
-        found += [np.array(path, int).reshape(len(path), len(sides))[:, np.argsort(order).astype(int)] for path in through]
+        found += [
+            np.array(path, int).reshape(len(path), len(sides))[:, np.argsort(order).astype(int)]
+            for path in through
+        ]
     return found
 
 
@@ -236,5 +281,9 @@ def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
     """All points of a box, each one step from the one before."""
     points: list[tuple[int, ...]] = [()]
     for size in sides:
-        points = [(*point, k) for i, point in enumerate(points) for k in (range(size), range(size)[::-1])[i % 2]]
+        points = [
+            (*point, k)
+            for i, point in enumerate(points)
+            for k in (range(size), range(size)[::-1])[i % 2]
+        ]
     return points
