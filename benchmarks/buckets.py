@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
-from parallax.collectives import Axis, Mover, bucketed, buckets, ring, xla
+from parallax.collectives import Algorithm, Axis, bucketed, buckets, ring, xla
 from parallax.models import gpt2
 
-ALGORITHMS: dict[str, Mover] = {"psum": xla, "ring": ring}
+ALGORITHMS: dict[str, Algorithm] = {"psum": xla, "ring": ring}
 
 
 def main():
@@ -64,10 +64,10 @@ def report(arguments: argparse.Namespace):
     )
     world, shapes = mesh.make(data=arguments.processes), leaves_of(config)
     gradients = [placed(world, shape, i) for i, shape in enumerate(shapes)]
-    rivals = {f"{name}, leaf by leaf": mover("data") for name, mover in ALGORITHMS.items()}
+    rivals = {f"{name}, leaf by leaf": algorithm("data") for name, algorithm in ALGORITHMS.items()}
     rivals |= {
-        f"{name}, buckets": bucketed(mover("data"), nbytes=arguments.nbytes)
-        for name, mover in ALGORITHMS.items()
+        f"{name}, buckets": bucketed(algorithm("data"), nbytes=arguments.nbytes)
+        for name, algorithm in ALGORITHMS.items()
     }
     programs = {name: compiled(world, axis, gradients) for name, axis in rivals.items()}
     runs = {name: functools.partial(program, gradients) for name, program in programs.items()}

@@ -88,7 +88,7 @@ def main():
 
 def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> targets.Program:
     """A row's step, compiled for the target."""
-    _, batch, words, mover, how, *model = text.split()
+    _, batch, words, algorithm, how, *model = text.split()
     there, layout, config = (
         targets.target(target),
         Layout.parse(f"{words},precision=bfloat16"),
@@ -98,13 +98,15 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
     windows = jax.ShapeDtypeStruct(
         (int(batch), config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
     )
-    if mover == "jit":
+    if algorithm == "jit":
         return targets.compile(*rival(config, world), windows, target=there)
-    axes = {axis: axis for axis, size in layout.axes.items() if size > 1} if mover == "lax" else {}
+    axes = (
+        {axis: axis for axis, size in layout.axes.items() if size > 1} if algorithm == "lax" else {}
+    )
     given = {"attend": grouped} if "scores" in how else {}
     given |= {"sums": grads.reduced_in_backward} if "made" in how else {}
     compute = Compute(
-        axes=axes, **given | ({"joins": sequence.overlapping} if "matmul" in how else {})
+        axes=axes, **given | ({"comms": sequence.overlapping} if "matmul" in how else {})
     )
     prepared = decoder.train_step(
         *(gpt2.FAMILY, config, plan.ADAMW, layout, world),
@@ -147,7 +149,7 @@ def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:
 
 def figures(program: targets.Program, text: str) -> Row:
     """What the table says of a row's program."""
-    name, batch, words, mover, how, *model = text.split()
+    name, batch, words, algorithm, how, *model = text.split()
     config = MODELS[(model or ["four"])[0]]
     found = program.timeline()
     peak = plan.model_flops(config, int(batch)) / (
@@ -157,7 +159,7 @@ def figures(program: targets.Program, text: str) -> Row:
         "target": program.target.name,
         "row": name,
         "layout": words,
-        "moves": mover,
+        "moves": algorithm,
         "attention": how,
         "ms": round(1e3 * found.seconds, 2),
         "local ms": round(1e3 * found.compute, 2),

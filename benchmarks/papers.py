@@ -25,7 +25,7 @@ from published import CAUSES, Row, rows
 from parallax import plan
 from parallax.collectives import send_next
 from parallax.layout import Layout
-from parallax.plan import hardware, movers, networks, temporaries, traffic
+from parallax.plan import algorithms, hardware, networks, temporaries, traffic
 from parallax.plan.planned import PASSES
 from parallax.plan.planned import messages as messages_of
 from parallax.plan.recomputed import recomputed
@@ -68,7 +68,7 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
 
     Of products, weights, scores and the head are counted apart: T / 6D scores and V / 12LD of a head to a layer's weights. A
     head on the last stage alone takes that stage P times as long, and nothing is summed over stages. Messages over data are of
-    weights. On a torus, and through all adapters of a machine, messages are those of the mover that is fastest on the network.
+    weights. On a torus, and through all adapters of a machine, messages are those of the algorithm that is fastest on the network.
     """
     unlike, config, seconds = row.unlike, row.config, planned.seconds
     scores, head = (
@@ -91,7 +91,8 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
             else networks.of(row.chip, row.devices)
         )
         along |= {
-            (each.axis,): each.seconds[each.mover] for each in movers.chosen(planned, network)
+            (each.axis,): each.seconds[each.algorithm]
+            for each in algorithms.chosen(planned, network)
         }
     share: dict[tuple[str, ...], float] = {("data",): unlike.weights, ("tensor",): unlike.sums}
     shares = {axes: taken * share.get(axes, 1.0) for axes, taken in along.items()}

@@ -70,7 +70,7 @@ class Task(NamedTuple):
     def apply(self, blocks: gpt2.Block, x: jax.Array) -> jax.Array:
         """Some layers."""
         block = functools.partial(
-            gpt2.block, config=self.config, joins=tensor.joins(()), attend=gpt2.attention
+            gpt2.block, config=self.config, comms=tensor.comms(()), attend=gpt2.attention
         )
         return gpt2.run_blocks(blocks, x, None, block)
 

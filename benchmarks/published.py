@@ -36,7 +36,7 @@ class Unlike(NamedTuple):
         fused: whether softmax, GELU and dropout are fused kernels: a layer makes s b h (34 + 5 a s / h) bytes (Korthikanti et
             al., section 4), which is less than JAX keeps.
         adapters: whether messages over data cross machines through all adapters of a machine, as NCCL's rings do: then they
-            are priced with the fastest mover of the network, otherwise as one ring.
+            are priced with the fastest algorithm of the network, otherwise as one ring.
         at_ends: whether the first stage alone has the embedding and the last the head: the recipe splits both over the stages.
     """
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import measure
 
 from parallax.collectives import (
+    algorithm_of_axes,
     cost,
     doubling,
     halving,
     hierarchical,
-    mover_of_axes,
     ring,
     tables,
     torus,
@@ -34,7 +34,7 @@ CABLE = Link(alpha=1e-5, beta=1 / 50e9)  # a device's own adapter to the other m
 MACHINE = 8  # devices of a machine
 
 
-@mover_of_axes
+@algorithm_of_axes
 def ring_then_halving(machines, devices):
     """A ring within each machine, halving between them."""
     return tables.product([halving.table(machines), ring.table(devices)], (1, 0))

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, rules, step
-from parallax.collectives import Mover, ring, xla
+from parallax.collectives import Algorithm, ring, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 
@@ -122,7 +122,7 @@ def gspmd(task: Task, windows: np.ndarray, mesh_: Mesh) -> Rival:
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))
 
 
-def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival:
+def ours(task: Task, windows: np.ndarray, layout: Layout, algorithm: Algorithm) -> Rival:
     """`decoder.train_step` over data x tensor."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     made = decoder.train_step(
@@ -133,7 +133,9 @@ def ours(task: Task, windows: np.ndarray, layout: Layout, mover: Mover) -> Rival
         mesh_,
         batch=task.batch,
         key=task.key,
-        compute=decoder.Compute(axes={name: mover(name) for name in layout.axes}, remat=task.remat),
+        compute=decoder.Compute(
+            axes={name: algorithm(name) for name in layout.axes}, remat=task.remat
+        ),
     )
     state, program = made.init(), made.train
     return Rival(program, state, mesh.place(windows, P("data"), mesh_))

@@ -37,7 +37,7 @@ def inside(devices, batch):
     """XLA splits the model, and our loss stands in it, over a table that is split over "tensor"."""
 
     def split_loss(x, table, targets):
-        x = tensor.enter(x, ring("tensor"))
+        x = tensor.copy_to(x, ring("tensor"))
         return ring.all_mean(cross_entropy.mean(x, table, targets, ring("tensor")), "data")
 
     head = mesh.spmd(

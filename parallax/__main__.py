@@ -32,7 +32,7 @@ from parallax import plan as plans
 from parallax import validate
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import between, estimates, faults, hardware, layouts, movers, networks
+from parallax.plan import algorithms, between, estimates, faults, hardware, layouts, networks
 
 MODELS = {
     "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -79,9 +79,9 @@ def plan(options: argparse.Namespace) -> str:
     found = layouts.search(
         config, options.devices, chip, batch=options.batch, precision=options.precision
     )
-    best, moved = movers.replanned(found[0], networks.of(chip, options.devices))
+    best, moved = algorithms.replanned(found[0], networks.of(chip, options.devices))
     told = (
-        f"\n\n{movers.table(moved)}\nwith the fastest: {best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
+        f"\n\n{algorithms.table(moved)}\nwith the fastest: {best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
         if moved
         else ""
     )

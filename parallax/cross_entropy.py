@@ -36,10 +36,10 @@ def mean(
     It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes these, so that blocks
     of some hundred tokens cost no time. What moves over `axis` is that of `tensor.cross_entropy`, block by block.
 
-    Backwards, as after `tensor.enter`, the cotangent of `x` is this device's share. There is no forward-mode derivative.
+    Backwards, as after `tensor.copy_to`, the cotangent of `x` is this device's share. There is no forward-mode derivative.
 
     Args:
-        x: what the head multiplies, after `tensor.enter`.
+        x: what the head multiplies, after `tensor.copy_to`.
         table: the rows of the vocabulary, or this device's, split over `axis`.
         targets: they count over the whole vocabulary. One outside it makes the loss nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` where the table is whole.
@@ -56,7 +56,7 @@ def mean(
     if same:
         raise ValueError(
             f"cross_entropy.mean needs an x that differs along {axis.names!r}, since its gradient does; this one, of shape "
-            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.enter(x, {axis!r})."
+            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from parallax.typed import PyTree
+from parallax._typing import PyTree
 
 
 def whole(where: str, **numbers: Any) -> tuple[int, ...]:

@@ -18,11 +18,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from parallax import jaxprs, taps, trees
+from parallax._typing import PyTree
 from parallax.collectives import types
 from parallax.collectives.axis import Axis, AxisLike, joined, xla
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import axes_of_type, linear, varying, varying_axes, wide
-from parallax.typed import PyTree
 
 Loss = Float[Array, ""]
 Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
@@ -525,11 +525,11 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
                 "they were shards. Put the one that clips outside: grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[split] = squares.get(split, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
-    movers = {name: part.mover for part in map(Axis.of, axes) for name in axes_of(part)}
+    algorithms = {name: part.algorithm for part in map(Axis.of, axes) for name in axes_of(part)}
 
     def total(split, square):
         return (
-            joined(*(movers.get(name, xla)(name) for name in split)).all_reduce(square)
+            joined(*(algorithms.get(name, xla)(name) for name in split)).all_reduce(square)
             if split
             else square
         )

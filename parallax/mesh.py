@@ -14,9 +14,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from parallax import given, neighbours
+from parallax import given, torus
+from parallax._typing import Device, PyTree
 from parallax.trees import AnyMesh, dotted, entry_axes, is_array, is_spec, shardings
-from parallax.typed import Device, PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -50,7 +50,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
     types = (AxisType.Auto,) * len(sizes)
-    return Mesh(neighbours.arranged(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
+    return Mesh(torus.arranged(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def abstract(**sizes: int) -> AbstractMesh:

@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from parallax import trees
+from parallax._typing import PyTree
 from parallax.collectives.types import wide
 from parallax.grads import map_loss_and_aux, matching_parameters, refuse_clipped
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 LEAST = 1.0  # the smallest loss scale: a step that overflows at this one is no matter of scale

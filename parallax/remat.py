@@ -24,7 +24,9 @@ import jax
 
 from parallax.collectives.types import linear_p
 
-GATHERED = "gathered"  # the name that `sequence.enter` and `zero.gathered` give to what they gather
+GATHERED = (
+    "gathered"  # the name that `sequence.gather_from` and `zero.gathered` give to what they gather
+)
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 Legend: B batch, T tokens, D width, X the tensor axis, t its size. An all-reduce is a reduce-scatter and an all-gather; here they
 stand apart, and what lies between them (residual stream, norms, dropout) is computed and kept for T/t tokens on each device,
-not for all T on all. `enter` gathers the tokens before a column-parallel layer, `leave` sums and scatters them after a
+not for all T on all. `gather_from` gathers the tokens before a column-parallel layer, `reduce_scatter_to` sums and scatters them after a
 row-parallel one; each is the other's transpose, and together they move as much as Megatron's pair.
 
 What is the same on all devices (norms, biases, positions) now sees some tokens on each, so its gradients are parts of a sum:
@@ -22,13 +22,13 @@ from jaxtyping import Array, Float, Shaped
 from parallax import remat, tensor
 from parallax.collectives import Axis, AxisLike, joined, matmul
 from parallax.collectives.types import linear, replicated, varying
-from parallax.tensor import Joins
+from parallax.tensor import Comms
 
 
-def enter(
+def gather_from(
     x: Float[Array, "batch tokens_shard width"], axis: AxisLike
 ) -> Float[Array, "batch tokens width"]:
-    """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device. Its transpose is `leave`.
+    """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device. Its transpose is `reduce_scatter_to`.
 
     The result bears the name that `remat.gathers` looks for, to be gathered again in the backward pass instead of kept.
     """
@@ -41,10 +41,10 @@ def enter(
     )
 
 
-def leave(
+def reduce_scatter_to(
     x: Float[Array, "batch tokens width"], axis: AxisLike
 ) -> Float[Array, "batch tokens_shard width"]:
-    """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device. Its transpose is `enter`.
+    """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device. Its transpose is `gather_from`.
 
     Raises:
         ValueError: the tokens do not divide by the devices.
@@ -71,7 +71,7 @@ def column(
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     if all_gather_matmul is None:
-        y = jnp.tensordot(enter(x, axis), weight, axes=1)
+        y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
     else:
         y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
     return y if bias is None else tensor.added(y, bias)
@@ -96,7 +96,7 @@ def row(
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
     if matmul_reduce_scatter is None:
-        y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
+        y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
         y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
     return y if bias is None else tensor.added(y, bias)
@@ -114,32 +114,32 @@ def own(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "...
     return lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
 
 
-def joins(
+def comms(
     axis: AxisLike,
     *,
     shared: AxisLike = (),
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
-) -> Joins:
-    """The residual stream's tokens split over `axis`. Over the axes `shared`, `enter` and `leave` are Megatron's pair.
+) -> Comms:
+    """The residual stream's tokens split over `axis`. Over the axes `shared`, `all_tokens` and `sum_partials` are Megatron's pair.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters; with the functions of
-    `collectives.matmul`, both at once, hop by hop. What is joined raises as `leave` and `own` do.
+    `collectives.matmul`, both at once, hop by hop. What is joined raises as `reduce_scatter_to` and `own` do.
     """
     over = Axis.of(axis)
 
-    return Joins(
+    return Comms(
         over,
         joined(shared, over),
-        enter=lambda x: enter(tensor.enter(x, shared), over),
-        leave=lambda x: tensor.leave(leave(x, over), shared),
+        all_tokens=lambda x: gather_from(tensor.copy_to(x, shared), over),
+        sum_partials=lambda x: tensor.reduce_from(reduce_scatter_to(x, over), shared),
         column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter),
-        own=lambda x, dim: own(x, over, dim),
-        apart=lambda weight: varying(
+        local_tokens=lambda x, dim: own(x, over, dim),
+        copy_to=lambda weight: varying(
             weight, over.names
         ),  # its gradient is one of the parts that `grads.summed` adds up
-        parts=over.size(),
+        token_shards=over.size(),
         over_tokens=over,
         gathered=lambda x: replicated(
             over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names
@@ -147,12 +147,12 @@ def joins(
     )
 
 
-def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:
-    """`joins` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to both neighbours at once.
+def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
+    """`comms` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to both neighbours at once.
 
     Along the layers the tokens are moved by its hops, whoever else moves data along `axis`; around them, by `axis` itself.
     """
-    return joins(
+    return comms(
         axis,
         shared=shared,
         all_gather_matmul=matmul.all_gather_matmul,

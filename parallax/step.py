@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from parallax import grads, precision, rules, trees
+from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives.axis import AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import Grad
 from parallax.optimizers.elementwise import checked, with_extra
-from parallax.typed import PyTree, Rule, Specs
 
 
 class State(eqx.Module):

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
 from parallax import trees
+from parallax._typing import PyTree
 from parallax.collectives.types import varying_axes
-from parallax.typed import PyTree
 
 BATCH = "batch"  # in a spec: the axes and microbatches among which the rows of the batch are split
 WHOLE = P()

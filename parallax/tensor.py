@@ -1,7 +1,7 @@
 """Tensor parallelism: one layer's weights split over an axis, in Megatron's pair of a column and a row.
 
 In a column-parallel layer each device holds some of the outputs, in a row-parallel layer some of the inputs, so between the
-two nothing moves. `enter` stands before the pair (identity forward, all-reduce backward) and `leave` after it (the reverse).
+two nothing moves. `copy_to` stands before the pair (identity forward, all-reduce backward) and `reduce_from` after it (the reverse).
 The axis may be several axes, or `()`: then nothing is split, and the same code runs on one device.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
@@ -18,72 +18,72 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
+from parallax._typing import PyTree, Rule
 from parallax.collectives.axis import Axis, AxisLike, joined
 from parallax.collectives.types import axes, linear, varying, varying_axes
-from parallax.typed import PyTree, Rule
 
 
-class Joins(NamedTuple):
-    """What the devices of an axis exchange before and after the layers that they share. Made by `joins` or `sequence.joins`.
+class Comms(NamedTuple):
+    """What the devices of an axis exchange before and after the layers that they share. Made by `comms` or `sequence.comms`.
 
     The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
 
     Attributes:
         axis: the axis that the layers are split over.
-        everywhere: that axis, and those which share the vocabulary with it: `enter` and `leave` are over these.
-        enter: from the residual stream to all tokens, [B, T, D], whose uses differ between the devices.
-        leave: from partial sums for all tokens, [B, T, D], to the residual stream.
+        everywhere: that axis, and those which share the vocabulary with it: `all_tokens` and `sum_partials` are over these.
+        all_tokens: from the residual stream to all tokens, [B, T, D], whose uses differ between the devices.
+        sum_partials: from partial sums for all tokens, [B, T, D], to the residual stream.
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
         row: `(x, weight, bias)`: a row-parallel layer back to it.
-        own: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
-        apart: from a weight that all devices of `axis` have whole to one that each of them uses in its own way.
-        parts: the number of devices that the tokens are split over.
-        tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given: all, without a context axis.
-        attends: from the model's attention function to the one that attends over the context.
-        contexts: the number of devices that the layers' tokens are split over.
+        local_tokens: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
+        copy_to: from a weight that all devices of `axis` have whole to one that each of them uses in its own way.
+        token_shards: the number of devices that the tokens are split over.
+        context_tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given: all, without a context axis.
+        wrap_attention: from the model's attention function to the one that attends over the context.
+        context_shards: the number of devices that the layers' tokens are split over.
         over_tokens: the axis or axes that the tokens of the residual stream are split over.
         gathered: `(x)`: what has a row for each of the residual stream's tokens, [B, T, ...], for all tokens of the layers, the
             same on all devices of `axis`. No gradient goes through.
-        mixes: from the function of a mixture of experts to the one whose experts are split over an axis: `experts.joins`.
+        wrap_experts: from the function of a mixture of experts to the one whose experts are split over an axis: `experts.comms`.
     """
 
     axis: Axis
     everywhere: Axis
-    enter: Callable[..., Any]
-    leave: Callable[..., Any]
+    all_tokens: Callable[..., Any]
+    sum_partials: Callable[..., Any]
     column: Callable[..., Any]
     row: Callable[..., Any]
-    own: Callable[..., Any]
-    apart: Callable[..., Any]
-    parts: int
-    tokens: Callable[..., Any] = lambda x, dim: x
-    attends: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda attend: attend
-    contexts: int = 1
+    local_tokens: Callable[..., Any]
+    copy_to: Callable[..., Any]
+    token_shards: int
+    context_tokens: Callable[..., Any] = lambda x, dim: x
+    wrap_attention: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda attend: attend
+    context_shards: int = 1
     over_tokens: AxisLike = ()
     gathered: Callable[..., Any] = lax.stop_gradient
-    mixes: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda mixture: mixture
+    wrap_experts: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda mixture: mixture
 
 
-def joins(axis: AxisLike, *, shared: AxisLike = ()) -> Joins:
-    """Megatron's pair over `axis`, all tokens on every device; `enter` and `leave` are over the axes `shared` too."""
+def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
+    """Megatron's pair over `axis`, all tokens on every device; `all_tokens` and `sum_partials` are over the axes `shared` too."""
     axis, everywhere = Axis.of(axis), joined(shared, axis)
-    return Joins(
+    return Comms(
         axis,
         everywhere,
-        enter=functools.partial(enter, axis=everywhere),
-        leave=functools.partial(leave, axis=everywhere),
+        all_tokens=functools.partial(copy_to, axis=everywhere),
+        sum_partials=functools.partial(reduce_from, axis=everywhere),
         column=functools.partial(column, axis=axis),
         row=functools.partial(row, axis=axis),
-        own=lambda x, dim: x,
-        apart=functools.partial(enter, axis=axis),
-        parts=1,
+        local_tokens=lambda x, dim: x,
+        copy_to=functools.partial(copy_to, axis=axis),
+        token_shards=1,
     )
 
 
-def enter(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
+def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """`x`, whose uses differ between the devices of `axis` from here on: Megatron's f.
 
-    Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its transpose is `leave`.
+    Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its transpose is `reduce_from`.
 
     Raises:
         ValueError: `x` varies along `axis` already, so that there is no one cotangent to sum to.
@@ -92,16 +92,16 @@ def enter(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]
     already = set(axes(axis.names)) & set(varying_axes(x))
     if already:
         raise ValueError(
-            f"tensor.enter needs an x that is the same along {axis.names!r}; this one, of shape {x.shape}, varies along "
-            f"{sorted(already)}. Enter once, before the column-parallel layer, and leave after the row-parallel one."
+            f"tensor.copy_to needs an x that is the same along {axis.names!r}; this one, of shape {x.shape}, varies along "
+            f"{sorted(already)}. Use `copy_to` once, before the column-parallel layer, and `reduce_from` after the row-parallel one."
         )
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
-def leave(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
+def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """The sum of the devices' partial results, on all of them: Megatron's g.
 
-    One all-reduce forward; backward the cotangent as it is. Its transpose is `enter`.
+    One all-reduce forward; backward the cotangent as it is. Its transpose is `copy_to`.
 
     Raises:
         ValueError: `x` is the same along one of the axes, so that the sum would count it several times.
@@ -110,8 +110,8 @@ def leave(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"tensor.leave needs partial sums that differ along {axis.names!r}; this x, of shape {x.shape}, is the same along "
-            f"{sorted(same)}, and would be counted once a device. Split the weights before it, or do not leave."
+            f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of shape {x.shape}, is the same along "
+            f"{sorted(same)}, and would be counted once a device. Split the weights before it, or leave out `reduce_from`."
         )
     return axis.all_reduce(x)
 
@@ -133,7 +133,7 @@ def column(
     if isinstance(weight, eqx.nn.Linear):
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
-    y = jnp.tensordot(enter(x, axis), weight, axes=1)
+    y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
     return y if bias is None else added(y, bias)
 
 
@@ -155,7 +155,7 @@ def row(
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
-    y = leave(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
+    y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     return y if bias is None else added(y, bias)
 
 
@@ -333,7 +333,7 @@ def embed(
 
     `lookup`, and one all-reduce of the result.
     """
-    return leave(lookup(table, ids, axis, weights=weights, vocabulary=vocabulary), axis)
+    return reduce_from(lookup(table, ids, axis, weights=weights, vocabulary=vocabulary), axis)
 
 
 def lookup(
@@ -409,7 +409,7 @@ def cross_entropy(
     target = jnp.where(
         unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target
     )
-    total, target = leave(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
+    total, target = reduce_from(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
     losses = jnp.log(total) - target
     return losses if weights is None else weights.astype(losses.dtype) * losses
 

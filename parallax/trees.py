@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from parallax.typed import PyTree
+from parallax._typing import PyTree
 
 AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
 

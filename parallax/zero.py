@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from parallax import grads, remat, rules, shards, trees
+from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import linear, varying_axes, wide
@@ -47,7 +48,6 @@ from parallax.grads import (
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import has_unknown_sizes, vouched_for, vouched_for_as
 from parallax.shards import Split, splits_of
-from parallax.typed import PyTree, Rule, Specs
 
 
 def reduce_scattered(

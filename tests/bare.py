@@ -84,12 +84,12 @@ def normed(x, weight):
     ) * weight[None, None]
 
 
-def block(w, x, keys, layer, *, joins, attend):
-    qkv = joins.column(normed(x, w.attention_norm), w.qkv, None)
-    x = x + joins.row(attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), w.out, None)
+def block(w, x, keys, layer, *, comms, attend):
+    qkv = comms.column(normed(x, w.attention_norm), w.qkv, None)
+    x = x + comms.row(attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), w.out, None)
     y = normed(x, w.mlp_norm)
-    return x + joins.row(
-        w.squash(joins.column(y, w.gate, None)) * joins.column(y, w.up, None), w.down, None
+    return x + comms.row(
+        w.squash(comms.column(y, w.gate, None)) * comms.column(y, w.up, None), w.down, None
     )
 
 
@@ -98,7 +98,7 @@ def stages(
     stage_axis,
     axis,
     *,
-    joins=tensor.joins,
+    comms=tensor.comms,
     attend=attention,
     remat=lambda block: block,
     unroll=1,
@@ -106,18 +106,18 @@ def stages(
     """`(enter, stage, head)`."""
 
     def enter(model, part):
-        over = joins(axis, shared=stage_axis)
+        over = comms(axis, shared=stage_axis)
         tokens = Batch(*part).windows[:, :-1]
-        return tensor.enter(
+        return tensor.copy_to(
             over.leave(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis
         )
 
     def stage(model, x, part, position):
-        apply = functools.partial(block, joins=joins(axis), attend=attend)
+        apply = functools.partial(block, comms=comms(axis), attend=attend)
         return run_blocks(model.layers, x, None, apply, remat=remat, unroll=unroll)
 
     def head(model, x, part):
-        over, batch = joins(axis, shared=stage_axis), Batch(*part)
+        over, batch = comms(axis, shared=stage_axis), Batch(*part)
         y = pipeline.from_last(normed(x, model.norm), stage_axis)
         loss = cross_entropy.mean(
             over.enter(y), model.head, batch.windows[:, 1:], over.everywhere, weights=batch.weights
@@ -146,8 +146,8 @@ def logits(model, tokens):
     """With nothing of the recipe: the reference that every layout must equal."""
     x = model.table[tokens]
     for layer in range(model.layers.qkv.shape[0]):
-        of_layer = jax.tree.map(lambda w: w[layer] if eqx.is_array(w) else w, model.layers)  # noqa: B023
-        x = block(of_layer, x, None, layer, joins=tensor.joins(()), attend=attention)
+        of_layer = jax.tree.map(lambda w: w[layer] if eqx.is_array(w) else w, model.layers)
+        x = block(of_layer, x, None, layer, comms=tensor.comms(()), attend=attention)
     return normed(x, model.norm) @ model.head.T
 
 

@@ -40,7 +40,7 @@ DECODERS: dict[str, tuple[Any, Any]] = {
         llama.Config(**SIZES, **LLAMA, experts=4, chosen=2, balance=0.3, z=0.05),
     ),
 }
-MOVERS = {"looped": collectives.ring} | {
+ALGORITHMS = {"looped": collectives.ring} | {
     name: getattr(collectives, name) for name in ("ring", "two_rings", "halving")
 }
 
@@ -51,18 +51,18 @@ class Run(NamedTuple):
     Attributes:
         kind: "own", or one of `DECODERS`.
         layout: its layout.
-        mover: who moves the data, by its name in `MOVERS`; "looped" is a ring whose hops are a loop, as those of many devices.
+        algorithm: who moves the data, by its name in `ALGORITHMS`; "looped" is a ring whose hops are a loop, as those of many devices.
     """
 
     kind: str
     layout: Layout = Layout()
-    mover: str = "ring"
+    algorithm: str = "ring"
 
     @classmethod
     def parse(cls, text: str) -> "Run":
-        """The run of a kind, a layout and a mover, with "; " between."""
-        kind, layout, *mover = text.split("; ")
-        return cls(kind, Layout.parse(layout), *mover)
+        """The run of a kind, a layout and an algorithm, with "; " between."""
+        kind, layout, *algorithm = text.split("; ")
+        return cls(kind, Layout.parse(layout), *algorithm)
 
     def record(self) -> bisect.Record:
         """What it computes."""
@@ -73,27 +73,27 @@ class Run(NamedTuple):
 
     def prepared(self) -> Any:
         """What `bisect.record` takes."""
-        mover = (
+        algorithm = (
             collectives.xla
             if self.layout.schedule in ("one_f_one_b", "zero_bubble")
-            else MOVERS[self.mover]
+            else ALGORITHMS[self.algorithm]
         )
-        execute.UNROLLED = 1 if self.mover == "looped" else 8
+        execute.UNROLLED = 1 if self.algorithm == "looped" else 8
         if self.kind == "own":
             fields = {
                 name: getattr(self.layout, name)
                 for name in ("data", "stage", "tensor", "microbatches", "chunks", "zero")
             }
-            return tapped_net.run(**fields, schedule=self.layout.schedule, mover=mover)
+            return tapped_net.run(**fields, schedule=self.layout.schedule, algorithm=algorithm)
         family, config = DECODERS[self.kind]
-        return decoder_run(family, config, self.layout, mover)
+        return decoder_run(family, config, self.layout, algorithm)
 
 
 def decoder_run(
     family: Any,
     config: Any,
     layout: Layout,
-    mover: Any = collectives.ring,
+    algorithm: Any = collectives.ring,
     dtype: Any = jnp.float64,
 ) -> Any:
     """What `bisect.record` takes, of a decoder."""
@@ -105,7 +105,7 @@ def decoder_run(
             .integers(0, config.vocabulary, (BATCH, config.context + 1))
             .astype(np.int32)
         )
-        axes = {name: mover(name) for name in layout.axes}
+        axes = {name: algorithm(name) for name in layout.axes}
         compute = decoder.Compute(axes=axes, dtype=dtype, max_norm=0.5)
         options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
         prepared = decoder.train_step(

@@ -135,7 +135,8 @@ def _laid_out_anyhow(text: str) -> re.Pattern[bytes]:
     pattern = r"\s+".join(re.escape(word) for word in text.split())
     pattern = re.sub(r"\\([(\[{])", r"\\\1\\s*", pattern)
     pattern = re.sub(r"\\([)\]}])", r",?\\s*\\\1", pattern)
-    return re.compile(pattern.encode())
+    before, after = (" *" if text[:1] == " " else ""), (r"\s" if text[-1:].isspace() else "")
+    return re.compile((before + pattern + after).encode())
 
 
 def mutated(mutant: Mutant, root: Path) -> tuple[Place, bytes]:

@@ -27,7 +27,7 @@ COLLECTIVES = (
         "test_route.py::test_message_and_local_copy_are_one_instruction",
         bits=True,
     ),
-    Mutant("Mover.all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
+    Mutant("Algorithm.all_mean", "x / n", "x * (1 / n)", "test_ring.py::test_meaning -k all_mean"),
     Mutant("_total", "x = pin_bits(x)", "x = x", f"{BITS} -k doubling", bits=True),
     Mutant(
         "_check",
@@ -114,7 +114,7 @@ COLLECTIVES = (
         "names",
         "test_axis.py::test_one_after_the_other_is_the_group",
     ),
-    Mutant("Mover.all_mean", "x / n", "x", "test_ring.py::test_meaning"),
+    Mutant("Algorithm.all_mean", "x / n", "x", "test_ring.py::test_meaning"),
     Mutant(
         "_exchange",
         "route.offset_after(route.home, offset)",
@@ -251,7 +251,9 @@ LAYERS = (
     Mutant(
         "_Reading._sums", "if axes and not", "if axes or not", "test_lint_clipping.py -k islands"
     ),
-    Mutant("_Reading._scaled", "> 1:", "> 0:", "test_lint_clipping.py -k 'no_mistake or example'"),
+    Mutant(
+        "_Reading._scaled", ") > 1", ") > 0", "test_lint_clipping.py -k 'no_mistake or example'"
+    ),
     Mutant(
         "_Reading._scaled",
         '(reduced.node, "jvp(")',
@@ -305,7 +307,7 @@ LAYERS = (
         "test_tensor.py::test_cross_entropy_equals_log_softmax",
     ),
     Mutant(
-        "enter",
+        "gather_from",
         "        name=remat.GATHERED,\n",
         "",
         "test_zero.py::test_tensor_and_sequence_parallelism_move_the_same -k gathers",
@@ -794,16 +796,14 @@ PLACEMENT = (
         "places",
         "if total.min() < cost:",
         "if best is None:",
-        "test_neighbours.py -k wherever_they_can_be",
+        "test_torus.py -k wherever_they_can_be",
     ),
-    Mutant(
-        "_lines", "fold and digit % 2 == 1", "False", "test_neighbours.py -k wherever_they_can_be"
-    ),
+    Mutant("_lines", "fold and digit % 2 == 1", "False", "test_torus.py -k wherever_they_can_be"),
     Mutant(
         "closed",
         "all(size % 4 == 0 for size in sizes)",
         "False",
-        "test_neighbours.py::test_what_closes_in_the_replay",
+        "test_torus.py::test_what_closes_in_the_replay",
     ),
     Mutant(
         "spmd",
@@ -1304,7 +1304,7 @@ RUN = (
     ),
     Mutant(
         "write",
-        "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    disk.sync(path.parent)",
+        "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    _files.sync(path.parent)",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)",
         "test_checkpoint.py::test_a_manifest_is_on_the_disk_before_write_returns",
     ),
@@ -1684,8 +1684,8 @@ GPT2 = (
     ),
     Mutant(
         "_as_int32",
-        "<= int32.max:",
-        "<= tokens.max():",
+        "<= int32.max",
+        "<= tokens.max()",
         "test_data.py::test_tokens_that_do_not_fit_are_refused",
     ),
     Mutant(
@@ -2043,8 +2043,8 @@ EXPERTS = (
 LLAMA = (
     Mutant(
         "own_groups",
-        "joins.axis.index() * heads",
-        "joins.axis.index() * 0",
+        "comms.axis.index() * heads",
+        "comms.axis.index() * 0",
         "test_llama.py::test_heads_on_every_device_may_be_more_than_are_needed",
     ),
     Mutant(
@@ -2054,9 +2054,9 @@ LLAMA = (
         "test_llama.py::test_a_shard_with_other_heads_is_refused",
     ),
     Mutant(
-        "joins",
+        "comms",
         "varying(weight, over.names)",
-        "tensor.enter(weight, over)",
+        "tensor.copy_to(weight, over)",
         "test_llama.py::test_heads_on_every_device_may_be_more_than_are_needed",
     ),
     Mutant(
@@ -2202,19 +2202,26 @@ CONTEXT = (
         "test_context.py::test_equals_one_device[ulysses-3]",
     ),
     Mutant(
-        "joins",
-        "made.own(mine(x, dim=dim), dim)",
-        "mine(made.own(x, dim), dim=dim)",
+        "comms",
+        "made.local_tokens(mine(x, dim=dim), dim)",
+        "mine(made.local_tokens(x, dim), dim=dim)",
         "test_context_models.py -k sequence",
     ),
-    Mutant("looked_up", "joins.tokens(there, dim=1)", "there", "test_context_models.py -k data"),
+    Mutant(
+        "looked_up", "comms.context_tokens(there, dim=1)", "there", "test_context_models.py -k data"
+    ),
     Mutant(
         "block",
-        "joins.attends(attend)(q, k, v)",
+        "comms.wrap_attention(attend)(q, k, v)",
         "attend(q, k, v)",
         "test_context_models.py -k data",
     ),
-    Mutant("block", "if joins.contexts > 1:", "if False:", "test_context_models.py::test_refusals"),
+    Mutant(
+        "block",
+        "if comms.context_shards > 1:",
+        "if False:",
+        "test_context_models.py::test_refusals",
+    ),
     Mutant(
         "check_heads",
         "if over and G > 1:",
@@ -2266,7 +2273,7 @@ CONTEXT = (
     ),
     Mutant(
         "_apart",
-        "joins.tokens(segments, dim=1)",
+        "comms.context_tokens(segments, dim=1)",
         "segments",
         "test_documents.py -k train_over_context",
         long=True,
@@ -2459,7 +2466,7 @@ BISECT = (
     ),
     Mutant(
         "residual",
-        "joins.own(_positions(x.shape[1] * joins.parts), dim=0)",
+        "comms.local_tokens(_positions(x.shape[1] * comms.token_shards), dim=0)",
         "_positions(x.shape[1])",
         "test_bisect_layouts.py::test_no_alarm_over_context_replica_and_expert",
         long=True,

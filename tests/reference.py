@@ -30,7 +30,7 @@ def one_device(embed: Callable, stage: Callable, head: Callable, positions: int)
         blocks, functions = eqx.partition(params.blocks, eqx.is_array)
         blocks = jax.tree.map(lambda w: w.reshape(positions, -1, *w.shape[2:]), blocks)
         for k in range(positions):
-            own = eqx.combine(jax.tree.map(lambda w: w[k], blocks), functions)  # noqa: B023
+            own = eqx.combine(jax.tree.map(lambda w: w[k], blocks), functions)
             made = stage(_with_blocks(params, own), x, batch, jnp.asarray(k, jnp.int32))
             x = made.x if isinstance(made, pipeline.Output) else made
         return head(params, x, batch)
@@ -150,13 +150,13 @@ def gpt2_on_one_device(
     return Run(start, first, losses, model)
 
 
-def moved_by(mover, names=("data", "stage", "tensor")):
-    """Every axis of a layout, moved by `mover`."""
-    return {name: mover(name) for name in names}
+def moved_by(algorithm, names=("data", "stage", "tensor")):
+    """Every axis of a layout, moved by `algorithm`."""
+    return {name: algorithm(name) for name in names}
 
 
 def gpt2_on(
-    layout, mesh, config, seed: int, steps: int, batch: int, *, mover=ring, kind=gpt2, **compute
+    layout, mesh, config, seed: int, steps: int, batch: int, *, algorithm=ring, kind=gpt2, **compute
 ) -> Run:
     """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
     host = lambda model: jax.tree.map(np.asarray, decoder.joined(kind.FAMILY, layout, model))
@@ -165,7 +165,9 @@ def gpt2_on(
             *(kind.FAMILY, config, OPTIMIZER, layout, mesh),
             batch=batch,
             key=jax.random.key(seed),
-            compute=decoder.Compute(axes=moved_by(mover, layout.axes), dtype=FLOAT64, **compute),
+            compute=decoder.Compute(
+                axes=moved_by(algorithm, layout.axes), dtype=FLOAT64, **compute
+            ),
         )
         state, train = made.init(), made.train
         start, losses, first = host(state.model), [], None

@@ -36,8 +36,8 @@ class Net(eqx.Module):
 class Parts(NamedTuple):
     """What a fault may replace: the functions that join devices and microbatches."""
 
-    enter: Any = functools.partial(tensor.enter, axis=ring("tensor"))
-    leave: Any = functools.partial(tensor.leave, axis=ring("tensor"))
+    enter: Any = functools.partial(tensor.copy_to, axis=ring("tensor"))
+    leave: Any = functools.partial(tensor.reduce_from, axis=ring("tensor"))
     accumulated: Any = grads.accumulated
     averaged: Any = grads.averaged
     rows: Any = lambda x: x
@@ -100,11 +100,11 @@ def made(dtype="float64", chunks=1):
     return Net(blocks, normal(D)), (rows, targets, jax.random.split(jax.random.key(1), ROWS))
 
 
-def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
+def run(parts=RIGHT, *, remat=False, dtype="float64", algorithm=ring, **fields):
     """What `bisect.record` takes: a train step of the net under the layout of these fields."""
 
     def make():
-        layout, replicas = Layout(**fields), mover("data")
+        layout, replicas = Layout(**fields), algorithm("data")
         net, batch = made(dtype, layout.chunks)
         devices = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
         by_stage = "stage" if layout.stage > 1 else None
@@ -122,7 +122,9 @@ def run(parts=RIGHT, *, remat=False, dtype="float64", mover=ring, **fields):
             table = getattr(schedule, layout.schedule)(
                 layout.stage, layout.microbatches, **interleaved
             )
-            grad = pipeline.value_and_grad(enter, stage, head, table, mover("stage"), blocks=WHERE)
+            grad = pipeline.value_and_grad(
+                enter, stage, head, table, algorithm("stage"), blocks=WHERE
+            )
         else:
             loss = pipeline.unpipelined(enter, stage, head, blocks=WHERE)
             grad = jax.value_and_grad(jax.checkpoint(loss) if remat else loss)

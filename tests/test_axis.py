@@ -1,4 +1,4 @@
-"""An axis does what its mover does along its names; several do, one after the other, what `lax` does along all."""
+"""An axis does what its algorithm does along its names; several do, one after the other, what `lax` does along all."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ from parallax.collectives import (
 )
 from parallax.collectives.types import varying
 
-MOVERS = [ring, two_rings, halving, torus, xla]
+ALGORITHMS = [ring, two_rings, halving, torus, xla]
 COLLECTIVES = {  # of an Axis, and of `lax` along the names; whole numbers add exactly
     "all_reduce": (lambda axis, x: axis.all_reduce(x), lax.psum),
     "all_mean": (lambda axis, x: axis.all_mean(x), lax.pmean),
@@ -76,9 +76,9 @@ def both(axis, names):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("mover", MOVERS, ids=str)
-def test_an_axis_is_its_mover_along_its_names(mover):
-    both(mover("b"), "b")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_an_axis_is_its_mover_along_its_names(algorithm):
+    both(algorithm("b"), "b")
 
 
 def test_a_name_is_moved_by_lax():
@@ -102,7 +102,7 @@ def test_one_after_the_other_is_the_group(axis):
 
 
 def test_a_part_of_several_is_moved_by_its_own_mover():
-    several = Axis.of((halving("a"), ring("b"))).mover
+    several = Axis.of((halving("a"), ring("b"))).algorithm
     np.testing.assert_array_equal(
         on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b"))
     )
@@ -111,20 +111,20 @@ def test_a_part_of_several_is_moved_by_its_own_mover():
 
 
 def test_joined():
-    """One group where one mover moves all; otherwise one after the other."""
+    """One group where one algorithm moves all; otherwise one after the other."""
     assert joined(ring("a"), ring("b")) == ring(("a", "b"))
     assert joined("a", ("b", "c"), ()) == xla(("a", "b", "c"))
     assert joined() == xla(())
     assert joined(ring("a"), ()) == ring(("a",))
     mixed = joined(ring("a"), "b")
-    assert (mixed.names, str(mixed.mover)) == (("a", "b"), "ring then xla")
+    assert (mixed.names, str(mixed.algorithm)) == (("a", "b"), "ring then xla")
     both(mixed, ("a", "b"))
 
 
 def test_without_an_axis_nothing_moves():
     x = jnp.arange(6.0).reshape(2, 3)
-    for mover in (ring, xla):
-        axis = mover(())
+    for algorithm in (ring, xla):
+        axis = algorithm(())
         np.testing.assert_array_equal(axis.all_reduce(x), x)
         np.testing.assert_array_equal(axis.all_max(x), x)
         assert (axis.size(), int(axis.index())) == (1, 0)
@@ -132,7 +132,7 @@ def test_without_an_axis_nothing_moves():
 
 def test_buckets_keep_the_other_collectives():
     axis = bucketed(ring("b"))
-    assert axis.mover.all_gather is ring.all_gather
+    assert axis.algorithm.all_gather is ring.all_gather
     assert repr(axis) == "bucketed ring('b')"
     both(axis, "b")
 
@@ -142,7 +142,7 @@ REFUSED = {
         "a"
     ).reduce_scatter(x),
     "doubling has no all_gather. Take halving": lambda x: doubling("a").all_gather(x),
-    "ring then xla has no all_to_all. Take one mover for all axes": lambda x: Axis.of(
+    "ring then xla has no all_to_all. Take one algorithm for all axes": lambda x: Axis.of(
         (ring("a"), "b")
     ).all_to_all(x, 0, 0),
     "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),

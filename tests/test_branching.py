@@ -193,7 +193,8 @@ def cases(draw, biggest=8):
     case = draw(trees.cases(biggest))
     v, stages = case.table.shape
     return case._replace(
-        make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)), mover=xla
+        make=draw(st.just(in_turns) | tables(stages, case.microbatches, v, loops=True)),
+        algorithm=xla,
     )
 
 
@@ -490,7 +491,7 @@ def test_other_collectives_of_a_group_run_on_some_stages_only(move):
 
     def together(y):
         number = 1 + lax.axis_index("tensor").astype(FLOAT64)
-        return tensor.leave(moved(tensor.enter(y, "tensor") * number), "tensor")
+        return tensor.reduce_from(moved(tensor.copy_to(y, "tensor") * number), "tensor")
 
     def layer(x, w, part, axis):
         y = jnp.tanh(x @ w["up"] @ w["down"])
@@ -531,7 +532,7 @@ def test_models_train_as_on_one_device(kind, schedule):
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4, schedule=schedule)
     config = lockstep.CONFIG if kind is gpt2 else LLAMA
     run = gpt2_on(
-        layout, lockstep.on(2, 2, 2), config, 0, 5, lockstep.BATCH, mover=inside, kind=kind
+        layout, lockstep.on(2, 2, 2), config, 0, 5, lockstep.BATCH, algorithm=inside, kind=kind
     )
     assert_same_run(run, gpt2_on_one_device(config, 0, 5, lockstep.BATCH, kind=kind))
 
@@ -675,7 +676,7 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
 def test_what_all_stages_run_runs_in_its_ticks_alone():
     """The sums of the head, of embed and of its transpose over the stages: M times each, in more ticks than that together."""
     table = one_f_one_b(2, 3)
-    embed = lambda params, part: tensor.leave(part * params["scale"], "stage")
+    embed = lambda params, part: tensor.reduce_from(part * params["scale"], "stage")
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(pipeline.from_last(x, "stage") ** 2)
     grad = pipeline.value_and_grad(

@@ -20,8 +20,8 @@ from parallax.collectives import bucketed, buckets, ring, xla
 from parallax.collectives.types import varying
 from parallax.models import gpt2
 
-MOVERS = {"ring": ring, "psum": xla}
-every_mover = pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
+ALGORITHMS = {"ring": ring, "psum": xla}
+every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 LEAVES = {  # shape, dtype, and the axes along which the block differs
     "a": ((3, 2), "float32", "xy"),
     "b": ((), "float32", "xy"),
@@ -60,9 +60,9 @@ def energy(tree):
 
 
 @functools.cache
-def both(n, mover, nbytes):
+def both(n, algorithm, nbytes):
     """The values and the gradients of the floats, in buckets and leaf by leaf: their types are compared as they are traced."""
-    axes = bucketed(mover("x"), nbytes=nbytes), mover("x")
+    axes = bucketed(algorithm("x"), nbytes=nbytes), algorithm("x")
 
     def body(tree):
         whole = {
@@ -72,7 +72,7 @@ def both(n, mover, nbytes):
         values = [axis.all_reduce(tree) for axis in axes]
         gradients = [
             jax.grad(lambda real: energy(axis.all_reduce({**real, **whole})))(real) for axis in axes
-        ]  # noqa: B023
+        ]
         for ours, plain in (values, gradients):
             for name, leaf in ours.items():
                 assert jax.typeof(leaf) == jax.typeof(plain[name])
@@ -87,10 +87,10 @@ def both(n, mover, nbytes):
 @every_mover
 @settings(max_examples=3)
 @given(data=st.data())
-def test_equals_leaf_by_leaf(n, mover, data):
+def test_equals_leaf_by_leaf(n, algorithm, data):
     """On whole numbers, which add exactly in any order."""
     nbytes = NBYTES[n % len(NBYTES)]
-    world, f = both(n, mover, nbytes)
+    world, f = both(n, algorithm, nbytes)
     tree = {}
     for name, (shape, dtype, axes) in LEAVES.items():
         blocks = [world.shape[axis] for axis in axes]
@@ -124,7 +124,7 @@ def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbyte
 
 
 @every_mover
-def test_it_averages_gradients(mover):
+def test_it_averages_gradients(algorithm):
     """As `grads.averaged` takes it; losses and gradients come in one tree."""
     params, batch = (
         {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)},
@@ -140,7 +140,7 @@ def test_it_averages_gradients(mover):
             params, batch
         )
 
-    jax.tree.map(np.testing.assert_array_equal, run(bucketed(mover("x"))), run(mover("x")))
+    jax.tree.map(np.testing.assert_array_equal, run(bucketed(algorithm("x"))), run(algorithm("x")))
 
 
 def unstacked(config):

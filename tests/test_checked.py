@@ -15,7 +15,7 @@ from parallax import tensor
 
 def test_the_package_is_checked():
     with pytest.raises(BeartypeCallHintViolation):
-        tensor.enter("no array", "tensor")
+        tensor.copy_to("no array", "tensor")
 
 
 def test_dims_are_those_of_one_call():

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_ring import MEANING, OPTIONS, TRANSFORMED, TWIN, energy, same_type
-from test_route import MOVERS
+from test_route import ALGORITHMS
 
 from parallax import mesh
 from parallax.collectives import (
@@ -43,12 +43,12 @@ COLLECTIVES = (
     *(
         getattr(of, what)
         for what in ("all_reduce", "reduce_scatter", "all_gather")
-        for of in MOVERS
+        for of in ALGORITHMS
     ),
 )
 MOVER_OF = {
     getattr(of, what): of
-    for of in (doubling, *MOVERS)
+    for of in (doubling, *ALGORITHMS)
     for what in ("all_reduce", "reduce_scatter", "all_gather")
 }
 
@@ -57,13 +57,13 @@ def kind(collective):
     return collective.__name__
 
 
-def mover(collective):
+def algorithm(collective):
     """The name of whose function it is."""
     return str(MOVER_OF[collective])
 
 
 def on_torus(collective):
-    return mover(collective) in ("torus", "hierarchical")
+    return algorithm(collective) in ("torus", "hierarchical")
 
 
 name = spelt
@@ -300,11 +300,11 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("mover", "n"), [(ring, 2), (halving, 4)])
-def test_what_a_device_sends_and_keeps_is_computed_once(mover, n):
+@pytest.mark.parametrize(("algorithm", "n"), [(ring, 2), (halving, 4)])
+def test_what_a_device_sends_and_keeps_is_computed_once(algorithm, n):
     """In the compiled text one instruction reads the argument. Where two do, their bits are equal on some processors alone."""
     world = mesh.make(x=n, devices=jax.devices()[:n])
-    gather = lambda x: mover.all_gather(x * 1.5 + 1, "x", tiled=True)
+    gather = lambda x: algorithm.all_gather(x * 1.5 + 1, "x", tiled=True)
     program = jax.jit(mesh.spmd(gather, mesh=world, in_specs=(P("x"),), out_specs=P("x")))
     text = program.lower(jnp.ones((16, 8), jnp.float32)).compile().as_text()
     entry = text[text.index("\nENTRY ") :]
@@ -350,7 +350,7 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     "collective",
     [
         pytest.param(
-            f, marks=pytest.mark.long if mover(f) in ("ring", "two_rings") else (), id=name(f)
+            f, marks=pytest.mark.long if algorithm(f) in ("ring", "two_rings") else (), id=name(f)
         )
         for f in COLLECTIVES
     ],
@@ -465,7 +465,7 @@ def test_backward(collective):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "collective",
-    [f for f in COLLECTIVES if mover(f) in ("ring", "two_rings", "torus", "machines(2)")],
+    [f for f in COLLECTIVES if algorithm(f) in ("ring", "two_rings", "torus", "machines(2)")],
     ids=name,
 )
 def test_long_walks_are_loops(collective, monkeypatch):
@@ -478,7 +478,7 @@ def test_long_walks_are_loops(collective, monkeypatch):
     )
     np.testing.assert_array_equal(*f(x), strict=True)
     assert compiled_traffic(collective, sizes, axis, (6, 3)) == sent(collective, (2, 3), 18)
-    if kind(collective) != "reduce_scatter" and mover(collective) in ("ring", "two_rings"):
+    if kind(collective) != "reduce_scatter" and algorithm(collective) in ("ring", "two_rings"):
         longer = on_blocks(lambda x: collective(x, axis, **options), {"x": 2, "y": 4}).lower(
             np.zeros((2, 4, 6, 3), np.float32)
         )
@@ -531,7 +531,7 @@ def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "collective", [f for f in COLLECTIVES if mover(f) == "two_rings"], ids=name
+    "collective", [f for f in COLLECTIVES if algorithm(f) == "two_rings"], ids=name
 )
 def test_two_rings_go_in_opposite_directions(collective):
     options = OPTIONS.get(kind(collective), {})
@@ -649,8 +649,8 @@ MOVERS_OF_KEYS = [ring, halving, two_rings, direct]
 @pytest.mark.parametrize(
     ("axis", "tiled"), [(0, True), (1, True), (0, False), (1, False), (-1, False)]
 )
-@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
-def test_random_keys_are_gathered_as_their_numbers(mover, axis, tiled):
+@pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
+def test_random_keys_are_gathered_as_their_numbers(algorithm, axis, tiled):
     """As `lax.all_gather` gathers whole numbers of their shape; of keys that are not tiled JAX 0.10 cannot lower it."""
     numbers = jnp.arange(16, dtype=jnp.uint32).reshape(8, 2)
     keys, world = (
@@ -668,19 +668,19 @@ def test_random_keys_are_gathered_as_their_numbers(mover, axis, tiled):
         return jax.jit(run)(x)
 
     expected = jax.vmap(jax.random.key)(gathered(lax.all_gather, numbers).reshape(-1))
-    found = gathered(mover.all_gather, keys)
+    found = gathered(algorithm.all_gather, keys)
     np.testing.assert_array_equal(
         jax.random.key_data(found).reshape(-1, 2), jax.random.key_data(expected)
     )
     assert found.dtype == keys.dtype
 
 
-@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
+@pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
-def test_random_keys_are_not_added(mover, name):
+def test_random_keys_are_not_added(algorithm, name):
     world = mesh.make(x=4, devices=jax.devices()[:4])
     run = mesh.spmd(
-        lambda keys: getattr(mover, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
+        lambda keys: getattr(algorithm, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
     )
     with pytest.raises(
         ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."
@@ -690,9 +690,9 @@ def test_random_keys_are_not_added(mover, name):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("mover", MOVERS_OF_KEYS, ids=str)
+@pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
-def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
+def test_vmap_over_an_axis_of_an_explicit_mesh(name, algorithm, n):
     """The mapped dim is split over one axis, and the collective goes along another, whose map is inside: row by row."""
     arguments, out = {
         "all_reduce": ({}, P()),
@@ -707,7 +707,7 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
 
     def sent(x):
         return jax.shard_map(
-            lambda x: getattr(mover, name)(x, "y", **arguments), in_specs=P("y"), out_specs=out
+            lambda x: getattr(algorithm, name)(x, "y", **arguments), in_specs=P("y"), out_specs=out
         )(x)
 
     def energy(x):
@@ -716,7 +716,7 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, mover, n):
     alone = mesh.make(y=n, devices=jax.devices()[:n])
     plain = jax.jit(
         mesh.spmd(
-            lambda x: getattr(mover, name)(x, "y", **arguments),
+            lambda x: getattr(algorithm, name)(x, "y", **arguments),
             mesh=alone,
             in_specs=P("y"),
             out_specs=out,

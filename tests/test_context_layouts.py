@@ -42,13 +42,13 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-def check(layout, kind, mover=ring, **compute):
+def check(layout, kind, algorithm=ring, **compute):
     """Five AdamW steps under the layout equal those of one device: weights at birth, losses, gradients, weights at the end."""
     module, config = KINDS[kind]
     config = dataclasses.replace(config, layers=max(config.layers, layout.stage * layout.chunks))
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module)
     run = reference.gpt2_on(
-        layout, on(layout), config, 0, STEPS, BATCH, kind=module, mover=mover, **compute
+        layout, on(layout), config, 0, STEPS, BATCH, kind=module, algorithm=algorithm, **compute
     )
     reference.assert_same_run(run, plain)
 
@@ -68,7 +68,7 @@ def test_a_context_axis_trains_as_one_device(text, kind):
 @pytest.mark.long
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
-    ("text", "kind", "mover"),
+    ("text", "kind", "algorithm"),
     [
         ("data=2,context=2,tensor=2,zero=1,microbatches=2", "gpt2", xla),
         ("data=2,context=2,tensor=2,zero=3,remat=products", "llama", ring),
@@ -91,8 +91,8 @@ def test_a_context_axis_trains_as_one_device(text, kind):
         ),
     ],
 )
-def test_with_any_two_of_data_stage_and_tensor(text, kind, mover):
-    check(Layout.parse(text), kind, mover)
+def test_with_any_two_of_data_stage_and_tensor(text, kind, algorithm):
+    check(Layout.parse(text), kind, algorithm)
 
 
 ULYSSES, GATHERED = (
@@ -104,7 +104,7 @@ ULYSSES, GATHERED = (
 @pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("text", "compute", "mover"),
+    ("text", "compute", "algorithm"),
     [
         ("context=2,tensor=2,microbatches=2", ULYSSES, ring),
         ("context=2,tensor=2,microbatches=2", GATHERED, ring),
@@ -112,8 +112,8 @@ ULYSSES, GATHERED = (
     ],
     ids=["ulysses", "gathered", "gathered, per stage"],
 )
-def test_with_other_attention(text, compute, mover):
-    check(Layout.parse(text), "llama", mover, **compute)
+def test_with_other_attention(text, compute, algorithm):
+    check(Layout.parse(text), "llama", algorithm, **compute)
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_drawn_layouts_train_as_one_device(sizes, microbatches, chunks, words, k
         | {"microbatches": min(microbatches, BATCH // sizes[0]), "chunks": chunks}
     )
     fields |= validate.repaired(fields, {}, {})  # words that have nothing to act on
-    check(Layout(**fields), kind, mover=xla)
+    check(Layout(**fields), kind, algorithm=xla)
 
 
 @pytest.mark.sweep(30, "steps")

@@ -46,17 +46,17 @@ MODELS = {
     ),
 }
 LAYOUTS = {  # the axes of the mesh; how layers join; who attends
-    "data, tensor": ({"data": 2, "context": 2, "tensor": 2}, tensor.joins, None),
-    "sequence": ({"context": 4, "tensor": 2}, sequence.joins, None),
-    "stage": ({"context": 2, "stage": 2, "tensor": 2}, tensor.joins, None),
+    "data, tensor": ({"data": 2, "context": 2, "tensor": 2}, tensor.comms, None),
+    "sequence": ({"context": 4, "tensor": 2}, sequence.comms, None),
+    "stage": ({"context": 2, "stage": 2, "tensor": 2}, tensor.comms, None),
     "stage, sequence, ulysses": (
         {"context": 2, "stage": 2, "tensor": 2},
-        sequence.joins,
+        sequence.comms,
         lambda attend: context.ulysses(attend, ring("context")),
     ),
     "gathered": (
         {"data": 2, "context": 4},
-        tensor.joins,
+        tensor.comms,
         lambda attend: context.gathered(context.blockwise, ring("context")),
     ),
 }
@@ -97,21 +97,21 @@ def test_gradients_equal_one_device(layout, of):
     model, expected_loss, expected = on_one_device(of, weighted)
     over = mesh.make(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     t = ring("tensor") if "tensor" in axes else ()
-    joins = functools.partial(context.joins, context=ring("context"), inner=inner, around=around)
+    comms = functools.partial(context.comms, context=ring("context"), inner=inner, around=around)
     rules_of = functools.partial(family.FAMILY.rules, size=axes.get("tensor", 1))
     split = ("data", "context") if "data" in axes else "context"
     if "stage" in axes:
         model, rule = chunked(model), rules_of("tensor", stage="stage")
-        stages = family.stages(config, ring("stage"), t, joins=joins, attend=family.FAMILY.attend)
+        stages = family.stages(config, ring("stage"), t, comms=comms, attend=family.FAMILY.attend)
         grad = pipeline.value_and_grad(
             *stages, schedule.one_f_one_b_lockstep(stages=2, microbatches=2), ring("stage")
         )
     else:
         rule = rules_of("tensor" if "tensor" in axes else ())
         grad = grads.accumulated(
-            jax.value_and_grad(functools.partial(family.loss, axis=t, joins=joins)), microbatches=2
+            jax.value_and_grad(functools.partial(family.loss, axis=t, comms=comms)), microbatches=2
         )
-    grad = grads.summed(grad, ring("tensor")) if inner is sequence.joins else grad
+    grad = grads.summed(grad, ring("tensor")) if inner is sequence.comms else grad
     grad = grads.averaged(grad, ring(split))
 
     def inside(model, batch):
@@ -148,7 +148,7 @@ def test_refusals(message):
     changed, tokens = ERRORS[message]
     config = gpt2.Config(layers=1, heads=2, width=8, context=16, vocabulary=61, **changed)
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
-    loss = functools.partial(gpt2.loss, joins=functools.partial(context.joins, context="context"))
+    loss = functools.partial(gpt2.loss, comms=functools.partial(context.comms, context="context"))
     over = mesh.make(context=2, devices=jax.devices()[:2])
     f = mesh.spmd(
         lambda *given: loss(*given)[None], mesh=over, in_specs=P(), out_specs=P("context")

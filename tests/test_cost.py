@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
-from test_route import MOVERS
+from test_route import ALGORITHMS
 
 from parallax import mesh
 from parallax.collectives import (
@@ -43,7 +43,9 @@ from parallax.compiled import certificate
 
 SIZES = (1, 97)  # numbers on a device: fewer than devices, and a size that does not divide
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-CASES = [(of, kind) for of in (*MOVERS, quantized) for kind in KINDS] + [(doubling, "all_reduce")]
+CASES = [(of, kind) for of in (*ALGORITHMS, quantized) for kind in KINDS] + [
+    (doubling, "all_reduce")
+]
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from reference import EXACT, assert_close
 from parallax import cross_entropy, grads, mesh, pipeline, schedule, tensor
 from parallax.collectives import ring, xla
 
-MOVERS = {"ring": ring, "psum": xla}
+ALGORITHMS = {"ring": ring, "psum": xla}
 LAYOUTS = {  # the mesh's sizes, the axes over which the table's rows are split, and the block; the batch is split over "data"
     "one": ({"data": 1}, (), 512),
     "tokens one by one": ({"data": 1}, (), 1),
@@ -31,7 +31,7 @@ LAYOUTS = {  # the mesh's sizes, the axes over which the table's rows are split,
 B, T, D, V, VOCABULARY = 4, 5, 3, 16, 13  # three rows of padding
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_mover = pytest.mark.parametrize("mover", MOVERS)
+every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS)
 UNIT = st.floats(-2, 2, width=32)
 SIZE = 6.0  # of the gradients: 3 times a loss of tables and x of at most 2
 DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\)")
@@ -62,14 +62,14 @@ def over(layout, f, in_specs, out_specs):
 
 
 @functools.cache
-def blocked(layout, mover, wrap=lambda f: f):
+def blocked(layout, algorithm, wrap=lambda f: f):
     """The loss and its gradients of `x` and of the table, as a head takes them, and the loss alone."""
     _, axis, block_tokens = LAYOUTS[layout]
-    parallel = {"axis": MOVERS[mover](axis)}
+    parallel = {"axis": ALGORITHMS[algorithm](axis)}
 
     @wrap
     def loss(x, table, targets):
-        x = tensor.enter(jnp.tanh(x), **parallel)  # something to differentiate in front
+        x = tensor.copy_to(jnp.tanh(x), **parallel)  # something to differentiate in front
         return cross_entropy.mean(
             x, table, targets, vocabulary=VOCABULARY, block_tokens=block_tokens, **parallel
         )
@@ -130,9 +130,9 @@ def near(result, expected):
 @every_mover
 @settings(max_examples=8)
 @given(data=st.data())
-def test_equals_the_plain_loss(layout, mover, data):
+def test_equals_the_plain_loss(layout, algorithm, data):
     arguments = drawn(data)
-    near(blocked(layout, mover)(*arguments), plain(*arguments))
+    near(blocked(layout, algorithm)(*arguments), plain(*arguments))
 
 
 @pytest.mark.sweep(2)
@@ -145,12 +145,12 @@ def test_equals_it_under_checkpoint(layout, data):
 
 
 @every_mover
-def test_of_logits_beyond_the_reach_of_exp(mover):
+def test_of_logits_beyond_the_reach_of_exp(algorithm):
     """Logits of 1e4 and more, where float64's exp ends at 709: the softmax is one-hot, and the gradients are whole."""
     x, table = np.ones((B, T, D)), np.zeros((V, D))
     table[2], targets = 1e4, np.full((B, T), 2, np.int32)
     targets[0, 0] = 3
-    value, (dx, dtable), _ = blocked("tensor", mover)(np.arctanh(0.5) * x, table, targets)
+    value, (dx, dtable), _ = blocked("tensor", algorithm)(np.arctanh(0.5) * x, table, targets)
     np.testing.assert_allclose(value, 3 * 1.5e4 / (B * T), rtol=EXACT)
     np.testing.assert_allclose(dtable[2:4], [[1.5 / (B * T)] * D, [-1.5 / (B * T)] * D], rtol=EXACT)
     np.testing.assert_allclose(dx[0, 0], 3 * 1e4 * 0.75 / (B * T), rtol=EXACT)  # tanh' = 1 - 0.5^2
@@ -158,11 +158,11 @@ def test_of_logits_beyond_the_reach_of_exp(mover):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("mover", MOVERS)
-def test_as_the_head_of_a_pipeline(mover):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_as_the_head_of_a_pipeline(algorithm):
     """Its rows split over the stages; the gradients of one device."""
     P_, M = 2, 4
-    axis = MOVERS[mover]("stage")
+    axis = ALGORITHMS[algorithm]("stage")
     draw = np.random.default_rng(0).normal
     params = Stages(draw(size=(V, D)), draw(size=(1, P_, D, D)))
     x, targets = (
@@ -171,7 +171,7 @@ def test_as_the_head_of_a_pipeline(mover):
     )
 
     def head(params, x, part):
-        x = tensor.enter(pipeline.from_last(x, axis), axis)
+        x = tensor.copy_to(pipeline.from_last(x, axis), axis)
         return cross_entropy.mean(
             x, params.table, part[1], axis, vocabulary=VOCABULARY, block_tokens=4
         )
@@ -282,7 +282,7 @@ def test_refusals():
     loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor")
     said = (
         "cross_entropy.mean needs an x that differs along 'tensor', since its gradient does; this one, of shape (2, 2, 3), is "
-        "the same along ['tensor']. Pass tensor.enter(x, 'tensor')."
+        "the same along ['tensor']. Pass tensor.copy_to(x, 'tensor')."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)
@@ -300,7 +300,7 @@ def weighted(layout):
 
     def loss(params, batch):
         x, targets, weights = batch
-        x = tensor.enter(jnp.tanh(params["scale"] * x), axis)
+        x = tensor.copy_to(jnp.tanh(params["scale"] * x), axis)
         options = {"weights": weights, "vocabulary": VOCABULARY, "block_tokens": block_tokens}
         return cross_entropy.mean(x, params["table"], targets, axis, **options)
 

@@ -27,7 +27,7 @@ from parallax.collectives import ring
 from parallax.collectives.axis import xla
 from parallax.collectives.types import varying
 from parallax.compiled import certificate, targets
-from parallax.tensor import joins as tensor_joins
+from parallax.tensor import comms as tensor_joins
 
 ALL = math.inf
 DISPATCHES = {
@@ -86,7 +86,7 @@ LAYERS = {
 @functools.cache
 def compiled_layer(name):
     """Loss, statistics and gradients: split, and on one device."""
-    case, (dispatch, mover) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
+    case, (dispatch, algorithm) = LAYERS[name], DISPATCHES[LAYERS[name].dispatch]
     plain, split, tensor = (
         case.plain,
         tuple(n for n in case.sizes if n != "tensor"),
@@ -94,15 +94,17 @@ def compiled_layer(name):
     )
     hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
 
-    def joins():
-        shared = mover(tensor) if tensor else ()
+    def comms():
+        shared = algorithm(tensor) if tensor else ()
         return (
-            context.joins(shared, context=case.sequence) if case.sequence else tensor_joins(shared)
+            context.comms(shared, context=case.sequence) if case.sequence else tensor_joins(shared)
         )
 
     def loss(params, x):
         w, x = params["w"], x + jnp.sin(x @ params["before"])  # so that the cotangent of x is seen
-        y, told = experts.moe(x, w, mover(case.axis) if case.axis else (), joins=joins(), **hows)
+        y, told = experts.moe(
+            x, w, algorithm(case.axis) if case.axis else (), comms=comms(), **hows
+        )
         return jnp.mean(jnp.sin(y) ** 2 + y) + told.balance + told.z / 9, told
 
     def whole(params, x):
@@ -303,15 +305,15 @@ def alone(count, plain):
 
 def prepared(case):
     """The state and the step."""
-    dispatch, mover = DISPATCHES[case.dispatch]
-    tensor = tensor_joins(mover("tensor") if "tensor" in case.sizes else ())
+    dispatch, algorithm = DISPATCHES[case.dispatch]
+    tensor = tensor_joins(algorithm("tensor") if "tensor" in case.sizes else ())
     hows = {
         "route": case.plain.route,
         "dispatch": dispatch,
         "compute": experts.blocks(size=8),
-        "joins": tensor,
+        "comms": tensor,
     }
-    mixed = lambda x, w: experts.moe(x, w, mover(case.axis), **hows)
+    mixed = lambda x, w: experts.moe(x, w, algorithm(case.axis), **hows)
     own, where = functools.partial(mixtures.stage, mixed=mixed), lambda model: model["blocks"]
     split = tuple(name for name in ("data", "expert") if name in case.sizes)
     after = mixtures.after
@@ -322,7 +324,7 @@ def prepared(case):
         table = schedule.one_f_one_b_lockstep(stages, case.microbatches, case.chunks)
         options = {"blocks": where, "trainable": trainable}
         grad = pipeline.value_and_grad(
-            mixtures.enter, own, mixtures.head, table, mover("stage"), **options
+            mixtures.enter, own, mixtures.head, table, algorithm("stage"), **options
         )
         after = functools.partial(after, axis="stage", placement=table.placed)
     else:
@@ -343,11 +345,11 @@ def prepared(case):
         )
         shares = rules.specs(eqx.filter_eval_shape(make_model), rule, world, batch_axes=split)
         grad, optimizer = (
-            zero.reduce_scattered(grad, mover(split), shares),
+            zero.reduce_scattered(grad, algorithm(split), shares),
             zero.sharded(OPTIMIZER, "data", shares),
         )
     else:
-        grad = grads.averaged(grad, mover(split))
+        grad = grads.averaged(grad, algorithm(split))
     options = {"optimizer_rule": rule, "trainable": trainable, "batch_axes": split}
     state, specs = step.init(make_model, OPTIMIZER, plain_rule, world, **options)
     train = step.make(grad, optimizer, after_update=after)
@@ -477,11 +479,11 @@ SENT = {
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SENT)
 def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
-    (dispatch, mover), n, k, count, sequences = SENT[name], 4, 2, 8, 2
+    (dispatch, algorithm), n, k, count, sequences = SENT[name], 4, 2, 8, 2
     world = mesh.make(data=n, devices=jax.devices()[:n])
 
     def forward(w, x):
-        return experts.moe(x, w, mover("data"), route=experts.top(k), dispatch=dispatch)[0]
+        return experts.moe(x, w, algorithm("data"), route=experts.top(k), dispatch=dispatch)[0]
 
     def both(w, x):
         y, transposed = jax.vjp(forward, w, x)
@@ -499,10 +501,12 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
         )
         entries = certificate.read(program, world)
         assert {entry.kind for entry in entries} == {
-            "all-to-all" if mover == xla else "collective-permute"
+            "all-to-all" if algorithm == xla else "collective-permute"
         }
         # An all-to-all's result has the own block too, which does not travel.
-        found.append(sum(entry.bytes for entry in entries) * (n - 1 if mover == xla else n) // n)
+        found.append(
+            sum(entry.bytes for entry in entries) * (n - 1 if algorithm == xla else n) // n
+        )
     sent = dispatch.sent(sequences * TOKENS, D, k=k, experts=count, n=n, itemsize=8)
     assert found == [sum(sent), sum(sent) + sent.out + sent.back + sent.weights]
 

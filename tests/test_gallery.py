@@ -111,7 +111,7 @@ def test_each_mistake_has_a_number_and_a_message(printed):
     flat = " ".join(text.split())
     for message in (
         "so each replica would train a different model; split it with fsdp('data', size=8)",
-        "tensor.enter needs an x that is the same along 'data'",
+        "tensor.copy_to needs an x that is the same along 'data'",
         "this sum over 'data' adds 8 equal copies",
         "a cond whose predicate differs along 'data'",
     ):

@@ -106,22 +106,24 @@ def over(f, in_specs, out_specs, **sizes):
 
 
 @functools.cache
-def data_parallel(mover, microbatches, **sizes):
+def data_parallel(algorithm, microbatches, **sizes):
     split = tuple(sizes) if len(sizes) > 1 else next(iter(sizes))
-    arrow = grads.averaged(grads.accumulated(grad, microbatches=microbatches), mover(split))
+    arrow = grads.averaged(grads.accumulated(grad, microbatches=microbatches), algorithm(split))
     return over(arrow, (P(), P(split)), P(), **sizes)
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"a": 4, "b": 2}], ids=str)
-@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "psum"])
+@pytest.mark.parametrize("algorithm", [ring, xla], ids=["ring", "psum"])
 @settings(max_examples=10)
 @given(data=st.data())
-def test_averaged_equals_one_device(mover, sizes, data):
+def test_averaged_equals_one_device(algorithm, sizes, data):
     params, batch = draw_problem(data)
     for microbatches in (1, 2):
         jax.tree.map(
-            close, data_parallel(mover, microbatches, **sizes)(params, batch), plain(params, batch)
+            close,
+            data_parallel(algorithm, microbatches, **sizes)(params, batch),
+            plain(params, batch),
         )
 
 
@@ -150,10 +152,10 @@ def test_the_order_of_wrapping_is_the_cost():
 
 
 @functools.cache
-def clip_over_shards(mover):
+def clip_over_shards(algorithm):
     """A tree of shards over several sets of axes: the clipped gradients, and the norm."""
 
-    axes = [mover("a"), mover("b")]
+    axes = [algorithm("a"), algorithm("b")]
 
     def body(tree, batch):
         arrow = grads.clipped(
@@ -167,17 +169,17 @@ def clip_over_shards(mover):
 TREE = {"whole": P(), "a": P("a"), "b": P(None, "b"), "both": P(("a", "b")), "complex": P("b")}
 
 
-@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "psum"])
+@pytest.mark.parametrize("algorithm", [ring, xla], ids=["ring", "psum"])
 @settings(max_examples=20)
 @given(data=st.data(), scale=st.sampled_from([0.0, 1e-3, 1.0]))
-def test_the_norm_over_shards_is_the_whole_norm(mover, data, scale):
+def test_the_norm_over_shards_is_the_whole_norm(algorithm, data, scale):
     shapes = {"whole": (), "a": (4, 3), "b": (3, 4), "both": (8,), "complex": (4, 2)}
     tree = {
         name: scale * data.draw(hnp.arrays(np.float64, shape, elements=UNIT))
         for name, shape in shapes.items()
     }
     tree["complex"] = tree["complex"] * (1 - 2j)
-    clipped, norm = clip_over_shards(mover)(tree, np.ones(3))
+    clipped, norm = clip_over_shards(algorithm)(tree, np.ones(3))
     close(norm, optax.tree.norm(tree))
     factor = 1.0 if norm <= 1.5 else 1.5 / float(norm)
     jax.tree.map(lambda got, g: close(got, g * factor), clipped, tree)

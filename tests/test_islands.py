@@ -75,7 +75,7 @@ class Case(NamedTuple):
     outer: optax.GradientTransformation
     stream: islands.Stream = islands.ALL_AT_ONCE
     feedback: bool = False
-    mover: object = ring
+    algorithm: object = ring
     max_norm: float | None = 0.2  # most steps are clipped
 
 
@@ -85,11 +85,11 @@ def program(case):
     sizes = dict(zip(("island", "data", "tensor"), case.sizes, strict=True))
     mesh_ = mesh.make(**sizes, devices=jax.devices()[: int(np.prod(case.sizes))])
     train = step.make(
-        grads.averaged(grad_of(case.mover("tensor")), case.mover("data")),
+        grads.averaged(grad_of(case.algorithm("tensor")), case.algorithm("data")),
         case.inner,
         max_norm=case.max_norm,
     )
-    axis = ErrorFeedback("island") if case.feedback else case.mover("island")
+    axis = ErrorFeedback("island") if case.feedback else case.algorithm("island")
     train = islands.local(train, case.outer, every=case.every, axis=axis, stream=case.stream)
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(net, case.inner, SPECS, mesh_, trainable=TRAINED)
@@ -185,7 +185,14 @@ APART = islands.by_path("up", "down")
 CASES = {
     "island 2 x data 2 x tensor 2": (Case((2, 2, 2), 3, ADAMW, NESTEROV), [("up", "down")]),
     "fragments, delay, mixing": (
-        Case((4, 1, 1), 4, ADAMW, NESTEROV, islands.Stream(APART, delay=1, mixing=0.25), mover=xla),
+        Case(
+            (4, 1, 1),
+            4,
+            ADAMW,
+            NESTEROV,
+            islands.Stream(APART, delay=1, mixing=0.25),
+            algorithm=xla,
+        ),
         [("up",), ("down",)],
     ),
     "fragments": (Case((2, 1, 2), 3, ADAMW, NESTEROV, islands.Stream(APART)), [("up",), ("down",)]),

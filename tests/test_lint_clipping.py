@@ -110,7 +110,7 @@ OUTSIDE = {
         lambda params, x: lax.pmean(GRAD(varying(params, "data"), x), "data")
     ),
 }
-MOVERS = {
+ALGORITHMS = {
     "lax": lambda name: name,
     "ring": ring,
     "halving": halving,
@@ -133,19 +133,19 @@ def findings(grad, rows=ROWS, **sizes):
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", INSIDE)
-def test_scaling_before_the_sum_is_found(order, scale, mover):
-    assert findings(INSIDE[order](SCALES[scale], MOVERS[mover]("data")))
+def test_scaling_before_the_sum_is_found(order, scale, algorithm):
+    assert findings(INSIDE[order](SCALES[scale], ALGORITHMS[algorithm]("data")))
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", OUTSIDE)
-def test_scaling_after_the_sum_is_silent(order, scale, mover):
-    assert findings(OUTSIDE[order](SCALES[scale], MOVERS[mover]("data"))) == []
+def test_scaling_after_the_sum_is_silent(order, scale, algorithm):
+    assert findings(OUTSIDE[order](SCALES[scale], ALGORITHMS[algorithm]("data"))) == []
 
 
 @pytest.mark.sweep(3)

@@ -18,7 +18,7 @@ from parallax.collectives.types import varying
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, recipe
 
-MOVERS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
+ALGORITHMS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
 ROWS = jax.ShapeDtypeStruct((8, 6), jnp.float32)
 WEIGHTS = jax.ShapeDtypeStruct((6, 6), jnp.float32)
 
@@ -383,12 +383,14 @@ def test_what_stands_outside_the_loop_computes_the_same(pair):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    "mover", MOVERS, ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"]
+    "algorithm",
+    ALGORITHMS,
+    ids=["xla", "ring", "two_rings", "halving", "doubling", "torus", "buckets"],
 )
 @pytest.mark.parametrize("wrap", [mapped, unchecked], ids=["check_vma", "no check_vma"])
-def test_every_all_reduce(mover, wrap):
-    axes = ("x", "y") if mover is torus else "x"
-    all_reduce = mover(axes).all_reduce
+def test_every_all_reduce(algorithm, wrap):
+    axes = ("x", "y") if algorithm is torus else "x"
+    all_reduce = algorithm(axes).all_reduce
     rows = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     everywhere = lambda f: lambda x: lax.pmax(varying(f(x), axes), axes)
     kinds = lambda f: [
@@ -407,10 +409,10 @@ def test_every_all_reduce(mover, wrap):
 
 
 def test_a_function_of_ours_that_sends_nothing_is_read_through():
-    """What was widened before `tensor.enter` is still narrow behind it."""
+    """What was widened before `tensor.copy_to` is still narrow behind it."""
 
     def wrong(x, w):
-        entered = tensor.enter(lax.psum(x, "x").astype(jnp.float32), ring("x"))
+        entered = tensor.copy_to(lax.psum(x, "x").astype(jnp.float32), ring("x"))
         return lax.pmax(entered @ w, "x")
 
     rows = jax.ShapeDtypeStruct(ROWS.shape, jnp.bfloat16)
@@ -549,14 +551,14 @@ MORE_LAYOUTS = [
 ]
 
 
-def findings(layout, mover=ring):
+def findings(layout, algorithm=ring):
     devices = mesh.make(**layout.axes)
     with jax.numpy_dtype_promotion("standard"):
         prepared = decoder.train_step(
             *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices),
             batch=32,
             key=jax.random.key(0),
-            compute=decoder.Compute(axes=moved_by(mover), max_norm=1.0),
+            compute=decoder.Compute(axes=moved_by(algorithm), max_norm=1.0),
         )
         windows = jax.ShapeDtypeStruct((32, CONFIG.context + 1), jnp.int32)
         return lint.program(
@@ -572,10 +574,10 @@ def test_our_steps_are_silent(layout):
 
 @pytest.mark.sweep(8)
 @pytest.mark.long
-@pytest.mark.parametrize("mover", [ring, xla], ids=["ring", "lax"])
+@pytest.mark.parametrize("algorithm", [ring, xla], ids=["ring", "lax"])
 @pytest.mark.parametrize("layout", LAYOUTS + MORE_LAYOUTS, ids=str)
-def test_our_steps_are_silent_wherever(layout, mover):
-    assert findings(layout, mover) == []
+def test_our_steps_are_silent_wherever(layout, algorithm):
+    assert findings(layout, algorithm) == []
 
 
 MODEL = {

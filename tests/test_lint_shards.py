@@ -67,8 +67,8 @@ ROWS = shape(8, 16)
 
 
 def loss(net, x):
-    hidden = jnp.tanh(tensor.enter(x, "tensor") @ net["up"])
-    return jnp.mean(tensor.leave(hidden @ net["down"], "tensor") ** 2)
+    hidden = jnp.tanh(tensor.copy_to(x, "tensor") @ net["up"])
+    return jnp.mean(tensor.reduce_from(hidden @ net["down"], "tensor") ** 2)
 
 
 def gradients_of(net, x):

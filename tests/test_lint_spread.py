@@ -238,28 +238,28 @@ def a_slice_of_the_whole_mask(net, x):
 
 
 def bias_before_the_sum(net, x):
-    h = tensor.enter(x, "tensor") @ net["up"]
-    return tensor.leave(h @ net["down"] + net["bias"], "tensor")  # wrong
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + net["bias"], "tensor")  # wrong
 
 
 def bias_after_the_sum(net, x):
-    h = tensor.enter(x, "tensor") @ net["up"]
-    return tensor.leave(h @ net["down"], "tensor") + net["bias"]
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"], "tensor") + net["bias"]
 
 
 def a_share_of_the_bias(net, x):
-    h = tensor.enter(x, "tensor") @ net["up"]
-    return tensor.leave(h @ net["down"] + net["bias"] / lax.axis_size("tensor"), "tensor")
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + net["bias"] / lax.axis_size("tensor"), "tensor")
 
 
 def residual_before_the_sum(net, x):
-    x = tensor.enter(x, "tensor")
-    return tensor.leave(x - jnp.tanh(x @ net["up"]) @ net["down"], ring("tensor"))  # wrong
+    x = tensor.copy_to(x, "tensor")
+    return tensor.reduce_from(x - jnp.tanh(x @ net["up"]) @ net["down"], ring("tensor"))  # wrong
 
 
 def the_bias_of_the_first(net, x):
-    h = tensor.enter(x, "tensor") @ net["up"]
-    return tensor.leave(
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(
         h @ net["down"] + jnp.where(lax.axis_index("tensor") == 0, net["bias"], 0), "tensor"
     )
 
@@ -434,7 +434,7 @@ def cell_over_tokens(cell, step_of):
                 lambda carry, x: step_of(net["cell"], gather, carry, x), (zeros, zeros), xs
             )[1]
 
-        return row(jax.vmap(one)(tensor.enter(x, "tensor")), net["out"])
+        return row(jax.vmap(one)(tensor.copy_to(x, "tensor")), net["out"])
 
     split = {
         f"cell.{name}": P("tensor") for name in ("weight_ih", "weight_hh", "bias", "bias_n")

@@ -184,8 +184,8 @@ def test_sizes_are_those_that_were_published():
 
 
 @pytest.mark.sweep(30, "steps")
-@pytest.mark.parametrize("joins", [tensor.joins, sequence.joins])
-def test_heads_on_every_device_may_be_more_than_are_needed(joins):
+@pytest.mark.parametrize("comms", [tensor.comms, sequence.comms])
+def test_heads_on_every_device_may_be_more_than_are_needed(comms):
     """All keys and values on each device, though they could be split: each picks its own."""
     devices = mesh.make(tensor=2, devices=jax.devices()[:2])
     config = dataclasses.replace(TINY, layers=1)
@@ -195,9 +195,9 @@ def test_heads_on_every_device_may_be_more_than_are_needed(joins):
         rules.first(rules.match("blocks.attention.key.weight", P()), llama.rules("tensor")),
         devices,
     )
-    loss = functools.partial(llama.loss, axis=ring("tensor"), joins=joins)
+    loss = functools.partial(llama.loss, axis=ring("tensor"), comms=comms)
     grad = jax.value_and_grad(loss)
-    grad = grads.summed(grad, ring("tensor")) if joins is sequence.joins else grad
+    grad = grads.summed(grad, ring("tensor")) if comms is sequence.comms else grad
     run = mesh.spmd(grad, mesh=devices, in_specs=(specs, P()), out_specs=(P(), specs))
     batch = (np.random.default_rng(0).integers(0, 61, (2, 9)).astype(np.int32), None)
     assert_close(

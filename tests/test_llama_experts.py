@@ -72,19 +72,19 @@ class Plain(NamedTuple):
 
 
 def all_on_all(axis, shared=(), kept=lambda ids: None):
-    """Joins by which all experts run on all tokens, times a mask; `kept`: which choices count."""
+    """Comms by which all experts run on all tokens, times a mask; `kept`: which choices count."""
 
-    def mixture(y, w, *, route, joins):
+    def mixture(y, w, *, route, comms):
         choice = route(y @ w.router, None)
         w = experts.Mixture(w.router, w.experts, jnp.zeros(w.router.shape[-1], y.dtype))
         plain = mixtures.Plain(choice.experts.shape[-1], normalised=True)
         return mixtures.dense(y, w, plain, kept(jax.lax.stop_gradient(choice.experts)))
 
-    return tensor.joins(axis, shared=shared)._replace(mixes=lambda _: mixture)
+    return tensor.comms(axis, shared=shared)._replace(wrap_experts=lambda _: mixture)
 
 
 def dense_loss(model, batch):
-    return llama.loss(model, batch, joins=all_on_all)
+    return llama.loss(model, batch, comms=all_on_all)
 
 
 PLAIN = Plain(llama.FAMILY, dense_loss)
@@ -147,8 +147,8 @@ def check_info(case):
     model = jax.tree.map(
         jnp.asarray, jax.device_get(decoder.joined(llama.FAMILY, layout, state.model))
     )
-    joins = functools.partial(all_on_all, kept=kept) if drops else all_on_all
-    loss, told = jax.jit(functools.partial(llama.loss_and_statistics, joins=joins))(
+    comms = functools.partial(all_on_all, kept=kept) if drops else all_on_all
+    loss, told = jax.jit(functools.partial(llama.loss_and_statistics, comms=comms))(
         model, (tokens, None)
     )
     _, info = prepared.train(state, tokens)

@@ -21,7 +21,7 @@ from parallax.__main__ import laid_out, main, model, parser
         ),
         (
             "plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3",
-            ("seconds  of peak", "4 x TPU v5e", "movers", "with the fastest"),
+            ("seconds  of peak", "4 x TPU v5e", "algorithms", "with the fastest"),
         ),
         (
             "plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_checkpoint import SETTINGS, assert_equal, checkpoints, saved, small_state
 
-from parallax import disk
+from parallax import _files
 from parallax.run import checkpoint
 from parallax.run import record as records
 
@@ -252,14 +252,14 @@ def test_only_regular_files_are_read_up_to_a_size(folder, name, kind):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_a_newest_that_cannot_be_read_is_told_and_passed_over(folder, number, monkeypatch):
-    read, said = disk.read, []
+    read, said = _files.read, []
 
     def broken(path, *rest, **options):
         if path.name == "newest.json":
             raise OSError(number, os.strerror(number))
         return read(path, *rest, **options)
 
-    monkeypatch.setattr(disk, "read", broken)
+    monkeypatch.setattr(_files, "read", broken)
     assert checkpoints(folder, say=said.append).restore(small_state()).step == 2
     assert said[0] == f"{folder / 'newest.json'}: it cannot be read; {os.strerror(number)}."
 

@@ -216,8 +216,11 @@ def test_transformations(layout):
             results = []
             for enter, leave in (OURS, PLAIN):
                 linear = lambda x: leave(
-                    enter(x, up, axis_name, axis=1), down, axis_name, scatter_dimension=1
-                )  # noqa: B023
+                    enter(x, up, axis_name, axis=1),
+                    down,
+                    axis_name,
+                    scatter_dimension=1,
+                )
                 results.append(
                     {name: transform(linear, x)[None] for name, transform in TRANSFORMED.items()}
                 )

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
 from parallax.collectives import cost, halving, machines, pairs, ring, torus, two_rings
-from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import Link
+from parallax.collectives.from_table import messages
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import hardware, movers, networks
+from parallax.plan import algorithms, hardware, networks
 from parallax.plan import plan as planned
 from parallax.plan.networks import Group, Level, Nested, Torus
 
@@ -30,9 +30,9 @@ def flat(n):
 
 def test_formulas_where_they_hold():
     """On one switch a ring and halving take what `cost` says of them; so does a ring on a torus of one dim."""
-    for mover, n in itertools.product((ring, halving), (4, 8, 64)):
-        alone = cost.seconds(cost.of(mover.all_reduce, SIZE, n), FAST._replace(gamma=0.0))
-        assert networks.seconds(mover.table(n), SIZE, flat(n), Group(n)) == pytest.approx(alone)
+    for algorithm, n in itertools.product((ring, halving), (4, 8, 64)):
+        alone = cost.seconds(cost.of(algorithm.all_reduce, SIZE, n), FAST._replace(gamma=0.0))
+        assert networks.seconds(algorithm.table(n), SIZE, flat(n), Group(n)) == pytest.approx(alone)
     line = networks.seconds(ring.table(16), SIZE, Torus((16,), FAST), Group(16))
     assert line == pytest.approx(networks.seconds(ring.table(16), SIZE, flat(16), Group(16)))
 
@@ -98,14 +98,14 @@ def events(routes, nbytes, network, group):
 
 
 @pytest.mark.parametrize(
-    "mover",
+    "algorithm",
     [ring, two_rings, halving, pairs, machines(8), machines(8, halving)],
-    ids=lambda mover: mover.name,
+    ids=lambda algorithm: algorithm.name,
 )
 @pytest.mark.parametrize("shared", [1.0, 4.0])
-def test_message_by_message(mover, shared):
+def test_message_by_message(algorithm, shared):
     network = Nested((Level(8, FAST), Level(64, SLOW, shared)))
-    routes = mover.table(32)
+    routes = algorithm.table(32)
     routes = routes if isinstance(routes, tuple) else (routes,)
     for group in (Group(32), Group(32, stride=2)):
         fold = networks.seconds(routes, SIZE, network, group)
@@ -134,13 +134,13 @@ def test_the_search_of_movers():
     wide = planned(
         gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048
     )
-    better, found = movers.replanned(wide, networks.of(hardware.A100, 2048))
+    better, found = algorithms.replanned(wide, networks.of(hardware.A100, 2048))
     (data,) = found
     assert data.axis == "data"
-    assert data.mover != "ring"
+    assert data.algorithm != "ring"
     assert better.seconds.total < wide.seconds.total
-    assert data.mover in movers.table(found)
+    assert data.algorithm in algorithms.table(found)
     with pytest.raises(ValueError, match="2048 devices; got one of 8"):
-        movers.chosen(wide, networks.of(hardware.A100, 8))
+        algorithms.chosen(wide, networks.of(hardware.A100, 8))
     with pytest.raises(ValueError, match="tables of 8 devices"):
         networks.seconds(ring.table(4), SIZE, flat(8), Group(8))

@@ -49,7 +49,7 @@ from parallax.schedule import (
 
 WIDTH = 8
 NOT_TAG = np.array([[0.0] + [1.0] * (WIDTH - 1)])  # the first column says which sequence it is
-MOVERS = [xla, ring]
+ALGORITHMS = [xla, ring]
 KEEP = {False: pipeline.residuals, True: pipeline.inputs}
 no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
 
@@ -164,23 +164,25 @@ def on(data, stages, tensor):
     )
 
 
-def pipelined(kind, table, data=1, tensor=1, *, remat=False, mover=xla):
+def pipelined(kind, table, data=1, tensor=1, *, remat=False, algorithm=xla):
     """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
     grad = pipeline.value_and_grad(
-        *functions(kind, mover("tensor")), table, mover("stage"), save=KEEP[remat]
+        *functions(kind, algorithm("tensor")), table, algorithm("stage"), save=KEEP[remat]
     )
-    grad = grads.averaged(grad, mover("data"))
+    grad = grads.averaged(grad, algorithm("data"))
     specs, mesh_ = Model(P(), kind.specs, P()), on(data, table.stages, tensor)
     return eqx.filter_jit(
         mesh.spmd(grad, mesh=mesh_, in_specs=(specs, P("data")), out_specs=(P(), specs))
     )
 
 
-def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, mover=xla):
+def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, algorithm=xla):
     """The loss and every gradient are those of one device."""
     positions, rows = table.stages * table.chunks, beside[0] * table.microbatches * 2
     params, batch = model(kind, table.chunks, layers * positions, seed), batch_of(rows, seed)
-    loss, gradients = pipelined(kind, table, *beside, remat=remat, mover=mover)(params, batch)
+    loss, gradients = pipelined(kind, table, *beside, remat=remat, algorithm=algorithm)(
+        params, batch
+    )
     plain = eqx.filter_jit(eqx.filter_value_and_grad(one_device(*functions(kind), positions)))(
         params, batch
     )
@@ -251,25 +253,25 @@ draws = given(
     layers=st.integers(1, 2),
     seed=st.integers(0, 1000),
     remat=st.booleans(),
-    mover=st.sampled_from(MOVERS),
+    algorithm=st.sampled_from(ALGORITHMS),
 )
 
 
 @pytest.mark.sweep
 @settings(max_examples=2, phases=no_shrinking)
 @draws
-def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, mover):
+def test_a_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, algorithm):
     make_table, beside = case
-    check(kind, make_table(), beside, layers, seed, remat, mover)
+    check(kind, make_table(), beside, layers, seed, remat, algorithm)
 
 
 @pytest.mark.sweep
 @pytest.mark.long
 @settings(max_examples=8, phases=no_shrinking)
 @draws
-def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, mover):
+def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, remat, algorithm):
     make_table, beside = case
-    check(kind, make_table(), beside, layers, seed, remat, mover)
+    check(kind, make_table(), beside, layers, seed, remat, algorithm)
 
 
 @pytest.mark.sweep(6)
@@ -307,7 +309,7 @@ def test_slots_need_not_be_filled(table, beside, monkeypatch):
 @pytest.mark.sweep(2, "pipeline")
 def test_a_table_written_by_hand(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)
-    check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), mover=ring)
+    check(pairs, from_csv(tmp_path / "mine.csv"), beside=(2, 2), algorithm=ring)
 
 
 @pytest.mark.sweep(2)
@@ -391,8 +393,8 @@ CONFIG = gpt2.Config(
 BATCH = 16
 
 
-def train_gpt2(layout, table, seed, remat, mover):
-    options = {"schedule": table, "mover": mover}
+def train_gpt2(layout, table, seed, remat, algorithm):
+    options = {"schedule": table, "algorithm": algorithm}
     layout = dataclasses.replace(layout, remat="stage" if remat else "none")
     run = gpt2_on(
         layout, on(layout.data, layout.stage, layout.tensor), CONFIG, seed, 5, BATCH, **options
@@ -403,23 +405,28 @@ def train_gpt2(layout, table, seed, remat, mover):
 @pytest.mark.sweep(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("layout", "table", "remat", "mover"),
+    ("layout", "table", "remat", "algorithm"),
     [
         (Layout(data=2, stage=2, tensor=2, microbatches=4), None, False, ring),
         (Layout(stage=4, tensor=2, microbatches=4, chunks=2), None, True, xla),
         (Layout(stage=8, microbatches=2), gpipe(8, 2), False, xla),
     ],
 )
-def test_gpt2_trains_as_on_one_device(layout, table, remat, mover):
+def test_gpt2_trains_as_on_one_device(layout, table, remat, algorithm):
     """Weights at birth bit for bit; the loss, every gradient, and five steps of AdamW, with dropout."""
-    train_gpt2(layout, table, 0, remat, mover)
+    train_gpt2(layout, table, 0, remat, algorithm)
 
 
 @pytest.mark.sweep
 @pytest.mark.long
 @settings(max_examples=2, phases=no_shrinking)
-@given(data=st.data(), seed=st.integers(0, 2), remat=st.booleans(), mover=st.sampled_from(MOVERS))
-def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, mover):
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2),
+    remat=st.booleans(),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
+def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, algorithm):
     sizes = [(d, s, t) for d in (1, 2, 4) for s in (2, 4, 8) for t in (1, 2, 4) if d * s * t <= 8]
     d, s, t = data.draw(st.sampled_from(sizes))
     chunks = data.draw(st.sampled_from([c for c in (1, 2, 4) if s * c <= 8]))
@@ -427,20 +434,20 @@ def test_gpt2_trains_as_on_one_device_wherever(data, seed, remat, mover):
         st.sampled_from([m for m in (1, 2, 4, 8) if d * m <= BATCH and (chunks == 1 or m % s == 0)])
     )
     make_table = data.draw(st.just(lambda: None) | by_hand(s, microbatches, chunks))
-    train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, mover)
+    train_gpt2(Layout(d, s, t, microbatches, chunks), make_table(), seed, remat, algorithm)
 
 
 ROWS = 32  # of a microbatch, in the programs that are read
 
 
 @functools.cache
-def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, mover=xla):
+def program(microbatches, *, stages=4, chunks=1, layers=1, remat=False, make=None, algorithm=xla):
     """A compiled pipeline; `layers` in each chunk."""
     table = (
         make(stages, microbatches) if make else one_f_one_b_lockstep(stages, microbatches, chunks)
     )
     arguments = model(pairs, chunks, layers * chunks * stages), batch_of(ROWS * microbatches)
-    grad = pipeline.value_and_grad(*functions(pairs), table, mover("stage"), save=KEEP[remat])
+    grad = pipeline.value_and_grad(*functions(pairs), table, algorithm("stage"), save=KEEP[remat])
     mesh_, specs = (
         mesh.make(stage=stages, devices=jax.devices()[:stages]),
         Model(P(), P(None, "stage"), P()),
@@ -510,7 +517,7 @@ def test_the_program_has_no_conditional_and_one_exchange_each_way_a_tick(table, 
 )
 def test_no_collective_overtakes_a_loop(options):
     """The loss is there before the last loop, whose exchanges its sum must not meet."""
-    assert hlo.unordered(program(4, stages=2, mover=ring, **options)) == []
+    assert hlo.unordered(program(4, stages=2, algorithm=ring, **options)) == []
 
 
 @pytest.mark.sweep(5)
@@ -531,8 +538,8 @@ def test_the_program_does_not_grow_with_the_layers():
 
 @pytest.mark.sweep(2)
 @pytest.mark.long
-@pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
-def test_gpt2s_collectives_are_those_of_theory(mover):
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["psum", "ring"])
+def test_gpt2s_collectives_are_those_of_theory(algorithm):
     """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
@@ -541,7 +548,7 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
             *(gpt2.FAMILY, config, optax.adamw(1e-3), layout, on(2, 2, 2)),
             batch=BATCH,
             key=jax.random.key(0),
-            compute=decoder.Compute(axes=moved_by(mover), dtype=FLOAT64),
+            compute=decoder.Compute(axes=moved_by(algorithm), dtype=FLOAT64),
         )
         state, train = made.init(), made.train
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
@@ -576,7 +583,7 @@ def test_gpt2s_collectives_are_those_of_theory(mover):
         {("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M}
     )
     for n, elements in reductions:
-        if mover is xla:
+        if algorithm is xla:
             expected["all-reduce", 8 * elements] += 1
         else:
             expected["collective-permute", 8 * math.ceil(elements / n)] += 2 * (n - 1)
@@ -695,16 +702,16 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("mover", MOVERS)
-def test_stages_may_be_two_axes(mover):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_stages_may_be_two_axes(algorithm):
     """Four stages over (a, b), in row-major order; the ends split over one of them are summed over the other."""
-    table, axis = one_f_one_b_lockstep(4, 4), mover(("a", "b"))
+    table, axis = one_f_one_b_lockstep(4, 4), algorithm(("a", "b"))
     embed, stage, head = functions(pairs)
     params, batch = model(pairs, 1, 8), batch_of(16)
     gathered = lambda params: eqx.tree_at(
         lambda p: p.w_in,
         params,
-        jnp.concatenate([tensor.leave(_at(params.w_in, k), "b") for k in range(2)]),
+        jnp.concatenate([tensor.reduce_from(_at(params.w_in, k), "b") for k in range(2)]),
     )
 
     def _at(w, k):

@@ -93,7 +93,7 @@ def layer(model, w, x, number, part, axis):
         * jnp.where(x["odd"], 1.0, 0.5)[:, None]
         * (1 + x["layers"][:, None].astype(FLOAT64) / 9)
     )
-    penalty = tensor.leave(jnp.sum(w["up"] ** 2), axis) / 99
+    penalty = tensor.reduce_from(jnp.sum(w["up"] ** 2), axis) / 99
     return x | {"x": x["x"] + y, "layers": x["layers"] + 1, "penalty": x["penalty"] + penalty}
 
 
@@ -148,7 +148,7 @@ def on_one_device(table, model, batch):
                 jnp.int32(number),
                 batch,
                 (),
-            )  # noqa: B023
+            )
             number += 1
         sizes.append(jnp.mean(x["x"] ** 2))
         columns.append(jnp.mean(x["x"], 0))
@@ -169,7 +169,7 @@ class Case(NamedTuple):
     keep: Any = pipeline.residuals
     exchange: bool = False
     zero: int = 0
-    mover: Any = xla
+    algorithm: Any = xla
 
     @property
     def table(self):
@@ -209,7 +209,7 @@ def pipelined(case, params):
     )
     plain, shared = (rules.specs(params, rule, world) for rule in (plain_rule, shared_rule(case)))
     specs = shared if case.zero == 3 else plain
-    axis, data = case.mover("tensor"), case.mover("data")
+    axis, data = case.algorithm("tensor"), case.algorithm("data")
     gather = lambda w: w
     if case.zero == 3:
         of_layer = zero.part_specs(shared, "data", loops=2).layer
@@ -222,7 +222,7 @@ def pipelined(case, params):
     if case.zero == 2:
         options["scatter"] = functools.partial(zero.reduce_scatter, axis=data, specs=shared)
     grad = pipeline.value_and_grad(
-        embed, stage_of(case.table, axis, gather), head, table, case.mover("stage"), **options
+        embed, stage_of(case.table, axis, gather), head, table, case.algorithm("stage"), **options
     )
     if case.zero == 3:
         grad = zero.gathered_once(grad, data, zero.part_specs(shared, "data", loops=2).ends)
@@ -287,7 +287,7 @@ def cases(draw, biggest=8):
         keep=draw(st.sampled_from(KEEP)),
         exchange=draw(st.booleans()),
         zero=draw(st.sampled_from([0, 1, 2, 3])) if data > 1 else 0,
-        mover=draw(st.sampled_from([xla, ring])),
+        algorithm=draw(st.sampled_from([xla, ring])),
     )
 
 

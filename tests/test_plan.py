@@ -190,20 +190,20 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
     layout = Layout.parse(listed)
     batch = layout.replica * layout.data * layout.microbatches
     named = [pair.split(":") for pair in algorithms.split(",") if pair]
-    movers = {name: ALGORITHMS[algorithm](name) for name, algorithm in named}
+    algorithms = {name: ALGORITHMS[algorithm](name) for name, algorithm in named}
     world = mesh.abstract(**layout.axes)
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         options = {
             "batch": batch,
             "key": jax.random.key(0),
-            "compute": decoder.Compute(axes=movers),
+            "compute": decoder.Compute(axes=algorithms),
         }
         prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, **options)
         windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
         traced = plan.trace(
             prepared.train, (prepared.shapes, windows), world, platform="cpu"
         ).messages
-    terms = [term for term in traffic.terms(TINY, layout, batch, axes=movers) if term.axes]
+    terms = [term for term in traffic.terms(TINY, layout, batch, axes=algorithms) if term.axes]
     # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts all.
     unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()
     for axes in {term.axes for term in terms} | {message.axes for message in traced}:
@@ -218,7 +218,7 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
             assert sum(term.sent for term in here) == sum(
                 times * nbytes for times, nbytes in found
             ), axes
-            if all(movers.get(name, ring(name)).mover in (ring, halving) for name in axes):
+            if all(algorithms.get(name, ring(name)).algorithm in (ring, halving) for name in axes):
                 assert sum(term.times * term.cost.chain for term in here) == sum(
                     times for times, _ in found
                 ), axes
@@ -498,8 +498,8 @@ def test_search_chooses_among_schedules():
 def test_the_collectives_may_be_others():
     layout = Layout(data=8)
     plans = [
-        plan.plan(TINY, layout, hardware.A100, batch=8, axes={"data": mover("data")})
-        for mover in (ring, halving)
+        plan.plan(TINY, layout, hardware.A100, batch=8, axes={"data": algorithm("data")})
+        for algorithm in (ring, halving)
     ]
     assert plans[0].sent == plans[1].sent  # as many bytes
     assert plans[0].seconds.messages > plans[1].seconds.messages  # in more hops

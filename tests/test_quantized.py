@@ -494,9 +494,12 @@ def held_out(layout, model):
     return np.mean([one(model, windows).block_until_ready() for windows in batches])
 
 
-def by_the_step(layout, mover):
-    """The held-out loss after training with `decoder.train_step`: `mover` moves gradients, rings the rest, which stays exact."""
-    layout, compute = LAYOUTS[layout], decoder.Compute(axes={"data": mover("data")}, max_norm=1.0)
+def by_the_step(layout, algorithm):
+    """The held-out loss after training with `decoder.train_step`: `algorithm` moves gradients, rings the rest, which stays exact."""
+    layout, compute = (
+        LAYOUTS[layout],
+        decoder.Compute(axes={"data": algorithm("data")}, max_norm=1.0),
+    )
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):  # optax's
         made = decoder.train_step(

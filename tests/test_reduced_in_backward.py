@@ -70,11 +70,11 @@ def same(found, expected):
         np.testing.assert_allclose(mine, right, rtol=0, atol=1e-11 * np.abs(right).max())
 
 
-MOVERS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis))}
+ALGORITHMS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis))}
 
 
 @pytest.mark.parametrize(
-    ("mover", "again"),
+    ("algorithm", "again"),
     [
         ("ring", remat.block),
         ("psum", remat.none),
@@ -82,8 +82,8 @@ MOVERS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis
         pytest.param("psum", remat.products, marks=pytest.mark.long),
     ],
 )
-def test_gradients_are_those_of_one_device(mover, again):
-    axis = MOVERS[mover]("data")
+def test_gradients_are_those_of_one_device(algorithm, again):
+    axis = ALGORITHMS[algorithm]("data")
     wrap = lambda block: again(grads.reduced_in_backward(block, axis))
     same(
         eqx.filter_jit(step(axis, wrap, data=8))(Model(), BATCH),
@@ -168,10 +168,10 @@ CONFIG = gpt2.Config(
 SEQUENCES = 8
 
 
-def trains_as_one_device(text, mover=ring, **compute):
+def trains_as_one_device(text, algorithm=ring, **compute):
     layout = Layout.parse(text)
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    run = gpt2_on(layout, mesh_, CONFIG, 0, 3, SEQUENCES, mover=mover, **compute)
+    run = gpt2_on(layout, mesh_, CONFIG, 0, 3, SEQUENCES, algorithm=algorithm, **compute)
     assert_same_run(run, gpt2_on_one_device(CONFIG, 0, 3, SEQUENCES))
 
 
@@ -208,7 +208,7 @@ def test_the_recipe_trains_as_one_device(text):
     ],
 )
 def test_products_while_tokens_travel_train_as_one_device(text):
-    trains_as_one_device(text, joins=sequence.overlapping)
+    trains_as_one_device(text, comms=sequence.overlapping)
 
 
 def lowered(text, **compute):
@@ -238,7 +238,7 @@ def test_products_while_tokens_travel_gather_nothing():
     kinds = lambda **compute: collections.Counter(
         op.kind for op in hlo.parse(lowered("tensor=4,sequence=True", **compute).compile())
     )
-    plain, hops = kinds(), kinds(joins=sequence.overlapping)
+    plain, hops = kinds(), kinds(comms=sequence.overlapping)
     assert (
         plain["all-gather"] - hops["all-gather"] >= 4 * CONFIG.layers
     )  # two before columns, two after rows, backward
@@ -260,8 +260,8 @@ REFUSED = {
     ),
     "stage=2,microbatches=2": ({"sums": grads.reduced_in_backward}, SUMS),
     "tensor=2": (
-        {"joins": sequence.overlapping},
-        "decoder: Compute(joins=...) says how blocks join whose tokens are split over",
+        {"comms": sequence.overlapping},
+        "decoder: Compute(comms=...) says how blocks join whose tokens are split over",
     ),
 }
 

@@ -27,10 +27,10 @@ CONFIG = gpt2.Config(
 STEPS, BATCH = 4, 16
 
 
-def trains_as_one_device(text, mover=ring):
+def trains_as_one_device(text, algorithm=ring):
     layout = Layout.parse(text)
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, mover=mover)
+    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, algorithm=algorithm)
     assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
 
 
@@ -69,13 +69,13 @@ SIZES = [
     sizes=st.sampled_from(SIZES),
     zero=st.sampled_from([1, 2, 3]),
     microbatches=st.sampled_from([1, 2]),
-    mover=st.sampled_from([ring, xla]),
+    algorithm=st.sampled_from([ring, xla]),
 )
-def test_they_do_whatever_is_combined(sizes, zero, microbatches, mover):
+def test_they_do_whatever_is_combined(sizes, zero, microbatches, algorithm):
     replica, data, stage, tensor = sizes
     trains_as_one_device(
         f"replica={replica},data={data},stage={stage},tensor={tensor},zero={zero},microbatches={microbatches}",
-        mover,
+        algorithm,
     )
 
 

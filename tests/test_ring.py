@@ -406,7 +406,7 @@ def test_a_long_ring_is_a_loop(collective, monkeypatch):
             case.twin(x),
             *[jax.grad(lambda x: energy(f(x)))(x) for f in (call, case.twin)],
         ]
-    )  # noqa: B023
+    )
     ours, twin, ours_gradient, twin_gradient = jax.jit(spmd)(x)
     np.testing.assert_array_equal(ours, case.meant(x))
     np.testing.assert_array_equal(ours, twin)

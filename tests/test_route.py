@@ -17,18 +17,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from parallax import draw, mesh
-from parallax.collectives import Mover, Route, by_hand, cost, execute, mover, ring, tables
+from parallax.collectives import Algorithm, Route, algorithm, by_hand, cost, execute, ring, tables
 from parallax.collectives.route import from_csv, to_csv
 from parallax.collectives.types import varying
 
-ARGUMENTS = {"by": 4, "g": 2}  # what makers of movers are called with
-MOVERS = [each for each in vars(tables).values() if isinstance(each, Mover)]
+ARGUMENTS = {"by": 4, "g": 2}  # what makers of algorithms are called with
+ALGORITHMS = [each for each in vars(tables).values() if isinstance(each, Algorithm)]
 MAKERS = [
     each
     for each in vars(tables).values()
     if getattr(each, "__module__", "") == tables.__name__ and callable(each)
 ]
-MOVERS += [
+ALGORITHMS += [
     maker(
         *(
             ARGUMENTS[name]
@@ -37,10 +37,10 @@ MOVERS += [
         )
     )
     for maker in MAKERS
-    if inspect.signature(maker).return_annotation is Mover
+    if inspect.signature(maker).return_annotation is Algorithm
 ]
-MOVERS.append(tables.machines(2, tables.halving))
-every_mover = pytest.mark.parametrize("of", MOVERS, ids=str)
+ALGORITHMS.append(tables.machines(2, tables.halving))
+every_mover = pytest.mark.parametrize("of", ALGORITHMS, ids=str)
 
 
 def made(of, n):
@@ -253,7 +253,7 @@ def test_right_tables_run_to_the_sum(seed, monkeypatch):
     routes = [table for table in routes if table.n == n]
 
     def body(x):
-        each = [mover(lambda _, table=table: table, name="drawn") for table in routes]
+        each = [algorithm(lambda _, table=table: table, name="drawn") for table in routes]
         scattered = [of.reduce_scatter(x, "x", tiled=True) for of in each]
         gathered = [of.all_gather(x[:2], "x", tiled=True) for of in each]
         return list(zip([of.all_reduce(x, "x") for of in each], scattered, gathered, strict=True))
@@ -330,7 +330,7 @@ def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
 def test_a_chain_that_changes_its_step_is_no_loop(monkeypatch):
     """Each round forwards just what has come, but the last twice as far: a loop would send it no further than before."""
     monkeypatch.setattr(execute, "UNROLLED", 1)
-    jumps = mover(lambda n: Route((n,), [{1: [1]}, {1: [3]}, {2: [2]}]), name="jumps")
+    jumps = algorithm(lambda n: Route((n,), [{1: [1]}, {1: [3]}, {2: [2]}]), name="jumps")
     x = np.random.default_rng(0).integers(-9, 9, (4, 16, 2)).astype(np.float32)
     total, whole = sums(4, lambda x: (jumps.all_reduce(x, "x"), jumps.all_gather(x, "x")))(x)
     for found, meant in ((total, x.sum(0)), (whole, x)):
@@ -392,7 +392,7 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("message", UNEQUAL)
 def test_tables_side_by_side_are_alike(message):
-    of = mover(UNEQUAL[message], name="unequal")
+    of = algorithm(UNEQUAL[message], name="unequal")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         cost.of(of.all_reduce, 64, 4)
 

@@ -47,10 +47,10 @@ SHAPES = [  # 30 words in 32 rows: the padding is there too
     ),
 ]
 LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1)]
-MOVERS = [xla, ring]
+ALGORITHMS = [xla, ring]
 draws = given(
     data_tensor=st.sampled_from(LAYOUTS),
-    mover=st.sampled_from(MOVERS),
+    algorithm=st.sampled_from(ALGORITHMS),
     microbatches=st.sampled_from([1, 2, 4]),
     config=st.sampled_from(SHAPES),
     seed=st.integers(0, 2),
@@ -62,8 +62,8 @@ def on(layout):
     return mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
 
 
-def adamw_step(config, layout, mover=ring, **compute):
-    compute = decoder.Compute(axes=moved_by(mover), dtype=FLOAT64, **compute)
+def adamw_step(config, layout, algorithm=ring, **compute):
+    compute = decoder.Compute(axes=moved_by(algorithm), dtype=FLOAT64, **compute)
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):
         made = decoder.train_step(
@@ -72,28 +72,28 @@ def adamw_step(config, layout, mover=ring, **compute):
         return made.init(), made.train
 
 
-def train(data_tensor, mover, microbatches, config, seed):
+def train(data_tensor, algorithm, microbatches, config, seed):
     layout = Layout(data=data_tensor[0], tensor=data_tensor[1], microbatches=microbatches)
-    run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, mover=mover)
+    run = gpt2_on(layout, on(layout), config, seed, 20, BATCH, algorithm=algorithm)
     assert_same_run(run, gpt2_on_one_device(config, seed, 20, BATCH))
 
 
 @pytest.mark.sweep(30, "steps")
 @pytest.mark.parametrize(
-    ("data_tensor", "mover", "microbatches"), [((4, 2), xla, 4), ((2, 4), ring, 2)]
+    ("data_tensor", "algorithm", "microbatches"), [((4, 2), xla, 4), ((2, 4), ring, 2)]
 )
-def test_twenty_steps_are_those_of_one_device(data_tensor, mover, microbatches):
-    train(data_tensor, mover, microbatches, SHAPES[0], 0)
+def test_twenty_steps_are_those_of_one_device(data_tensor, algorithm, microbatches):
+    train(data_tensor, algorithm, microbatches, SHAPES[0], 0)
 
 
 @pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("data_tensor", "mover", "microbatches"),
+    ("data_tensor", "algorithm", "microbatches"),
     [((8, 1), ring, 2), ((1, 8), ring, 1), ((1, 1), xla, 2)],
 )
-def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, mover, microbatches):
-    train(data_tensor, mover, microbatches, SHAPES[0], 0)
+def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, algorithm, microbatches):
+    train(data_tensor, algorithm, microbatches, SHAPES[0], 0)
 
 
 @pytest.mark.sweep
@@ -101,9 +101,9 @@ def test_twenty_steps_on_one_axis_are_those_of_one_device(data_tensor, mover, mi
 @settings(max_examples=2, phases=no_shrinking)
 @draws
 def test_twenty_steps_are_those_of_one_device_wherever(
-    data_tensor, mover, microbatches, config, seed
+    data_tensor, algorithm, microbatches, config, seed
 ):
-    train(data_tensor, mover, microbatches, config, seed)
+    train(data_tensor, algorithm, microbatches, config, seed)
 
 
 def reductions(config, layout, state):
@@ -130,9 +130,9 @@ def reductions(config, layout, state):
     ]
 
 
-def count(config, layout, mover):
+def count(config, layout, algorithm):
     """The collectives in the compiled step, every one of them with its bytes, and those of theory."""
-    state, train = adamw_step(config, layout, mover)
+    state, train = adamw_step(config, layout, algorithm)
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         found = collections.Counter(
@@ -141,7 +141,7 @@ def count(config, layout, mover):
     maxima = BATCH // layout.data // layout.microbatches * config.context  # lax.pmax of the logits
     expected = collections.Counter({("all-reduce", 8 * maxima): layout.microbatches})
     for n, elements in reductions(config, layout, state):
-        if mover is xla:
+        if algorithm is xla:
             expected["all-reduce", 8 * elements] += 1
         else:  # 2 (n - 1) hops of 1/n of it: 2 (n - 1)/n of its bytes
             expected["collective-permute", 8 * math.ceil(elements / n)] += 2 * (n - 1)
@@ -149,21 +149,21 @@ def count(config, layout, mover):
 
 
 @pytest.mark.parametrize(
-    "mover", [xla, pytest.param(ring, marks=pytest.mark.long)], ids=["psum", "ring"]
+    "algorithm", [xla, pytest.param(ring, marks=pytest.mark.long)], ids=["psum", "ring"]
 )
-def test_the_collectives_are_those_of_theory(mover):
+def test_the_collectives_are_those_of_theory(algorithm):
     config = dataclasses.replace(SHAPES[0], dropout=0.0, attention_dropout=0.0)
-    found, expected = count(config, Layout(data=4, tensor=2, microbatches=2), mover)
+    found, expected = count(config, Layout(data=4, tensor=2, microbatches=2), algorithm)
     assert found == expected
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.long
-@pytest.mark.parametrize("mover", MOVERS, ids=["psum", "ring"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["psum", "ring"])
 @pytest.mark.parametrize(("data", "tensor", "microbatches"), [(4, 2, 4), (2, 4, 1)])
-def test_dropout_adds_no_collective(data, tensor, microbatches, mover):
+def test_dropout_adds_no_collective(data, tensor, microbatches, algorithm):
     found, expected = count(
-        SHAPES[1], Layout(data=data, tensor=tensor, microbatches=microbatches), mover
+        SHAPES[1], Layout(data=data, tensor=tensor, microbatches=microbatches), algorithm
     )
     assert found == expected
 
@@ -307,7 +307,7 @@ def test_each_axis_may_have_a_mover_of_its_own():
     """Sums over stage and tensor go along one after the other; what is sent is what the plan says."""
     layout, axes = (
         Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1),
-        {name: mover(name) for name, mover in MIXED.items()},
+        {name: algorithm(name) for name, algorithm in MIXED.items()},
     )
     options = {
         "batch": BATCH,
@@ -337,20 +337,20 @@ def test_each_axis_may_have_a_mover_of_its_own():
 def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError,
-        match=r"axes needs movers along data, stage, tensor, such as axes={'data': ring\('data'\)}; got",
+        match=r"axes needs algorithms along data, stage, tensor, such as axes={'data': ring\('data'\)}; got",
     ):
         recipe.axes_with_algorithms(Layout(), decoder.Compute(axes=axes))
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("layout", "mover"),
+    ("layout", "algorithm"),
     [
         (Layout(data=4, tensor=2), ring),
         (Layout(data=2, stage=2, tensor=2, microbatches=4, chunks=2), xla),
     ],
 )
-def test_evaluation_is_the_loss_without_dropout(layout, mover):
+def test_evaluation_is_the_loss_without_dropout(layout, algorithm):
     config = dataclasses.replace(SHAPES[0], layers=4)
     model, windows = (
         gpt2.GPT2(config, key=jax.random.key(0)),
@@ -359,7 +359,7 @@ def test_evaluation_is_the_loss_without_dropout(layout, mover):
     plain = gpt2.loss(model, (windows, None))
     split = decoder.stored(gpt2.FAMILY, layout).get("from_disk", lambda model: model)(model)
     loss = decoder.loss_step(
-        gpt2.FAMILY, config, layout, on(layout), compute=decoder.Compute(axes=moved_by(mover))
+        gpt2.FAMILY, config, layout, on(layout), compute=decoder.Compute(axes=moved_by(algorithm))
     )(split, windows)
     np.testing.assert_allclose(loss, plain, rtol=1e-6)  # float32
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh, tensor
 from parallax.collectives import ring, xla
 
-MOVERS = {"ring": ring, "psum": xla}
+ALGORITHMS = {"ring": ring, "psum": xla}
 LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the batch is split over "data"
     "1": ({"data": 2, "tensor": 1}, "tensor"),
     "2": ({"data": 2, "tensor": 2}, "tensor"),
@@ -27,7 +27,7 @@ LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the 
     "none": ({"data": 2}, ()),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_mover = pytest.mark.parametrize("mover", MOVERS)
+every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS)
 UNIT = st.floats(-2, 2, width=32)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
@@ -60,11 +60,11 @@ SHAPES = {"up": (3, 16), "up_bias": (16,), "down": (16, 5), "down_bias": (5,)}
 
 
 @functools.cache
-def pair(layout, mover):
+def pair(layout, algorithm):
     """The loss, its gradients of all parameters and of x, and the output of a column- and a row-parallel layer."""
 
     def body(axis, params, x):
-        parallel = {"axis": MOVERS[mover](axis)}
+        parallel = {"axis": ALGORITHMS[algorithm](axis)}
 
         def split(params, x):
             hidden = jnp.tanh(tensor.column(x, params["up"], params["up_bias"], **parallel))
@@ -91,13 +91,13 @@ whole = jax.jit(
 @every_mover
 @settings(max_examples=5)
 @given(data=st.data())
-def test_a_column_and_a_row_equal_the_whole_layers(layout, mover, data):
+def test_a_column_and_a_row_equal_the_whole_layers(layout, algorithm, data):
     params = {
         name: data.draw(hnp.arrays(np.float64, shape, elements=UNIT), label=name)
         for name, shape in SHAPES.items()
     }
     x = data.draw(hnp.arrays(np.float64, (4, 3), elements=UNIT), label="x")
-    jax.tree.map(close, pair(layout, mover)(params, x), whole(params, x))
+    jax.tree.map(close, pair(layout, algorithm)(params, x), whole(params, x))
 
 
 def test_without_bias():
@@ -154,11 +154,11 @@ V, VOCABULARY, D = 16, 13, 3  # three rows of padding
 
 
 @functools.cache
-def lookup(layout, mover):
+def lookup(layout, algorithm):
     def body(axis, table, ids, counts, weight):
         def looked_up(table):
             found = tensor.embed(
-                table, ids, MOVERS[mover](axis), weights=counts, vocabulary=VOCABULARY
+                table, ids, ALGORITHMS[algorithm](axis), weights=counts, vocabulary=VOCABULARY
             )
             return jnp.sum(found * weight), found
 
@@ -176,7 +176,7 @@ STRANGE = [-1, -100, VOCABULARY, V - 1, V, 2**32 + 1, -(2**32) + 1]  # the last 
 @every_mover
 @settings(max_examples=5)
 @given(data=st.data())
-def test_embed_equals_take(layout, mover, data):
+def test_embed_equals_take(layout, algorithm, data):
     table = data.draw(hnp.arrays(np.float64, (V, D), elements=UNIT), label="table")
     weight = data.draw(hnp.arrays(np.float64, (4, 2, D), elements=UNIT), label="weight")
     known = st.integers(0, VOCABULARY - 1) | st.sampled_from(STRANGE)
@@ -184,7 +184,7 @@ def test_embed_equals_take(layout, mover, data):
     counts = data.draw(
         hnp.arrays(np.float64, (4, 2), elements=st.sampled_from([0, 0.5])), label="counts"
     )
-    found, gradient = lookup(layout, mover)(table, ids, counts, weight)
+    found, gradient = lookup(layout, algorithm)(table, ids, counts, weight)
     inside = (ids >= 0) & (ids < VOCABULARY)
     others = np.where(counts != 0, np.nan, 0)[
         ..., None
@@ -205,10 +205,12 @@ def test_ids_of_any_width_are_compared_in_it(kind):
 
 
 @functools.cache
-def entropy(layout, mover):
+def entropy(layout, algorithm):
     def body(axis, logits, targets, weight):
         def summed(logits):
-            nats = tensor.cross_entropy(logits, targets, MOVERS[mover](axis), vocabulary=VOCABULARY)
+            nats = tensor.cross_entropy(
+                logits, targets, ALGORITHMS[algorithm](axis), vocabulary=VOCABULARY
+            )
             return jnp.sum(nats * weight), nats
 
         gradient, nats = jax.grad(summed, has_aux=True)(logits)
@@ -241,13 +243,13 @@ EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 
 @every_mover
 @settings(max_examples=8)
 @given(data=st.data())
-def test_cross_entropy_equals_log_softmax(layout, mover, data):
+def test_cross_entropy_equals_log_softmax(layout, algorithm, data):
     logits = data.draw(hnp.arrays(np.float64, (4, 2, V), elements=EXTREME), label="logits")
     targets = data.draw(
         hnp.arrays(np.int32, (4, 2), elements=st.integers(0, VOCABULARY - 1)), label="targets"
     )
     weight = data.draw(hnp.arrays(np.float64, (4, 2), elements=UNIT), label="weight")
-    nats, gradient = entropy(layout, mover)(logits, targets, weight)
+    nats, gradient = entropy(layout, algorithm)(logits, targets, weight)
     assert np.isfinite(nats).all()
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., VOCABULARY:], 0)  # padding learns nothing
@@ -265,37 +267,39 @@ def test_cross_entropy_of_bfloat16_logits_is_near():
 
 
 @every_mover
-def test_no_logits_are_gathered(mover):
+def test_no_logits_are_gathered(algorithm):
     """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient moves nothing."""
     shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]
-    ops = hlo.collectives(entropy("4", mover), *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    ops = hlo.collectives(
+        entropy("4", algorithm), *[jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    )
     positions, n = 2 * 2, 4
     kinds = {
         kind: sum(op.bytes for op in ops if op.kind == kind) for kind in {op.kind for op in ops}
     }
     maximum, sums = 8 * positions, 8 * 2 * positions
     by_ring = {"all-reduce": maximum, "collective-permute": 2 * (n - 1) * sums // n}
-    assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[mover]
+    assert kinds == {"ring": by_ring, "psum": {"all-reduce": maximum + sums}}[algorithm]
 
 
 REFUSED = {
     "enter": (
-        lambda x: tensor.enter(x, ring(("data", "tensor"))),
-        "tensor.enter needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
+        lambda x: tensor.copy_to(x, ring(("data", "tensor"))),
+        "tensor.copy_to needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
         "Enter once, before the column-parallel layer, and leave after the row-parallel one.",
     ),
     "column": (
         lambda x: tensor.column(x, jnp.ones((3, 2)), None, ring("data")),
-        "tensor.enter needs an x that is the same along 'data'; this one, of shape (2, 3), varies along ['data'].",
+        "tensor.copy_to needs an x that is the same along 'data'; this one, of shape (2, 3), varies along ['data'].",
     ),
     "leave": (
-        lambda x: tensor.leave(x, ring("tensor")),
-        "tensor.leave needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
+        lambda x: tensor.reduce_from(x, ring("tensor")),
+        "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
         "would be counted once a device. Split the weights before it, or do not leave.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.leave needs partial sums that differ along ('tensor', 'data'); this x, of shape (2, 2), is the same along "
+        "tensor.reduce_from needs partial sums that differ along ('tensor', 'data'); this x, of shape (2, 2), is the same along "
         "['tensor']",
     ),
 }

@@ -201,7 +201,7 @@ LAYER = eqx.nn.Linear(8, 8, key=jax.random.key(0))
 unchecked = (
     inspect.unwrap
 )  # as at a user's run time: the shapes in signatures are checked in tests alone
-ON_TENSOR = functools.partial(tensor.enter, axis="tensor")
+ON_TENSOR = functools.partial(tensor.copy_to, axis="tensor")
 REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is said
     "a row's split under a column": (
         lambda x, w: tensor.column(x, linear(w), None, "tensor"),

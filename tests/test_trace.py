@@ -35,12 +35,14 @@ def dense(model, batch):
     return jnp.mean(jnp.tanh(batch @ model["up"]) @ model["down"]) ** 2
 
 
-def a_step(world, mover=ring, width=WIDTH, rows=32):
+def a_step(world, algorithm=ring, width=WIDTH, rows=32):
     """AdamW's step of two layers, over `data`, and the shapes that it takes."""
     make = lambda: {"up": jnp.zeros((width, 2 * width)), "down": jnp.zeros((2 * width, width))}
     with jax.numpy_dtype_promotion("standard"):
         planned = step.planned(make, optax.adamw(1e-3), rules.match("**", P()), world)
-    train = step.make(grads.averaged(jax.value_and_grad(dense), mover("data")), optax.adamw(1e-3))
+    train = step.make(
+        grads.averaged(jax.value_and_grad(dense), algorithm("data")), optax.adamw(1e-3)
+    )
     train = mesh.spmd(
         train, mesh=world, in_specs=(planned.specs, P("data")), out_specs=(planned.specs, P())
     )

@@ -23,7 +23,7 @@ from parallax import grads, mesh, rules, step, tensor, zero
 from parallax.collectives import Axis, bucketed, halving, ring, xla
 from parallax.collectives.types import varying
 
-MOVERS = {
+ALGORITHMS = {
     "xla": xla,
     "ring": ring,
     "halving": halving,
@@ -41,11 +41,11 @@ class Case(NamedTuple):
     specs: dict[str, P]  # of the parameters as they live
     shares: dict[str, P]  # and of their gradients after `zero.reduce_scattered`
     over: tuple[str, ...]
-    mover: str
+    algorithm: str
 
     @property
     def axis(self):
-        return MOVERS[self.mover](self.over)
+        return ALGORITHMS[self.algorithm](self.over)
 
     def names(self, spec):
         return [name for entry in spec for name in mesh.entry_axes(entry)]
@@ -87,7 +87,9 @@ def cases(draw):
         specs[leaf], shares[leaf] = (
             P(*(tuple(entry) or None for entry in each)) for each in (entries, more)
         )
-    return Case(sizes, specs, shares, over, draw(st.sampled_from(sorted(MOVERS)), label="mover"))
+    return Case(
+        sizes, specs, shares, over, draw(st.sampled_from(sorted(ALGORITHMS)), label="algorithm")
+    )
 
 
 def problem(case, seed=0):
@@ -99,24 +101,24 @@ def problem(case, seed=0):
     return params, generator.normal(size=(2 * n,))
 
 
-def loss(params, x, joins=None):
-    """The mean over the batch of a sum over all elements, each by itself; `joins` are the axes that split a leaf's elements."""
+def loss(params, x, comms=None):
+    """The mean over the batch of a sum over all elements, each by itself; `comms` are the axes that split a leaf's elements."""
     total = jnp.zeros_like(x)
     for name, leaf in params.items():
         p = jnp.reshape(leaf, (-1, 1))
         terms = jnp.sum(jnp.sin(p * x[None]) + 0.1 * p**2, axis=0)
-        total += tensor.leave(terms, joins[name]) if joins and joins[name] else terms
+        total += tensor.reduce_from(terms, comms[name]) if comms and comms[name] else terms
     return jnp.mean(total)
 
 
 def parallel(case):
     """The grad arrow of local blocks: shares gathered, shards joined."""
-    joins = {
+    comms = {
         name: tuple(axis for axis in case.names(spec) if axis not in case.over)
         for name, spec in case.specs.items()
     }
 
-    local = functools.partial(loss, joins=joins)
+    local = functools.partial(loss, comms=comms)
     return jax.value_and_grad(zero.gathered(local, case.axis, case.specs))
 
 
@@ -150,10 +152,10 @@ def test_equals_one_device(how, case):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("mover", MOVERS)
-def test_hybrid_shares(mover):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hybrid_shares(algorithm):
     """A parameter split inside a group of 4 and copied in 2 groups, the batch over all 8: five steps are those of one device."""
-    case = Case({"a": 2, "b": 4}, {"p": P("b"), "q": P()}, {}, ("a", "b"), mover)
+    case = Case({"a": 2, "b": 4}, {"p": P("b"), "q": P()}, {}, ("a", "b"), algorithm)
     params = {"p": np.arange(8.0).reshape(4, 2) / 8, "q": np.ones((2, 2))}
     x = np.linspace(-1, 1, 16)
     optimizer = optax.sgd(0.1)
@@ -171,14 +173,14 @@ def test_hybrid_shares(mover):
     assert_close(ours.model, theirs.model, EXACT)
 
 
-@pytest.mark.parametrize("mover", ["xla", "ring"])
-def test_experts_over_data_and_expert(mover):
+@pytest.mark.parametrize("algorithm", ["xla", "ring"])
+def test_experts_over_data_and_expert(algorithm):
     """Tokens go to the device of their expert and back; its weights are summed over `data` alone, and divided by all devices."""
     experts, width, tokens = 4, 3, 16
     draw = np.random.default_rng(1).normal
     params = {"w": draw(size=(experts, width, width)), "scale": draw(size=(width,))}
     x = draw(size=(8 * tokens, width))  # on each device the same number for each expert, in order
-    axis = MOVERS[mover](("data", "expert"))
+    axis = ALGORITHMS[algorithm](("data", "expert"))
 
     def plain_loss(params, x):
         by_expert = x.reshape(8, experts, -1, width)
@@ -208,7 +210,9 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
     w = np.arange(64.0).reshape(16, 4)
 
     def total(specs):
-        local = zero.gathered(lambda w: tensor.leave(jnp.sum(w["w"] ** 2), "tensor"), "fsdp", specs)
+        local = zero.gathered(
+            lambda w: tensor.reduce_from(jnp.sum(w["w"] ** 2), "tensor"), "fsdp", specs
+        )
         value = lambda w: lax.pmean(local(w), "fsdp")
         return jax.jit(mesh.spmd(value, mesh=world, in_specs=(specs,), out_specs=P()))({"w": w})
 
@@ -316,7 +320,9 @@ def test_an_arrow_inside_another_knows_what_that_declared():
     """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared all varying over data."""
     specs = {"w": P("data", "tensor"), "b": P()}
     local = zero.gathered(
-        lambda p, x: jnp.mean(x * tensor.leave(jnp.sum(p["w"]), "tensor") + p["b"]), "data", specs
+        lambda p, x: jnp.mean(x * tensor.reduce_from(jnp.sum(p["w"]), "tensor") + p["b"]),
+        "data",
+        specs,
     )
     half = lambda p, x: jax.tree.map(lambda leaf: leaf / 2, jax.value_and_grad(local)(p, x))
     grad = grads.averaged(grads.summed(half, "tensor", loss=True), "data")

@@ -1,4 +1,4 @@
-"""Unreduced and reduced values, `lax.pcast`'s types: every mover does what `jax.lax` does with them, or refuses in a sentence.
+"""Unreduced and reduced values, `lax.pcast`'s types: every algorithm does what `jax.lax` does with them, or refuses in a sentence.
 
 V: varying, I: invariant, U: unreduced (a sum that was not taken), R: reduced (its cotangent is unreduced).
 """
@@ -18,7 +18,7 @@ from parallax import mesh
 from parallax.collectives import bucketed, doubling, halving, hierarchical, ring, torus, two_rings
 from parallax.collectives.types import varying
 
-MOVERS = [ring, two_rings, halving, doubling, torus, hierarchical]
+ALGORITHMS = [ring, two_rings, halving, doubling, torus, hierarchical]
 WITH_BLOCKS = [
     ring,
     two_rings,
@@ -47,12 +47,12 @@ WORDS = {"V": "varying", "U": "unreduced", "R": "reduced", "I": "invarying"}
 COTANGENT = {"V": "V", "I": "I", "U": "R", "R": "U"}
 
 
-def ours(mover, kind):
+def ours(algorithm, kind):
     name, _, to = kind.partition(" to ")
     if name == "all_to_all":
-        return lambda x, axis: mover.all_to_all(x, axis, 0, 0, tiled=True)
+        return lambda x, axis: algorithm.all_to_all(x, axis, 0, 0, tiled=True)
     options = KINDS[kind][1] | ({"to": to} if to else {})
-    return lambda x, axis: getattr(mover, name)(x, axis, **options)
+    return lambda x, axis: getattr(algorithm, name)(x, axis, **options)
 
 
 def typed(x, states):
@@ -101,14 +101,16 @@ def on_devices(body):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mover", MOVERS, ids=repr)
-def test_values_types_and_gradients_are_those_of_lax(mover, kind):
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_values_types_and_gradients_are_those_of_lax(algorithm, kind):
     """Along one axis, of the ring with the other in every state, and along both."""
-    if mover not in (MOVERS if kind == "all_reduce" else WITH_BLOCKS):
-        with pytest.raises(ValueError, match=f"{mover} has no "):
-            ours(mover, kind.partition(" to ")[0] if "all_to" not in kind else "all_gather")(X, "x")
+    if algorithm not in (ALGORITHMS if kind == "all_reduce" else WITH_BLOCKS):
+        with pytest.raises(ValueError, match=f"{algorithm} has no "):
+            ours(algorithm, kind.partition(" to ")[0] if "all_to" not in kind else "all_gather")(
+                X, "x"
+            )
         return
-    others = "VIUR" if mover is ring else "U"
+    others = "VIUR" if algorithm is ring else "U"
     cases = [("x", {"x": a, "y": b}) for a, b in itertools.product(STATES[kind], others)]
     cases += [(("x", "y"), {"x": a, "y": a}) for a in STATES[kind]]
 
@@ -118,7 +120,7 @@ def test_values_types_and_gradients_are_those_of_lax(mover, kind):
             y = typed(x.reshape(-1), states)
             pair = []
             for f in (
-                ours(mover, kind),
+                ours(algorithm, kind),
                 KINDS[kind][0]
                 if "all_to" in kind
                 else functools.partial(KINDS[kind][0], **KINDS[kind][1]),

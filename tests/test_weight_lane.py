@@ -63,7 +63,7 @@ def shared(trained, x, given):
 
 def unrolled(trained, x, given):
     for i in range(L):
-        x = jax.checkpoint(layer)(jax.tree.map(lambda w: w[i], trained), x, given["key"])  # noqa: B023
+        x = jax.checkpoint(layer)(jax.tree.map(lambda w: w[i], trained), x, given["key"])
     return (x, jnp.sum(trained["bias"] ** 2)), None
 
 
@@ -187,7 +187,7 @@ ROWS, STAGES_, M = 2, 2, 6
 def scanned_blocks():
     """A pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
     block = functools.partial(
-        gpt2.block, config=CONFIG, joins=tensor.joins(()), attend=gpt2.attention
+        gpt2.block, config=CONFIG, comms=tensor.comms(()), attend=gpt2.attention
     )
     static = eqx.filter(gpt2.GPT2(CONFIG, key=jax.random.key(0)).blocks, eqx.is_array, inverse=True)
     stage = lambda params, x, part, position: gpt2.run_blocks(

@@ -90,7 +90,7 @@ class Case(NamedTuple):
         gathered: the names of those that are gathered.
         chain: the arrows round the gradients of the loss, from the innermost.
         inner: likewise, of a step inside the loss (MAML); None without one.
-        mover: who moves the data.
+        algorithm: who moves the data.
     """
 
     model: Any
@@ -99,7 +99,7 @@ class Case(NamedTuple):
     gathered: tuple[str, ...]
     chain: tuple[str, ...]
     inner: tuple[str, ...] | None
-    mover: Any
+    algorithm: Any
 
     @property
     def shares(self):
@@ -160,13 +160,13 @@ def drawn(seed) -> Case:
     )
 
 
-def wrapped(grad, chain, axis, mover):
+def wrapped(grad, chain, axis, algorithm):
     """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of all."""
     one_by_one = lambda grad: functools.reduce(
-        lambda grad, name: grads.averaged(grad, mover(name)), axis, grad
+        lambda grad, name: grads.averaged(grad, algorithm(name)), axis, grad
     )
     arrows = {
-        "averaged": lambda grad: grads.averaged(grad, mover(axis)),
+        "averaged": lambda grad: grads.averaged(grad, algorithm(axis)),
         "averaged one by one": one_by_one,
         "accumulated": functools.partial(grads.accumulated, microbatches=2),
         "unscaled": lambda grad: precision.unscaled(grad, jnp.asarray(SCALE)),
@@ -177,7 +177,7 @@ def wrapped(grad, chain, axis, mover):
     return functools.reduce(lambda grad, name: arrows[name](grad), chain, grad)
 
 
-def arrow(case, axis, mover=xla):
+def arrow(case, axis, algorithm=xla):
     """The grad arrow of a case; without axes, on one device."""
     loss = functools.partial(case.model, axis=axis)
     local = zero.gathered(
@@ -186,7 +186,7 @@ def arrow(case, axis, mover=xla):
         {name: case.specs[name] if name in case.gathered else P() for name in case.specs},
     )
     if case.inner is not None:
-        inside, step_of = local, wrapped(jax.value_and_grad(local), case.inner, axis, mover)
+        inside, step_of = local, wrapped(jax.value_and_grad(local), case.inner, axis, algorithm)
 
         def local(params, batch):
             gradients = step_of(params, batch)[1]
@@ -194,7 +194,7 @@ def arrow(case, axis, mover=xla):
 
     if "unscaled" in case.chain:
         local = precision.scaled(local, jnp.asarray(SCALE))
-    return wrapped(jax.value_and_grad(local), case.chain, axis, mover)
+    return wrapped(jax.value_and_grad(local), case.chain, axis, algorithm)
 
 
 REFUSALS = (
@@ -213,7 +213,7 @@ def run(case):
     )
     params = {name: PARAMS[name] for name in case.specs}
     split = mesh.spmd(
-        arrow(case, names, case.mover),
+        arrow(case, names, case.algorithm),
         mesh=devices,
         in_specs=(case.specs, P(names)),
         out_specs=(P(), case.specs),
@@ -736,9 +736,9 @@ def test_a_partly_automatic_map_with_types_is_right():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mover", [xla, ring, halving], ids=str)
+@pytest.mark.parametrize("algorithm", [xla, ring, halving], ids=str)
 @pytest.mark.parametrize("arrow", [grads.summed, grads.averaged])
-def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, mover, dtype):
+def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, algorithm, dtype):
     terms = (
         np.asarray([2048, *[1] * 6, 3], dtype)
         if dtype == "float16"
@@ -746,9 +746,9 @@ def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, mover, dtype):
     )
     grad = lambda w, x: (x[0], w * x[0])
     options = {"loss": True} if arrow is grads.summed else {}
-    loss, gradients = over(arrow(grad, mover("data"), **options), (P(), P("data")), P(), data=8)(
-        np.ones(3, dtype), terms
-    )
+    loss, gradients = over(
+        arrow(grad, algorithm("data"), **options), (P(), P("data")), P(), data=8
+    )(np.ones(3, dtype), terms)
     exact = terms.astype(np.float64).sum() / (8 if arrow is grads.averaged else 1)
     assert loss.dtype == gradients.dtype == dtype
     np.testing.assert_array_equal(np.asarray(gradients), np.full(3, exact).astype(dtype))

@@ -34,14 +34,14 @@ CONFIG = gpt2.Config(
 STEPS, BATCH = 5, 16
 
 
-def trains_as_one_device(layout, mover=ring):
+def trains_as_one_device(layout, algorithm=ring):
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, mover=mover)
+    run = gpt2_on(layout, mesh_, CONFIG, 0, STEPS, BATCH, algorithm=algorithm)
     assert_same_run(run, gpt2_on_one_device(CONFIG, 0, STEPS, BATCH))
 
 
 @pytest.mark.parametrize(
-    ("layout", "mover"),
+    ("layout", "algorithm"),
     [
         pytest.param(
             Layout(data=2, zero=1, microbatches=2), ring, marks=pytest.mark.sweep(30, "steps")
@@ -64,8 +64,8 @@ def trains_as_one_device(layout, mover=ring):
     ],
     ids=str,
 )
-def test_five_steps_are_those_of_one_device(layout, mover):
-    trains_as_one_device(layout, mover)
+def test_five_steps_are_those_of_one_device(layout, algorithm):
+    trains_as_one_device(layout, algorithm)
 
 
 @pytest.mark.long
@@ -73,11 +73,11 @@ def test_products_that_overlap_with_their_collectives_compute_the_same():
     model = gpt2.GPT2(WIRE, key=jax.random.key(0), dtype=jnp.dtype("float64"))
     windows = jnp.arange(4 * 9, dtype=jnp.int32).reshape(4, 9) % WIRE.vocabulary
     overlapped = functools.partial(
-        sequence.joins,
+        sequence.comms,
         all_gather_matmul=matmul.all_gather_matmul,
         matmul_reduce_scatter=matmul.matmul_reduce_scatter,
     )
-    loss = functools.partial(gpt2.loss, axis=ring("tensor"), joins=overlapped)
+    loss = functools.partial(gpt2.loss, axis=ring("tensor"), comms=overlapped)
     grad = grads.summed(jax.value_and_grad(loss), ring("tensor"))
     mesh_ = mesh.make(tensor=4, devices=jax.devices()[:4])
     specs = rules.specs(model, gpt2.rules(), mesh_)
@@ -129,9 +129,9 @@ def admitted():
 @pytest.mark.sweep
 @pytest.mark.long
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
-@given(layout=st.sampled_from(list(admitted())), mover=st.sampled_from([ring, xla]))
-def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, mover):
-    trains_as_one_device(layout, mover)
+@given(layout=st.sampled_from(list(admitted())), algorithm=st.sampled_from([ring, xla]))
+def test_five_steps_are_those_of_one_device_whatever_is_combined(layout, algorithm):
+    trains_as_one_device(layout, algorithm)
 
 
 # Bytes on the wire
@@ -456,7 +456,7 @@ def test_an_update_without_parameters_is_refused():
 
 @pytest.mark.parametrize("axis", ["data", ring("data")], ids=str)
 def test_zero_3_takes_a_model_that_holds_random_keys(axis):
-    """Keys that live as shares are gathered with the weights, by any mover."""
+    """Keys that live as shares are gathered with the weights, by any algorithm."""
     world = mesh.make(data=4, devices=jax.devices()[:4])
     model = {"w": jnp.ones((8, 4)), "keys": jax.random.split(jax.random.key(1), 8)}
     specs, batch = {"w": P("data"), "keys": P("data")}, jnp.ones((8, 8))

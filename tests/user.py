@@ -25,6 +25,7 @@ from parallax import (
     tensor,
     zero,
 )
+from parallax._typing import PyTree
 from parallax.collectives import (
     Axis,
     ErrorFeedback,
@@ -43,7 +44,6 @@ from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.plan import hardware
 from parallax.schedule import Schedule
-from parallax.typed import PyTree
 
 Params = dict[str, Array]
 Batch = dict[str, Array]
@@ -56,8 +56,8 @@ value_and_grad: Callable[[Callable[..., Numbers]], grads.Grad] = jax.value_and_g
 def collectives(x: Numbers) -> list[Numbers]:
     """The drop-ins for `lax`'s, on an array; they take trees as well."""
     sums = [
-        mover.all_reduce(x, "data")
-        for mover in (ring, two_rings, halving, doubling, quantized, xla)
+        algorithm.all_reduce(x, "data")
+        for algorithm in (ring, two_rings, halving, doubling, quantized, xla)
     ]
     sums += [
         torus.all_reduce(x, ("data", "tensor")),
@@ -65,11 +65,12 @@ def collectives(x: Numbers) -> list[Numbers]:
         ring.all_mean(x, "data"),
     ]
     parts = [
-        mover.reduce_scatter(x, "data", scatter_dimension=0, tiled=True)
-        for mover in (ring, halving, two_rings, xla)
+        algorithm.reduce_scatter(x, "data", scatter_dimension=0, tiled=True)
+        for algorithm in (ring, halving, two_rings, xla)
     ]
     wholes = [
-        mover.all_gather(x, "data", axis=0, tiled=True) for mover in (ring, halving, two_rings, xla)
+        algorithm.all_gather(x, "data", axis=0, tiled=True)
+        for algorithm in (ring, halving, two_rings, xla)
     ]
     return [*sums, *parts, *wholes, ring.all_to_all(x, "data", 0, 1, tiled=True)]
 
@@ -89,11 +90,11 @@ def tensor_parallel(
     """One pair of layers, an embedding and a loss over `tensor`."""
     axis = ring("tensor")
     y = tensor.row(jnp.tanh(tensor.column(x, w["up"], w["b"], axis)), w["down"], None, axis)
-    y = tensor.leave(tensor.enter(y, "tensor") @ w["up"], axis) + tensor.embed(
+    y = tensor.reduce_from(tensor.copy_to(y, "tensor") @ w["up"], axis) + tensor.embed(
         w["table"], ids, axis
     )
     return tensor.cross_entropy(y, ids, axis) + cross_entropy.mean(
-        tensor.enter(y, axis), w["table"], ids, axis
+        tensor.copy_to(y, axis), w["table"], ids, axis
     )
 
 

@@ -197,10 +197,10 @@ def mixture():
 
 
 def mixture_loss(model, batch, axis):
-    gate = tensor.enter(jax.nn.softmax(batch["x"] @ model["gate"]), axis)
-    hidden = jnp.tanh(jnp.einsum("bi,eij->bej", tensor.enter(batch["x"], axis), model["up"]))
+    gate = tensor.copy_to(jax.nn.softmax(batch["x"] @ model["gate"]), axis)
+    hidden = jnp.tanh(jnp.einsum("bi,eij->bej", tensor.copy_to(batch["x"], axis), model["up"]))
     return squared(
-        tensor.leave(jnp.einsum("be,bej,ejk->bk", gate, hidden, model["down"]), axis), batch
+        tensor.reduce_from(jnp.einsum("be,bej,ejk->bk", gate, hidden, model["down"]), axis), batch
     )
 
 
@@ -235,7 +235,7 @@ def stage(model, x, batch, position, axis=()):
 
 
 def head(model, x, batch, axis=()):
-    logits = tensor.enter(jax.vmap(jax.vmap(model["norm"]))(x), axis) @ model["table"].T
+    logits = tensor.copy_to(jax.vmap(jax.vmap(model["norm"]))(x), axis) @ model["table"].T
     return jnp.mean(tensor.cross_entropy(logits, batch["ids"][:, 1:], axis))
 
 
@@ -267,9 +267,9 @@ def complex_model():
 
 
 def complex_loss(model, batch, axis):
-    wave = tensor.enter(batch["x"], axis).astype(model["up"].dtype) @ model["up"]
+    wave = tensor.copy_to(batch["x"], axis).astype(model["up"].dtype) @ model["up"]
     power = jnp.real(wave * jnp.conj(wave)) + jnp.imag(wave)
-    return squared(tensor.leave(power @ model["down"], axis), batch)
+    return squared(tensor.reduce_from(power @ model["down"], axis), batch)
 
 
 def conjugated(loss):

@@ -29,7 +29,7 @@ from parallax.schedule import Schedule
 
 SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
-MOVERS = {"ring": ring, "psum": xla}
+ALGORITHMS = {"ring": ring, "psum": xla}
 TOKENIZERS = {
     "bytes": data.bytes_tokenizer,
     "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"),
@@ -306,10 +306,10 @@ def chosen(plan: Plan) -> dict[str, Axis]:
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
         both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []
-        mover, why = tuning.auto(plan.mesh, *axes, *both)
+        algorithm, why = tuning.auto(plan.mesh, *axes, *both)
         if plan.job.rank == 0:
             print(why, flush=True)
     else:
-        mover = MOVERS[plan.settings.all_reduce]
-    inside = xla if plan.schedule.per_stage else mover  # rings need all stages at once
-    return {name: (inside if name == "tensor" else mover)(name) for name in plan.layout.axes}
+        algorithm = ALGORITHMS[plan.settings.all_reduce]
+    inside = xla if plan.schedule.per_stage else algorithm  # rings need all stages at once
+    return {name: (inside if name == "tensor" else algorithm)(name) for name in plan.layout.axes}

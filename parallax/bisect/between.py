@@ -235,7 +235,7 @@ def _over(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Who called a collective: the line of this package, such as `tensor.leave`'s, and the line of the model behind it."""
+    """Who called a collective: the line of this package, such as `tensor.reduce_from`'s, and the line of the model behind it."""
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_MOVERS)]
     model = next(
         (frame for frame in frames if os.path.dirname(frame.file_name) + os.sep != _PACKAGE), None

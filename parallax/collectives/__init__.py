@@ -1,9 +1,9 @@
 """Collectives written as tables of hops: drop-in twins of `jax.lax`'s, to read, count, differentiate, compose and price.
 
-Movers are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")` for all functions that take an
+Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")` for all functions that take an
 axis. `tuning`, which measures, is imported by its own name.
 
-Each file is imported when it is first needed: a layer that takes an axis does not bring all movers along.
+Each file is imported when it is first needed: a layer that takes an axis does not bring all algorithms along.
 """
 
 from importlib import import_module
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.collectives import buckets, by_hand, cost, int8, matmul, tables, types
-    from parallax.collectives.algorithm import mover, mover_of_axes
-    from parallax.collectives.axis import Axis, AxisLike, Mover, joined, xla
+    from parallax.collectives.axis import Algorithm, Axis, AxisLike, joined, xla
     from parallax.collectives.buckets import bucketed
+    from parallax.collectives.from_table import algorithm, algorithm_of_axes
     from parallax.collectives.int8 import ErrorFeedback, quantized, quantized_in
     from parallax.collectives.permute import send_next
     from parallax.collectives.recursive_doubling import doubling
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _FILES = ("buckets", "by_hand", "cost", "int8", "matmul", "tables", "types")
 _FILE_OF = {
-    **dict.fromkeys(("Axis", "AxisLike", "Mover", "joined", "xla"), "axis"),
+    **dict.fromkeys(("Axis", "AxisLike", "Algorithm", "joined", "xla"), "axis"),
     **dict.fromkeys(("ErrorFeedback", "quantized", "quantized_in"), "int8"),
-    **dict.fromkeys(("mover", "mover_of_axes"), "algorithm"),
+    **dict.fromkeys(("algorithm", "algorithm_of_axes"), "from_table"),
     "Route": "route",
     "send_next": "permute",
     "bucketed": "buckets",
@@ -42,11 +42,13 @@ _FILE_OF = {
 }  # all other names are of `tables`
 
 __all__ = [
+    "Algorithm",
     "Axis",
     "AxisLike",
     "ErrorFeedback",
-    "Mover",
     "Route",
+    "algorithm",
+    "algorithm_of_axes",
     "bucketed",
     "buckets",
     "by_hand",
@@ -60,8 +62,6 @@ __all__ = [
     "joined",
     "machines",
     "matmul",
-    "mover",
-    "mover_of_axes",
     "pairs",
     "quantized",
     "quantized_in",

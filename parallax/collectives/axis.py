@@ -1,9 +1,9 @@
 """An axis, and who moves data along it: always the two together, so they are one argument, `axis`.
 
     tensor.column(x, w, b, "tensor")          # a name, or a tuple of names: `jax.lax` moves the data
-    tensor.column(x, w, b, ring("tensor"))    # a mover bound to the name
+    tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name
 
-A mover is a value with `lax`'s collectives as functions: `ring.all_reduce(x, "data")` is a drop-in for `lax.psum(x, "data")`.
+An algorithm is a value with `lax`'s collectives as functions: `ring.all_reduce(x, "data")` is a drop-in for `lax.psum(x, "data")`.
 Called with a name it gives an `Axis`, which has the same functions without the name.
 """
 
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from parallax._typing import PyTree
 from parallax.collectives import types
 from parallax.collectives.types import AxisName, axes
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -75,12 +75,12 @@ class AllToAll(Protocol):
 
 def _no_table(*sizes: int) -> NoReturn:
     raise ValueError(
-        "This mover has no table of messages. Take one of `collectives.tables`, such as ring."
+        "This algorithm has no table of messages. Take one of `collectives.tables`, such as ring."
     )
 
 
 @dataclass(frozen=True)
-class Mover:
+class Algorithm:
     """Who moves data along an axis: functions that take and return what `lax`'s take and return.
 
     Args:
@@ -100,7 +100,7 @@ class Mover:
     table: Callable[..., Any] = _no_table
 
     def __call__(self, axis_name: AxisName) -> "Axis":
-        """This mover along `axis_name`: one mesh axis, or several as one group, in row-major order."""
+        """This algorithm along `axis_name`: one mesh axis, or several as one group, in row-major order."""
         return Axis(axis_name, self)
 
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
@@ -112,18 +112,18 @@ class Mover:
         return self.name
 
 
-def refused(mover: str, what: str, instead: str) -> Callable[..., NoReturn]:
-    """A collective that `mover` does not have: it raises `ValueError` when it is called, and names another mover."""
+def refused(algorithm: str, what: str, instead: str) -> Callable[..., NoReturn]:
+    """A collective that `algorithm` does not have: it raises `ValueError` when it is called, and names another algorithm."""
 
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
         raise ValueError(
-            f"{mover} has no {what}. Take {instead}, or a plain axis name, along which jax.lax moves the data."
+            f"{algorithm} has no {what}. Take {instead}, or a plain axis name, along which jax.lax moves the data."
         )
 
     return refuse
 
 
-xla = Mover("xla", lax.psum, lax.psum_scatter, lax.all_gather)
+xla = Algorithm("xla", lax.psum, lax.psum_scatter, lax.all_gather)
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class Axis:
 
     Args:
         names: the axis, or several; `()` for one device alone.
-        mover: who moves the data.
+        algorithm: who moves the data.
     """
 
     names: AxisName
-    mover: Mover = xla
+    algorithm: Algorithm = xla
 
     @staticmethod
     def of(axis: "AxisLike") -> "Axis":
@@ -155,7 +155,7 @@ class Axis:
             return Axis(axis)
         if not isinstance(axis, tuple | list):
             raise ValueError(
-                f"An axis is a name, such as 'data', a tuple of names, or a mover with its name, such as ring('data'); got "
+                f"An axis is a name, such as 'data', a tuple of names, or an algorithm with its name, such as ring('data'); got "
                 f"{axis!r}. An ErrorFeedback has a state, so no arrow takes it: call its own all_reduce."
             )
         names = tuple(name for name in axis if isinstance(name, str))
@@ -164,9 +164,9 @@ class Axis:
         )
 
     def over(self, names: AxisName) -> "Axis":
-        """The same mover along some of these axes, in the order given; those that are not of this axis are left out."""
+        """The same algorithm along some of these axes, in the order given; those that are not of this axis are left out."""
         kept = tuple(name for name in axes(names) if name in axes(self.names))
-        return Axis(kept, self.mover)
+        return Axis(kept, self.algorithm)
 
     def size(self) -> int:
         """The number of devices. Raises `ValueError` where the code does not run over the axis."""
@@ -178,27 +178,27 @@ class Axis:
 
     def all_reduce(self, x: Tree) -> Tree:
         """The sum over devices, on every device: `A {U_X} -> A`."""
-        return self.mover.all_reduce(x, self.names)
+        return self.algorithm.all_reduce(x, self.names)
 
     def all_mean(self, x: Tree) -> Tree:
         """The mean over devices, on every device: `A {U_X} -> A`."""
-        return self.mover.all_mean(x, self.names)
+        return self.algorithm.all_mean(x, self.names)
 
     def reduce_scatter(self, x: Tree, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
         """The sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`."""
-        return self.mover.reduce_scatter(
+        return self.algorithm.reduce_scatter(
             x, self.names, scatter_dimension=scatter_dimension, tiled=tiled
         )
 
     def all_gather(self, x: Tree, *, axis: int = 0, tiled: bool = False) -> Tree:
         """Every device's block on every device: `A[I_X] -> A[I]`, typed as varying."""
-        return self.mover.all_gather(x, self.names, axis=axis, tiled=tiled)
+        return self.algorithm.all_gather(x, self.names, axis=axis, tiled=tiled)
 
     def all_to_all(
         self, x: Tree, split_axis: int, concat_axis: int, *, tiled: bool = False
     ) -> Tree:
         """Block j of device i becomes block i of device j: `A[I_X, J] -> A[I, J_X]`."""
-        return self.mover.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+        return self.algorithm.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
     def permute(self, x: Tree, perm: list[tuple[int, int]]) -> Tree:
         """For each pair (i, j) device i's `x` on device j, and zeros where nothing arrives: `lax.ppermute`."""
@@ -209,22 +209,22 @@ class Axis:
         return lax.pmax(x, self.names) if axes(self.names) else x
 
     def __repr__(self) -> str:
-        return repr(self.names) if self.mover == xla else f"{self.mover}({self.names!r})"
+        return repr(self.names) if self.algorithm == xla else f"{self.algorithm}({self.names!r})"
 
 
 AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 
 
 def joined(*parts: AxisLike) -> Axis:
-    """Several axes as one: one group where one mover moves them all, and otherwise one after the other, as in `Axis.of`.
+    """Several axes as one: one group where one algorithm moves them all, and otherwise one after the other, as in `Axis.of`.
 
     Axes without a name, `()`, are left out.
     """
     found = [each for each in map(Axis.of, parts) if axes(each.names)]
-    if len({each.mover for each in found}) > 1:
+    if len({each.algorithm for each in found}) > 1:
         return _in_order(found)
     names = tuple(name for each in found for name in axes(each.names))
-    return Axis(names, found[0].mover if found else xla)
+    return Axis(names, found[0].algorithm if found else xla)
 
 
 def _in_order(parts: list[Axis]) -> Axis:
@@ -238,10 +238,10 @@ def _in_order(parts: list[Axis]) -> Axis:
                 raise ValueError(
                     f"{name!r} is not one of the axes that {parts} have. Name those, one or several."
                 )
-            if found and found[-1].mover is part.mover:
-                found[-1] = Axis((*axes(found[-1].names), name), part.mover)
+            if found and found[-1].algorithm is part.algorithm:
+                found[-1] = Axis((*axes(found[-1].names), name), part.algorithm)
             else:
-                found.append(Axis(name, part.mover))
+                found.append(Axis(name, part.algorithm))
         return found
 
     def all_reduce(x, axis_name):
@@ -268,7 +268,7 @@ def _in_order(parts: list[Axis]) -> Axis:
 
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
-    name = " then ".join(part.mover.name for part in parts)
-    one_group = refused(name, "all_to_all", "one mover for all axes, such as ring(names)")
+    name = " then ".join(part.algorithm.name for part in parts)
+    one_group = refused(name, "all_to_all", "one algorithm for all axes, such as ring(names)")
     names = tuple(name for part in parts for name in axes(part.names))
-    return Axis(names, Mover(name, all_reduce, reduce_scatter, all_gather, one_group))
+    return Axis(names, Algorithm(name, all_reduce, reduce_scatter, all_gather, one_group))

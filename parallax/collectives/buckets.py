@@ -46,7 +46,7 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
         )
 
     axis = Axis.of(axis)
-    mover = axis.mover
+    algorithm = axis.algorithm
 
     def all_reduce(x, axis_name):
         leaves, structure = jax.tree.flatten(x)
@@ -57,14 +57,15 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:  # one bucket after another: at no time is more than one packed
                 parts = [_packed(ordered(parts, done), axis_name)]
-            (total,) = mover.all_reduce(parts, axis_name)
+            (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
             for i, part in zip(bucket, done, strict=True):
                 leaves[i] = part
         return jax.tree.unflatten(structure, leaves)
 
     return Axis(
-        axis.names, dataclasses.replace(mover, name=f"bucketed {mover}", all_reduce=all_reduce)
+        axis.names,
+        dataclasses.replace(algorithm, name=f"bucketed {algorithm}", all_reduce=all_reduce),
     )
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from parallax._typing import PyTree
 from parallax.collectives.types import pending, replicated, varying_axes
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 

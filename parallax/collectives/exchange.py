@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallax._typing import PyTree
 from parallax.collectives import drop_in
-from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import devices, priced
+from parallax.collectives.from_table import messages
 from parallax.collectives.permute import send
 from parallax.collectives.route import Route
 from parallax.collectives.types import AxisName, block, index, moved, size
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array, Shaped
 
+from parallax._typing import PyTree
 from parallax.collectives import cpu
 from parallax.collectives.permute import send
 from parallax.collectives.route import Point, Route
 from parallax.collectives.types import AxisName, index, size, varying, varying_axes
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -221,10 +221,11 @@ def _gather_in_a_loop(routes, chain: range, copies, keep, result, axis_name, dim
     stacks = {p: jax.tree.map(empty_stack, blocks) for p, blocks in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for p, (_, offsets) in walks.items():
-        if sent_on_later:
-            arrived = {trip: [stack[trip] for stack in stacks[p]] for trip in range(length)}
-        else:
-            arrived = {length - 1: last[p]}
+        arrived = (
+            {trip: [stack[trip] for stack in stacks[p]] for trip in range(length)}
+            if sent_on_later
+            else {length - 1: last[p]}
+        )
         for trip, blocks in arrived.items():
             copies[p] |= dict(
                 zip(offsets_in(p, trip), _split(blocks, len(offsets), dim), strict=True)

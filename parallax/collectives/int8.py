@@ -47,15 +47,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from parallax._typing import PyTree
 from parallax.collectives import cost, drop_in, types
-from parallax.collectives.algorithm import all_reduce as exact_all_reduce
-from parallax.collectives.algorithm import messages
-from parallax.collectives.axis import Mover
+from parallax.collectives.axis import Algorithm
 from parallax.collectives.cost import Round, devices
 from parallax.collectives.exchange import straight
+from parallax.collectives.from_table import all_reduce as exact_all_reduce
+from parallax.collectives.from_table import messages
 from parallax.collectives.tables import ring
 from parallax.collectives.types import AxisName, axes, replicated, varying, varying_axes
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -385,13 +385,13 @@ def _widened(x):
     return x.astype(_wide(x.dtype))
 
 
-def quantized_in(block_size: int) -> Mover:
+def quantized_in(block_size: int) -> Algorithm:
     """`quantized` with blocks of `block_size` numbers instead of 32. Its functions raise `ValueError` for sizes below 1."""
     functions = (
         functools.partial(f, block_size=block_size)
         for f in (all_reduce, reduce_scatter, all_gather)
     )
-    return Mover(f"quantized_in({block_size})", *functions)
+    return Algorithm(f"quantized_in({block_size})", *functions)
 
 
-quantized = Mover("quantized", all_reduce, reduce_scatter, all_gather)
+quantized = Algorithm("quantized", all_reduce, reduce_scatter, all_gather)

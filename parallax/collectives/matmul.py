@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import devices, priced
 from parallax.collectives.drop_in import check_divides, dim_of
 from parallax.collectives.execute import gather, scatter
+from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route
 from parallax.collectives.types import AxisName, axes, size, varying, varying_axes, wide
 

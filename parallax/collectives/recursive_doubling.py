@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from parallax._typing import PyTree
 from parallax.collectives import types
-from parallax.collectives.algorithm import all_reduce
-from parallax.collectives.axis import Mover, refused
+from parallax.collectives.axis import Algorithm, refused
 from parallax.collectives.cost import Message, Round, devices, priced
 from parallax.collectives.execute import pin_bits
+from parallax.collectives.from_table import all_reduce
 from parallax.collectives.permute import send
 from parallax.collectives.types import AxisName
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -81,7 +81,7 @@ def _as_sent(x):
     return lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 
-doubling = Mover(
+doubling = Algorithm(
     "doubling",
     _all_reduce,
     reduce_scatter=refused("doubling", "reduce_scatter", "halving"),

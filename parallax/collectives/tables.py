@@ -1,8 +1,8 @@
-"""The tables of the collectives, each a maker of a few lines, and a mover: `ring.table(8)`, `ring.all_reduce(x, "data")`.
+"""The tables of the collectives, each a maker of a few lines, and an algorithm: `ring.table(8)`, `ring.all_reduce(x, "data")`.
 
 n devices, S the bytes of the array on one device; a *message* is what a device sends to one other at once:
 
-| mover | messages of a reduce-scatter | one after another | blocks of S/n that a device sends |
+| algorithm | messages of a reduce-scatter | one after another | blocks of S/n that a device sends |
 |---|---|---|---|
 | `ring` | n - 1 | n - 1 | n - 1 |
 | `two_rings` | 2 (n - 1), halves of blocks | n - 1 | n - 1 |
@@ -27,28 +27,28 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from parallax.collectives.algorithm import mover, mover_of_axes
-from parallax.collectives.axis import Mover
+from parallax.collectives.axis import Algorithm
 from parallax.collectives.exchange import all_to_all, straight
+from parallax.collectives.from_table import algorithm, algorithm_of_axes
 from parallax.collectives.route import Point, Route
 
 
-@functools.partial(mover, all_to_all=all_to_all)
+@functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
     """In each round a device hands one block to its right neighbour: a chain, so its program does not grow with n."""
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
 
-@mover
+@algorithm
 def two_rings(n: int) -> tuple[Route, Route]:
     """Two rings in opposite directions at once, each for half of every block: links carry both ways at the same time."""
     return ring.table(n), Route((n,), [{-1: [h]} for h in range(1, n)])
 
 
-direct = mover(straight, name="direct", all_to_all=all_to_all)
+direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 
-@mover
+@algorithm
 def halving(n: int, by: int = 2) -> Route:
     """A device keeps the nearest 1/`by` of its blocks, rounded up, and sends the others as far as the kept ones reach.
 
@@ -63,12 +63,12 @@ def halving(n: int, by: int = 2) -> Route:
 
 
 @functools.cache
-def halving_by(by: int) -> Mover:
+def halving_by(by: int) -> Algorithm:
     """`halving` by another number than 2: by 4, three messages a round and half the rounds."""
-    return mover(functools.partial(halving.table, by=by), name=f"halving_by({by})")
+    return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 
 
-@mover
+@algorithm
 def pairs(n: int) -> Route:
     """Recursive halving, for powers of two: in round i a device exchanges half of its blocks with the one across dim i.
 
@@ -84,8 +84,8 @@ def pairs(n: int) -> Route:
 
 
 @functools.cache
-def machines(g: int, between: Mover = ring) -> Mover:
-    """Machines of `g` devices: a ring inside each, then `between` them a ring, or another mover of one axis.
+def machines(g: int, between: Algorithm = ring) -> Algorithm:
+    """Machines of `g` devices: a ring inside each, then `between` them a ring, or another algorithm of one axis.
 
     n/g - 1 blocks of each device cross a border; a ring through all lets (n - 1)/g cross. With `halving` between many machines,
     the rounds are few. Its functions raise `ValueError` unless g divides n.
@@ -98,18 +98,18 @@ def machines(g: int, between: Mover = ring) -> Mover:
             )
         return product([between.table(n // g), ring.table(g)], (1, 0))
 
-    return mover(
+    return algorithm(
         table, name=f"machines({g})" if between is ring else f"machines({g}, {between.name})"
     )
 
 
-@mover_of_axes
+@algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
     """As `machines`, which are the places on the first axis: a ring along the last axis, then along the one before."""
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
 
-@mover_of_axes
+@algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
     """Every axis carries its share at the same time: part k goes round axis k, then the next ones; all change axes together."""
     longest, axes = max(sizes), range(len(sizes))

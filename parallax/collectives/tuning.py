@@ -1,7 +1,7 @@
 """Measures what a hop takes on the live mesh, and chooses the all-reduce of each array by its size.
 
     link = tuning.fit(mesh, "data")                    # alpha, beta, gamma, for the formulas of `cost`
-    auto, why = tuning.auto(mesh, "data")              # a mover, and a text that says what it chose and why
+    auto, why = tuning.auto(mesh, "data")              # an algorithm, and a text that says what it chose and why
 
 The model is good for which functions are worth a race, and the race decides. All processes of the mesh must call these functions
 together, and all find the same: of each time, the slowest process's counts.
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh as meshes
 from parallax.collectives import cost
-from parallax.collectives.axis import Mover
+from parallax.collectives.axis import Algorithm
 from parallax.collectives.cost import Cost, Link, Sizes, spelt
 from parallax.collectives.permute import send_next
 from parallax.collectives.recursive_doubling import doubling
@@ -39,7 +39,7 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
     found = [ring, two_rings, halving, doubling]
     found += [torus] if isinstance(n, tuple) and len(n) > 1 else []
     found += [hierarchical] if isinstance(n, tuple) and len(n) == 2 else []
-    return [mover.all_reduce for mover in found]
+    return [algorithm.all_reduce for algorithm in found]
 
 
 def fastest(
@@ -181,8 +181,8 @@ def auto(
     sizes: Sequence[int] = RACE_SIZES,
     rounds: int = 11,
     link: Link | None = None,
-) -> tuple[Mover, str]:
-    """A mover whose all-reduce takes, for each array, the one that was fastest at its size; and what was chosen, and why.
+) -> tuple[Algorithm, str]:
+    """An algorithm whose all-reduce takes, for each array, the one that was fastest at its size; and what was chosen, and why.
 
     For each axis: `fit`, then a race between those that the model puts first or second at one of the sizes, and `lax.psum`,
     which no formula knows; twice it is run again halfway between sizes with different winners. The choice is made at trace time,
@@ -213,7 +213,7 @@ def auto(
         choice = Choice((), {f: [] for f in raced})
         more = tuple(sizes)
         for _ in range(1 + REFINED):
-            calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in more]  # noqa: B023
+            calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in more]
             choice = choice.joined(
                 more, measure(mesh, axis_name, calls, rounds=rounds) if more else []
             )
@@ -232,7 +232,7 @@ def auto(
             lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x
         )
 
-    return Mover("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(
+    return Algorithm("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(
         [*told, "Any other axis: lax.psum, not measured."]
     )
 

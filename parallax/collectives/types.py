@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Shaped
 
-from parallax.typed import PyTree
+from parallax._typing import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several, or none: ()

@@ -217,7 +217,7 @@ def _buffers(program: _Program, name: str) -> list[_Buffer]:
                 instruction.opcode in ("parameter", "constant"),
                 _made_by(instruction) or instruction.opcode,
             )
-            of = lambda op: f"{op.dtype}[{','.join(map(str, op.shape))}] {what}"  # noqa: B023
+            of = lambda op: f"{op.dtype}[{','.join(map(str, op.shape))}] {what}"
             values[instruction.name] = [
                 _Buffer(op.bytes, of(op), k, outside) for op in instruction.ops
             ]
@@ -266,7 +266,7 @@ def _left(buffers: list[_Buffer], places: list[tuple[int, list[tuple[int, int]]]
     """The buffers that find no room in the places of the results while these are not in use, the largest first."""
     left = []
     for buffer in sorted(buffers, key=lambda buffer: -buffer.bytes):
-        free = lambda busy: all(buffer.stop < start or stop < buffer.start for start, stop in busy)  # noqa: B023
+        free = lambda busy: all(buffer.stop < start or stop < buffer.start for start, stop in busy)
         room = next((busy for size, busy in places if size >= buffer.bytes and free(busy)), None)
         if room is None:
             left.append(buffer)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from parallax._typing import Device
 from parallax.compiled import buffers
 from parallax.compiled.buffers import Value
-from parallax.typed import Device
 
 PHASES = ("forward", "backward", "update")
 

@@ -11,7 +11,7 @@ called as `attend(q, k, v)`, with `segments=` where documents are packed into on
 from parallax.context.checks import checked
 from parallax.context.hops import attention
 from parallax.context.kernels import TILED, Kernel, merged, tiled
-from parallax.context.layers import causal, joins
+from parallax.context.layers import causal, comms
 from parallax.context.orders import (
     Order,
     Visits,
@@ -36,10 +36,10 @@ __all__ = [
     "causal",
     "checked",
     "chunks_of",
+    "comms",
     "contiguous",
     "gathered",
     "joined",
-    "joins",
     "merged",
     "own",
     "positions",

@@ -36,7 +36,7 @@ def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
             raise ValueError(
                 f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that a token would see "
-                "those of its own device alone. Attend by joins.attends(attend)(q, k, v), or take a layout without context."
+                "those of its own device alone. Attend by comms.wrap_attention(attend)(q, k, v), or take a layout without context."
             )
         return layers(*arguments)
 

@@ -8,18 +8,18 @@ from parallax import tensor
 from parallax.collectives import Axis, AxisLike, joined
 from parallax.context.hops import attention
 from parallax.context.orders import Order, own, zigzag
-from parallax.tensor import Joins
+from parallax.tensor import Comms
 
 
-def joins(
+def comms(
     axis: AxisLike,
     *,
     context: AxisLike,
     shared: AxisLike = (),
-    inner: Callable[..., Joins] = tensor.joins,
+    inner: Callable[..., Comms] = tensor.comms,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     order: Order = zigzag,
-) -> Joins:
+) -> Comms:
     """`inner(axis, shared=shared)`, with the tokens of each sequence split over `context` before anything else is.
 
     A model that takes it is given whole windows on each device of `context`, embeds its own tokens of them, attends over all,
@@ -28,8 +28,8 @@ def joins(
     Args:
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
-        shared: the axes that share the vocabulary, as in `tensor.joins`.
-        inner: `tensor.joins`, or `sequence.joins`, which splits a device's tokens further between the layers.
+        shared: the axes that share the vocabulary, as in `tensor.comms`.
+        inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between the layers.
         around: from a model's attention function to the one that attends over the context, such as
             `lambda attend: context.ulysses(attend, "context")`; by default `attention`, round the ring.
         order: where the tokens live.
@@ -40,11 +40,11 @@ def joins(
     mine = partial(own, axis=over, order=order)
     ring = partial(attention, axis=over, order=order)
     return made._replace(
-        own=lambda x, dim: made.own(mine(x, dim=dim), dim),
-        parts=made.parts * over.size(),
-        tokens=lambda x, dim: mine(x, dim=dim),
-        attends=around or (lambda attend: ring),
-        contexts=over.size(),
+        local_tokens=lambda x, dim: made.local_tokens(mine(x, dim=dim), dim),
+        token_shards=made.token_shards * over.size(),
+        context_tokens=lambda x, dim: mine(x, dim=dim),
+        wrap_attention=around or (lambda attend: ring),
+        context_shards=over.size(),
         over_tokens=joined(over, made.over_tokens),
     )
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from parallax import disk
+from parallax import _files
 
 CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
 THREADS = 4
@@ -36,9 +36,9 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     Raises `ValueError` for a record that `read` would refuse, since it is too large.
     """
     line = json.dumps(record, sort_keys=True)
-    if len(line) > disk.LARGEST - SEAL:
+    if len(line) > _files.LARGEST - SEAL:
         raise ValueError(
-            f"{path}: a manifest has {disk.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it."
+            f"{path}: a manifest has {_files.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it."
         )
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -49,7 +49,7 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    disk.sync(path.parent)
+    _files.sync(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
     it holds no such object.
     """
     try:
-        content = disk.read(path, "a manifest")
+        content = _files.read(path, "a manifest")
     except FileNotFoundError as error:
         raise Damaged(f"{path}: needed a manifest, found no file.") from error
     except ValueError as error:
@@ -192,7 +192,7 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
                 f"{path}: needed a file of its folder, found a link that leads out of it."
             )
         try:
-            with disk.open_file(path, f"a file of {size} bytes") as file:
+            with _files.open_file(path, f"a file of {size} bytes") as file:
                 found = os.fstat(file.fileno()).st_size
         except FileNotFoundError as error:
             raise Damaged(f"{path}: needed a file of {size} bytes, found no file.") from error
@@ -215,7 +215,7 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 def _size_and_hash(path: Path, digest: Digest, *, sync: bool = False) -> list:
     found, size, buffer = digest(), 0, memoryview(bytearray(CHUNK))
-    with disk.open_file(path) as file:
+    with _files.open_file(path) as file:
         if sync:
             os.fsync(file.fileno())
         while count := file.readinto(buffer):

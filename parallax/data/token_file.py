@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from jaxtyping import Integer
 
-from parallax import disk
+from parallax import _files
 from parallax.data import manifest
 
 
@@ -93,7 +93,7 @@ class File:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         """The open file; what was read of it counts only if nobody wrote to it, before or meanwhile."""
-        with self._said(), disk.open_file(self.path, "a token file") as file:
+        with self._said(), _files.open_file(self.path, "a token file") as file:
             yield file.fileno()
             now = state_of(file.fileno())
         if (now.size, now.changed) != (self.state.size, self.state.changed):

@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from parallax import rules
+from parallax._typing import Device, PyTree
 from parallax.draw import canvas
 from parallax.plan.quantities import quantity
 from parallax.trees import entry_axes, is_array
-from parallax.typed import Device, PyTree
 
 NAMED = 8  # devices that a cell names; of more it tells how many
 ROWS = 60  # leaves that a picture shows, the largest

@@ -5,7 +5,7 @@ back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is dropp
 """
 
 from parallax.experts.dispatch import Dispatch, Sent, exchanged, gathered, ragged
-from parallax.experts.layers import joins
+from parallax.experts.layers import comms
 from parallax.experts.mixture import Gated, Mixture, moe
 from parallax.experts.router import Choice, Route, Statistics, rebalanced, statistics, top
 from parallax.experts.rows import Compute, blocks
@@ -20,9 +20,9 @@ __all__ = [
     "Sent",
     "Statistics",
     "blocks",
+    "comms",
     "exchanged",
     "gathered",
-    "joins",
     "moe",
     "ragged",
     "rebalanced",

@@ -167,7 +167,7 @@ class ragged:
         move: who moves the rows; takes what `lax.ragged_all_to_all` takes.
 
     Raises:
-        ValueError: the capacity is 0 or below; or there is no axis, or one with a mover that is not `jax.lax`.
+        ValueError: the capacity is 0 or below; or there is no axis, or one with an algorithm that is not `jax.lax`.
     """
 
     capacity: float
@@ -192,10 +192,10 @@ class ragged:
                 "experts.ragged needs an axis to move rows along, and the experts are not split over one. Take gathered, or name "
                 "the axis."
             )
-        if axis.mover != xla:
+        if axis.algorithm != xla:
             raise ValueError(
                 f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the axis, {axis.names!r}, or take "
-                "exchanged, which any mover can do."
+                "exchanged, which any algorithm can do."
             )
         n, me, (tokens, k) = axis.size(), axis.index(), ids.shape
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, held))

@@ -7,18 +7,18 @@ from parallax import tensor
 from parallax.collectives import AxisLike
 from parallax.experts.dispatch import Dispatch, gathered
 from parallax.experts.rows import Compute, blocks
-from parallax.tensor import Joins
+from parallax.tensor import Comms
 
 
-def joins(
+def comms(
     axis: AxisLike,
     *,
     experts: AxisLike,
     shared: AxisLike = (),
-    inner: Callable[..., Joins] = tensor.joins,
+    inner: Callable[..., Comms] = tensor.comms,
     dispatch: Dispatch = gathered,
     compute: Compute = blocks(),  # noqa: B008, a frozen choice
-) -> Joins:
+) -> Comms:
     """`inner(axis, shared=shared)`, with the experts of each layer split over `experts`, which splits the batch too.
 
     A model that takes it, such as a `llama` with experts, is given this device's sequences;
@@ -27,10 +27,10 @@ def joins(
     Args:
         axis: the axis that each layer is split over, and the hidden width of each expert.
         experts: the axis that the experts are split over; `()` where each device has all.
-        shared: the axes that share the vocabulary, as in `tensor.joins`.
-        inner: `tensor.joins`, `sequence.joins`, or `context.joins` with its axis.
+        shared: the axes that share the vocabulary, as in `tensor.comms`.
+        inner: `tensor.comms`, `sequence.comms`, or `context.comms` with its axis.
         dispatch: how tokens come to their experts.
         compute: what runs the experts of a device.
     """
     mixes = functools.partial(functools.partial, axis=experts, dispatch=dispatch, compute=compute)
-    return inner(axis, shared=shared)._replace(mixes=mixes)
+    return inner(axis, shared=shared)._replace(wrap_experts=mixes)

@@ -18,7 +18,7 @@ from parallax.collectives.types import axes, varying_axes, wide
 from parallax.experts.dispatch import Dispatch, gathered
 from parallax.experts.router import Route, Statistics, statistics
 from parallax.experts.rows import Compute, blocks
-from parallax.tensor import Joins
+from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
@@ -65,7 +65,7 @@ def moe(
     route: Route,
     dispatch: Dispatch = gathered,
     compute: Compute = blocks(),  # noqa: B008, a frozen choice
-    joins: Joins = tensor.joins(()),  # noqa: B008, likewise
+    comms: Comms = tensor.comms(()),  # noqa: B008, likewise
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X, T, D] -> y[B_X, T, D]`.
 
@@ -83,7 +83,7 @@ def moe(
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: what runs the experts that are here: `blocks(expert)`.
         joins: of the axis that each expert's hidden width is split over, so that its results are partial sums:
-            `tensor.joins("tensor")`, or `sequence.joins` where `x` has a device's share of the tokens. With `context.joins` the
+            `tensor.comms("tensor")`, or `sequence.comms` where `x` has a device's share of the tokens. With `context.comms` the
             statistics are those of whole sequences.
 
     Raises:
@@ -97,12 +97,14 @@ def moe(
     choice = route(logits, None if isinstance(params.bias, tuple) else params.bias)
     rows = lambda a: a.reshape(-1, a.shape[-1])
     local = functools.partial(compute, params.experts)
-    tokens, weights = joins.enter(x), joins.enter(choice.weights.astype(x.dtype))
+    tokens, weights = comms.all_tokens(x), comms.all_tokens(choice.weights.astype(x.dtype))
     y, dropped = dispatch(
-        rows(tokens), rows(joins.gathered(choice.experts)), rows(weights), local, axis, held
+        rows(tokens), rows(comms.gathered(choice.experts)), rows(weights), local, axis, held
     )
-    told = statistics(choice, dropped, joins.over_tokens, counted=joins.parts // joins.contexts)
-    return joins.leave(y.reshape(tokens.shape)), told
+    told = statistics(
+        choice, dropped, comms.over_tokens, counted=comms.token_shards // comms.context_shards
+    )
+    return comms.sum_partials(y.reshape(tokens.shape)), told
 
 
 def _held(params: Mixture, axis: Axis) -> int:
@@ -128,5 +130,5 @@ def _check_varies(x: Array, axis: Axis) -> None:
             f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are split, and x, "
             f"{x.dtype}{list(x.shape)}, is the same along {same}: the {math.prod(Axis(name).size() for name in same)} devices "
             "would send the same tokens. Split the batch over that axis too, as in_specs=P(('data', 'expert')) does; or, where "
-            "devices are to share each expert, split its hidden width: joins=tensor.joins('tensor')."
+            "devices are to share each expert, split its hidden width: comms=tensor.comms('tensor')."
         )

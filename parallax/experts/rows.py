@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from parallax._typing import PyTree
 from parallax.collectives.types import varying, varying_axes, wide
-from parallax.typed import PyTree
 
 Expert = Callable[[Any, Float[Array, "rows width"]], Float[Array, "rows width"]]
 

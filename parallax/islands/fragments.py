@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 
 from parallax import rules, trees
-from parallax.typed import PyTree, Specs
+from parallax._typing import PyTree, Specs
 
 
 class Fragment(NamedTuple):

@@ -27,6 +27,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Int
 
 from parallax import jaxprs, trees
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import (
@@ -43,7 +44,6 @@ from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Stream
 from parallax.islands.state import Sent, State, names_of
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.step import Info, Step
-from parallax.typed import PyTree
 
 IslandStep = Callable[
     ..., tuple[State, Info]
@@ -75,7 +75,7 @@ def local(
         train: the step of one island, such as `step.make` gives; it names the axes inside an island alone.
         outer: the outer optimizer; it acts element by element where weights are split.
         every: H, the steps between two rounds.
-        axis: the axis of the islands, with or without a mover; or `ErrorFeedback(axis)`, which sends int8.
+        axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which sends int8.
         stream: which part of the model a round exchanges, and when it is used; by default all of it, at once.
 
     Raises:

@@ -11,12 +11,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import rules, step, trees
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import wide
 from parallax.islands import fragments
 from parallax.islands.fragments import ALL_AT_ONCE, Stream
-from parallax.typed import PyTree
 
 
 class Sent(eqx.Module):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallax._typing import PyTree
 from parallax.lint.finding import Finding
 from parallax.trees import dotted
-from parallax.typed import PyTree
 
 
 def arrays(tree: PyTree, *, uneven: float = 0.1) -> list[Finding]:

@@ -27,7 +27,7 @@ def program(
     * `summed-twice`: a sum over devices of what is the same on all of them.
     * `sum-in-a-loop`: a sum whose result is only added to a loop's carry; one sum of that carry after the loop is the same.
     * `same-every-trip`: a collective in a loop, of something that the loop does not change. `zero.gathered` and
-      `sequence.enter` are left alone: parameters that are gathered again for each microbatch need not be held.
+      `sequence.gather_from` are left alone: parameters that are gathered again for each microbatch need not be held.
     * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with no collective over its axes
       between: `optax.lamb`, or clipping by a norm, on shards. Sought are reductions of all elements to one number, and in
       optax's own lines those of single dims, of whatever elementwise operations join to an output `w + u` whose spec is that

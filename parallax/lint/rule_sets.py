@@ -8,11 +8,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
+from parallax._typing import PyTree, Specs
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import match, paths, survey
 from parallax.trees import entry_axes, is_spec
-from parallax.typed import PyTree, Specs
 
 BY_ROWS = P("data")
 

@@ -28,7 +28,7 @@ class Walk:
         self.where: str | None = (
             None  # the line of an equation whose inner equations have no line of the caller's
         )
-        self.gathering = False  # inside what `zero.gathered` or `sequence.enter` gathers: each trip does so on purpose
+        self.gathering = False  # inside what `zero.gathered` or `sequence.gather_from` gathers: each trip does so on purpose
         self.loops: list[Loop] = []
         self.predicates: list[
             tuple[str, frozenset[str]]

@@ -15,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from parallax import tensor
+from parallax._typing import PyTree
 from parallax.models.attention import grouped
 from parallax.models.pieces import Pieces, positions
 from parallax.pipeline.checks import output
-from parallax.typed import PyTree
 
 
 class Cache(NamedTuple):
@@ -87,7 +87,7 @@ def _run(
             made.append(Cache(*map(keep, old or (None, None), (k, v))))
             return grouped(q, *made[0], first=first)
 
-        apply = pieces.layer(model.config, positions=places, joins=tensor.joins(()), attend=attend)
+        apply = pieces.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
         return output(apply(eqx.combine(weights, static), x, None, layer)).x, made[0]
 
     x = pieces.embed(model, tokens, None, first=first)

@@ -22,13 +22,13 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from parallax import mesh as meshes
 from parallax import pipeline, rules, zero
+from parallax._typing import PyTree
 from parallax.layout import Layout
 from parallax.models import recipe, tapped
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import Compute
 from parallax.schedule import Schedule
 from parallax.step import Info, Planned, State, Step, make_scaled, planned
-from parallax.typed import PyTree
 
 __all__ = [
     "PLAIN",
@@ -287,7 +287,7 @@ def loss_step(
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `axes`, `attend`,
-    `around`, `documents`, `dispatch`, `joins` and `schedule`.
+    `around`, `documents`, `dispatch`, `comms` and `schedule`.
     """
     compute = dataclasses.replace(compute, remat=None, sums=None)
     layout = dataclasses.replace(layout, remat="none")
@@ -424,8 +424,8 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
             f"zero=0; got Layout({layout}). Leave `sums` out: gradients are then reduced once, or by zero=3 where they are made."
         )
-    if compute.joins is not None and not layout.sequence:
+    if compute.comms is not None and not layout.sequence:
         raise ValueError(
-            "decoder: Compute(joins=...) says how blocks join whose tokens are split over the tensor axis, so it needs "
-            f"sequence=True; got Layout({layout}). Set it, or leave `joins` out."
+            "decoder: Compute(comms=...) says how blocks join whose tokens are split over the tensor axis, so it needs "
+            f"sequence=True; got Layout({layout}). Set it, or leave `comms` out."
         )

@@ -67,7 +67,7 @@ def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those of other documents. Attend by "
-                "joins.attends(attend)(q, k, v, segments=...), as models.pieces does, or leave Compute(documents=...) out."
+                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.pieces does, or leave Compute(documents=...) out."
             )
         return stage(*arguments)
 

@@ -15,9 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from parallax import taps
+from parallax._typing import PyTree, Rule
 from parallax.pipeline import Output
 from parallax.remat import none
-from parallax.typed import PyTree, Rule
 
 
 class Batch(NamedTuple):
@@ -55,9 +55,9 @@ class Family:
     Args:
         model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf may be static. The arrays of
             its blocks have a first dim of layers.
-        stages: `(config, stage_axis, axis, *, joins, attend, remat, unroll)` to the functions `(enter, stage, head)` of
+        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions `(enter, stage, head)` of
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
-            join by `joins(axis)` (`tensor.joins`, `sequence.joins` or `context.joins`); `remat` wraps the function
+            join by `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`); `remat` wraps the function
             `(weights, ...)` of one layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first
             dim of its layers.
         rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of

@@ -28,11 +28,11 @@ class Pieces(NamedTuple):
 
     Attributes:
         name: of the family, for errors.
-        embed: `(model, tokens, keys, *, first, weights, joins, across)` to what enters the first block. `first` is the place of
+        embed: `(model, tokens, keys, *, first, weights, comms, across)` to what enters the first block. `first` is the place of
             the first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
-        layer: `(config, *, positions, joins, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places;
+        layer: `(config, *, positions, comms, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places;
             one with auxiliary values returns a `pipeline.Output`.
-        head: `(model, x, targets, *, weights, joins, across)` to the loss.
+        head: `(model, x, targets, *, weights, comms, across)` to the loss.
         unembed: `(model, x)` to the logits of a whole model.
     """
 
@@ -49,7 +49,7 @@ def loss(
     batch: Batch | tuple[Any, ...],
     *,
     axis: AxisLike,
-    joins: Callable[..., Any],
+    comms: Callable[..., Any],
     attend: Callable[..., Any],
     remat: Callable[..., Any],
     unroll: int,
@@ -61,12 +61,12 @@ def loss(
     windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
     given.there(f"{pieces.name}.loss", model)
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
-    made = joins(axis)
-    x = pieces.embed(model, windows[:, :-1], keys, weights=weights, joins=made)
+    made = comms(axis)
+    x = pieces.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
     own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
-    apply = pieces.layer(model.config, positions=own, joins=_apart(made, segments), attend=attend)
+    apply = pieces.layer(model.config, positions=own, comms=_apart(made, segments), attend=attend)
     out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
-    value = pieces.head(model, out.x, windows[:, 1:], weights=weights, joins=made)
+    value = pieces.head(model, out.x, windows[:, 1:], weights=weights, comms=made)
     return value if out.loss is None else value + out.loss, out.aux
 
 
@@ -78,7 +78,7 @@ def logits(
     given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
     x = pieces.embed(model, tokens, None)
     apply = pieces.layer(
-        model.config, positions=positions(x, tokens.shape[1]), joins=tensor.joins(()), attend=attend
+        model.config, positions=positions(x, tokens.shape[1]), comms=tensor.comms(()), attend=attend
     )
     return pieces.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
@@ -89,7 +89,7 @@ def stages(
     stage_axis: AxisLike = "stage",
     axis: AxisLike = "tensor",
     *,
-    joins: Callable[..., Any] = tensor.joins,
+    comms: Callable[..., Any] = tensor.comms,
     attend: Callable[..., Any],
     remat: Callable[..., Any] = none,
     unroll: int = 1,
@@ -109,17 +109,17 @@ def stages(
 
     def enter(model, part):
         windows, keys, weights, _ = Batch(*part)
-        across = functools.partial(tensor.enter, axis=stage_axis)
-        made = joins(axis, shared=stage_axis)
+        across = functools.partial(tensor.copy_to, axis=stage_axis)
+        made = comms(axis, shared=stage_axis)
         return pieces.embed(
-            model, windows[:, :-1], keys, weights=weights, joins=made, across=across
+            model, windows[:, :-1], keys, weights=weights, comms=made, across=across
         )
 
     def stage(model, x, part, position):
         windows, keys, _, segments = Batch(*part)
-        made = joins(axis)
+        made = comms(axis)
         own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
-        apply = pieces.layer(config, positions=own, joins=_apart(made, segments), attend=attend)
+        apply = pieces.layer(config, positions=own, comms=_apart(made, segments), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(
             model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll
@@ -133,20 +133,20 @@ def stages(
             x,
             windows[:, 1:],
             weights=weights,
-            joins=joins(axis, shared=stage_axis),
+            comms=comms(axis, shared=stage_axis),
             across=across,
         )
 
     return enter, stage, head
 
 
-def _apart(joins: tensor.Joins, segments: Int[Array, "batch tokens"] | None) -> tensor.Joins:
-    """`joins` whose attention gets the documents of the tokens that it attends with, where there are any."""
+def _apart(comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None) -> tensor.Comms:
+    """`comms` whose attention gets the documents of the tokens that it attends with, where there are any."""
     if segments is None:
-        return joins
-    own = joins.tokens(segments, dim=1)
-    return joins._replace(
-        attends=lambda attend: functools.partial(joins.attends(attend), segments=own)
+        return comms
+    own = comms.context_tokens(segments, dim=1)
+    return comms._replace(
+        wrap_attention=lambda attend: functools.partial(comms.wrap_attention(attend), segments=own)
     )
 
 
@@ -161,16 +161,20 @@ def looked_up(
     table: Float[Array, "rows width"],
     tokens: Int[Array, "batch tokens"],
     weights: Float[Array, "batch tokens"] | None,
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     vocabulary: int,
 ) -> Float[Array, "batch tokens_shard width"]:
     """The rows of the shared `table` for this device's part of the tokens; `weights` are of the tokens after them."""
     there = seen(weights)
-    there = None if there is None else joins.tokens(there, dim=1)
+    there = None if there is None else comms.context_tokens(there, dim=1)
     found = tensor.lookup(
-        table, joins.tokens(tokens, dim=1), joins.everywhere, weights=there, vocabulary=vocabulary
+        table,
+        comms.context_tokens(tokens, dim=1),
+        comms.everywhere,
+        weights=there,
+        vocabulary=vocabulary,
     )
-    return joins.leave(found)
+    return comms.sum_partials(found)
 
 
 def mean_loss(
@@ -178,15 +182,15 @@ def mean_loss(
     table: Float[Array, "rows width"],
     targets: Int[Array, "batch tokens"],
     weights: Float[Array, "batch tokens"] | None,
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     vocabulary: int,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
-    targets = joins.tokens(targets, dim=1)
-    weights = None if weights is None else joins.tokens(weights, dim=1)
+    targets = comms.context_tokens(targets, dim=1)
+    weights = None if weights is None else comms.context_tokens(weights, dim=1)
     return tapped.loss(
         cross_entropy.mean(
-            x, table, targets, joins.everywhere, weights=weights, vocabulary=vocabulary
+            x, table, targets, comms.everywhere, weights=weights, vocabulary=vocabulary
         )
     )
 

@@ -32,6 +32,7 @@ from parallax import (
     tensor,
     zero,
 )
+from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives import Axis, AxisLike, joined, ring, xla
 from parallax.collectives.types import varying, wide
 from parallax.grads import Grad, map_loss_and_aux
@@ -42,7 +43,6 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
-from parallax.typed import PyTree, Rule, Specs
 from parallax.validate import PER_STAGE
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
@@ -95,7 +95,7 @@ class Compute:
         sums: `(block, axis)`: wraps each block so that its gradients are summed over the replicas where they are made, while the
             backward pass runs: `grads.reduced_in_backward`. None: they are summed at the end of the step.
         joins: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
-            None: `sequence.joins`, which gathers them first.
+            None: `sequence.comms`, which gathers them first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -110,7 +110,7 @@ class Compute:
     documents: Documents | None = None
     dispatch: experts.Dispatch = experts.gathered
     sums: Callable[..., Any] | None = None
-    joins: Callable[..., tensor.Joins] | None = None
+    comms: Callable[..., tensor.Comms] | None = None
     grad_of: Callable[..., Grad] | None = None
 
 
@@ -218,7 +218,7 @@ def functions_of(
         config,
         axes["stage"] if layout.pipelined else (),
         axes["tensor"],
-        joins=joins_of(layout, family, axes, compute),
+        comms=joins_of(layout, family, axes, compute),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
         # Two layers in a loop's body let the gathers of one overlap the other. The TPU compiler then copies all that is kept.
@@ -300,7 +300,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(
-                f"axes needs movers along {', '.join(axes)}, such as axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
+                f"axes needs algorithms along {', '.join(axes)}, such as axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
             )
         axes[name] = Axis.of(axis)
     return axes
@@ -342,9 +342,9 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
 
 def joins_of(
     layout: Layout, family: Family, axes: Mapping[str, Axis], compute: Compute
-) -> Callable[..., tensor.Joins]:
+) -> Callable[..., tensor.Comms]:
     """How the blocks communicate."""
-    joins = compute.joins or (sequence.joins if layout.sequence else tensor.joins)
+    comms = compute.comms or (sequence.comms if layout.sequence else tensor.comms)
     if layout.context > 1:
         around = compute.around or family.around
         assert around is not None  # `decoder` refuses a context axis without one
@@ -352,11 +352,11 @@ def joins_of(
         def attend_around(attend):
             return around(attend, axes["context"])
 
-        joins = functools.partial(
-            context.joins, context=axes["context"], inner=joins, around=attend_around
+        comms = functools.partial(
+            context.comms, context=axes["context"], inner=comms, around=attend_around
         )
     return functools.partial(
-        experts.joins, experts=axes.get("expert", ()), inner=joins, dispatch=compute.dispatch
+        experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=compute.dispatch
     )
 
 

@@ -9,34 +9,37 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from parallax import taps
+from parallax._typing import PyTree, Specs
 from parallax.collectives.types import axes
-from parallax.tensor import Joins
-from parallax.typed import PyTree, Specs
+from parallax.tensor import Comms
 
 GATHERED = ("data", "context")  # over these a weight is whole when it is used
 
 
-def residual(x: Any, path: str, joins: Joins) -> Any:
+def residual(x: Any, path: str, comms: Comms) -> Any:
     """`x` of the residual stream, [B, T, D], with a tap."""
     if not taps.is_on():
         return x
     return taps.tap(
-        x, path, P(taps.BATCH), places={1: joins.own(_positions(x.shape[1] * joins.parts), dim=0)}
+        x,
+        path,
+        P(taps.BATCH),
+        places={1: comms.local_tokens(_positions(x.shape[1] * comms.token_shards), dim=0)},
     )
 
 
-def whole(x: Any, path: str, joins: Joins) -> Any:
+def whole(x: Any, path: str, comms: Comms) -> Any:
     """`x` of all the layers' tokens, [B, T, ...], with a tap."""
-    return x if not taps.is_on() else _whole(x, path, joins, P(taps.BATCH))
+    return x if not taps.is_on() else _whole(x, path, comms, P(taps.BATCH))
 
 
-def split(x: Any, path: str, joins: Joins, dim: int) -> Any:
+def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
     """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
-    names = axes(joins.axis.names)
+    names = axes(comms.axis.names)
     return (
         x
         if not taps.is_on()
-        else _whole(x, path, joins, P(taps.BATCH, *[None] * (dim - 1), names or None))
+        else _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
     )
 
 
@@ -89,9 +92,12 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     return tapped
 
 
-def _whole(x: Any, path: str, joins: Joins, spec: P) -> Any:
+def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
     return taps.tap(
-        x, path, spec, places={1: joins.tokens(_positions(x.shape[1] * joins.contexts), dim=0)}
+        x,
+        path,
+        spec,
+        places={1: comms.context_tokens(_positions(x.shape[1] * comms.context_shards), dim=0)},
     )
 
 

@@ -18,9 +18,9 @@ from jax import export, lax
 from jax.sharding import PartitionSpec
 
 from parallax import jaxprs, trees
+from parallax._typing import PyTree
 from parallax.grads import matching_parameters
 from parallax.optimizers.programs import RIGHT, WHOLE, Value, follow, of_leaf, split_over
-from parallax.typed import PyTree
 
 Update = Callable[..., Any]  # (gradients, state, parameters, **extra) -> (updates, state)
 

@@ -17,8 +17,8 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from parallax import jaxprs, trees
+from parallax._typing import PyTree
 from parallax.collectives.types import axes_of_type, linear, varying_axes
-from parallax.typed import PyTree
 
 WHOLE, RIGHT = (
     -1,

@@ -27,6 +27,7 @@ import optax
 from jaxtyping import Array
 
 from parallax import jaxprs, rules, shards, trees
+from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import axes_of, matching_parameters
@@ -43,7 +44,6 @@ from parallax.optimizers.programs import (
 )
 from parallax.rules import Owned
 from parallax.shards import Split
-from parallax.typed import PyTree, Specs
 
 Leads = Callable[[str, int], int]
 

@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from parallax import precision
+from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import axes, varying, varying_axes
-from parallax.typed import PyTree
 
 Counts: TypeAlias = Bool[Array, ""] | bool  # True: it counts for certain
 

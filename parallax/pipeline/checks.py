@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from parallax import mesh
+from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.grads import axes_of, replicated_axes, several
 from parallax.pipeline import head_sums
 from parallax.pipeline.traced import Misused, Traced
 from parallax.schedule import Schedule
-from parallax.typed import PyTree
 
 
 class Output(eqx.Module):

@@ -7,10 +7,10 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import replicated, varying_axes
 from parallax.grads import axes_of
-from parallax.typed import PyTree
 
 
 class Exchange(NamedTuple):

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from parallax import rules
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import ordered
 from parallax.grads import (
@@ -41,7 +42,6 @@ from parallax.pipeline.jobs import Functions, Jobs, Sums
 from parallax.pipeline.one_device import Aux, with_aux
 from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
-from parallax.typed import PyTree
 
 
 def value_and_grad(
@@ -80,7 +80,7 @@ def value_and_grad(
             in which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
             the same on all was shared out (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
-        axis: the axis of the stages, or several as one; its mover joins the gradients of the parameters that all stages have.
+        axis: the axis of the stages, or several as one; its algorithm joins the gradients of the parameters that all stages have.
         blocks: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
             dim of v chunks.
         trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.

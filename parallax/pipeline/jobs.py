@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from parallax import taps
+from parallax._typing import PyTree
 from parallax.collectives import Axis, send_next
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import like, varying, varying_axes
@@ -42,7 +43,6 @@ from parallax.pipeline.save import Save
 from parallax.pipeline.traced import Traced, trace
 from parallax.schedule import Schedule
 from parallax.split_backward import split
-from parallax.typed import PyTree
 
 
 class Functions(NamedTuple):

@@ -19,11 +19,11 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from parallax import mesh
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import like, varying_axes
 from parallax.pipeline import checks
 from parallax.schedule.places import Placement, checked_placement
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 Layers = Shaped[np.ndarray, "chunks stages"]

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from parallax._typing import PyTree
 from parallax.collectives.cpu import ordered
 from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Parameters, Sums
 from parallax.pipeline.rows import Row, rows
 from parallax.schedule import Schedule
 from parallax.schedule.table import phases_of
-from parallax.typed import PyTree
 
 
 class Arrived(NamedTuple):
@@ -122,8 +122,9 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     for repeats, pattern in loops(stretches(schedule)):
         period = sum(length for _, length in pattern)
         ticks = jax.tree.map(
-            lambda column: jnp.asarray(column[done : done + repeats * period]), table
-        )  # noqa: B023
+            lambda column: jnp.asarray(column[done : done + repeats * period]),
+            table,
+        )
         once = lambda carry, ticks, pattern=pattern: (
             _stretches(jobs, lanes, pattern, carry, ticks),
             None,
@@ -132,8 +133,9 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
             carry, _ = once(carry, ticks)
         else:
             ticks = jax.tree.map(
-                lambda column: column.reshape(repeats, -1, *column.shape[1:]), ticks
-            )  # noqa: B023
+                lambda column: column.reshape(repeats, -1, *column.shape[1:]),
+                ticks,
+            )
             carry, _ = lax.scan(once, carry, ticks)
         done += repeats * period
     return carry.sums
@@ -145,7 +147,7 @@ def _stretches(
     """The carry after a few stretches, one after another."""
     begin = 0
     for names, length in pattern:
-        of_stretch = jax.tree.map(lambda column: column[begin : begin + length], ticks)  # noqa: B023
+        of_stretch = jax.tree.map(lambda column: column[begin : begin + length], ticks)
         params = jobs.params
         if (
             length == 1
@@ -154,7 +156,7 @@ def _stretches(
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
 
         def tick(carry, row):
-            for lane in running:  # noqa: B023
+            for lane in running:
                 carry = lane(carry, row)
             return carry, None
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from parallax._typing import PyTree
 from parallax.pipeline import checks
 from parallax.pipeline.layers import from_placement
 from parallax.schedule.places import Placement
-from parallax.typed import PyTree
 
 
 class Aux(NamedTuple):
@@ -52,7 +52,7 @@ def unpipelined(
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         x, outputs = embed(params, batch), []
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
-            of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)  # noqa: B023
+            of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)
             with_place = eqx.tree_at(blocks, params, of_place)
             outputs.append(
                 checks.output(stage(with_place, x, batch, jnp.asarray(place, jnp.int32)))

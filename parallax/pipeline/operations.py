@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from parallax import mesh as meshes
 from parallax import rules
+from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.jaxprs import inner, opened, types
 from parallax.pipeline.exchange import whole
 from parallax.pipeline.jobs import Functions, Jobs
 from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
-from parallax.typed import PyTree
 
 
 class Work(NamedTuple):

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Bool
 
+from parallax._typing import PyTree
 from parallax.collectives import Axis, types
 from parallax.collectives.cpu import ordered
 from parallax.collectives.types import varying
@@ -25,7 +26,6 @@ from parallax.pipeline.buffers import masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
-from parallax.typed import PyTree
 
 
 class Arrived(NamedTuple):
@@ -147,7 +147,7 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
             def without_sent(carry, row):
                 # If what was sent stayed as it was, XLA would do its collectives before the loop, in all ticks: it takes them
                 # for the same in each trip.
-                return part(jobs, carry, row).with_arrived(sent=jax.tree.map(jnp.zeros_like, sent))  # noqa: B023
+                return part(jobs, carry, row).with_arrived(sent=jax.tree.map(jnp.zeros_like, sent))
 
             with _scope(table, name):
                 runs = getattr(row, TOGETHER[name]) >= 0

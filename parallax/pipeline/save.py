@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array
 
-from parallax.typed import PyTree
+from parallax._typing import PyTree
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Forward: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[tuple[PyTree, PyTree], list[Array]]]

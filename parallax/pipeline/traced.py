@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from parallax import mesh
+from parallax._typing import PyTree
 from parallax.collectives.types import operands
 from parallax.jaxprs import COLLECTIVES, inner, is_literal, opened
-from parallax.typed import PyTree
 
 
 class Misused(ValueError):

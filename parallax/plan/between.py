@@ -42,7 +42,7 @@ def terms(
             if axis is None
             else axis
         )
-        move = Axis.of(along).mover.all_reduce
+        move = Axis.of(along).algorithm.all_reduce
         for leaf in arguments.leaves(config, layout):
             count = leaf.share if layout.zero == 3 else leaf.elements
             yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh as meshes
-from parallax import neighbours
+from parallax import torus
 from parallax.collectives import tuning
 from parallax.collectives.cost import Link
 from parallax.plan.compilers import IN_PLACE, XLA_CPU, XLA_H100, XLA_V5E, XLA_V5P, Compiler
@@ -95,9 +95,9 @@ class Hardware:
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
-        rings = neighbours.closed(self.name in neighbours.FLAT, self.torus)
+        rings = torus.closed(self.name in torus.FLAT, self.torus)
         return dict(
-            zip(axes, neighbours.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
+            zip(axes, torus.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
         )
 
 

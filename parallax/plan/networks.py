@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from parallax.collectives import halving, machines, ring, two_rings
-from parallax.collectives.algorithm import messages
 from parallax.collectives.cost import Link, Round
+from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route, Tables
 from parallax.plan.hardware import Hardware
 
@@ -223,7 +223,7 @@ def _tables(name: str, size: int) -> Tables | None:
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
-    """The tables that `choose` tries along an axis of so many devices, by the mover's name."""
+    """The tables that `choose` tries along an axis of so many devices, by the algorithm's name."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
@@ -236,7 +236,7 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """The seconds of some collectives along one axis by each mover that fits it, the fastest first.
+    """The seconds of some collectives along one axis by each algorithm that fits it, the fastest first.
 
     Args:
         times: of each collective its kind, the bytes that it takes, and how often it runs.

@@ -186,7 +186,7 @@ def plan(
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: who moves data along which axis, as in `Compute`: movers that `cost` has a formula for.
+        axes: who moves data along which axis, as in `Compute`: algorithms that `cost` has a formula for.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest that does.

@@ -200,33 +200,35 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """The axes that each call works along: neighbours that one mover moves together, one call after the other."""
+        """The axes that each call works along: neighbours that one algorithm moves together, one call after the other."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
-            for _, group in itertools.groupby(used, key=lambda name: self.axes[name].mover)
+            for _, group in itertools.groupby(used, key=lambda name: self.axes[name].algorithm)
         ]
 
-    def mover(self, group):
-        return self.axes[group[0]].mover if group else ring
+    def algorithm(self, group):
+        return self.axes[group[0]].algorithm if group else ring
 
     def size_of(self, group) -> int:
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         for group in self.groups(axes):
-            yield self.term(what, group, self.mover(group).all_reduce, nbytes, times, itemsize)
+            yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """From the first axis to the last, where they have several movers."""
+        """From the first axis to the last, where they have several algorithms."""
         for group in self.groups(over):
-            yield self.term(what, group, self.mover(group).reduce_scatter, nbytes, times, itemsize)
+            yield self.term(
+                what, group, self.algorithm(group).reduce_scatter, nbytes, times, itemsize
+            )
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """From the last axis to the first, where they have several movers."""
+        """From the last axis to the first, where they have several algorithms."""
         for group in self.groups(over)[::-1]:
-            yield self.term(what, group, self.mover(group).all_gather, nbytes, times, itemsize)
+            yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
             nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:

@@ -5,12 +5,12 @@ rule gave, `experts` is for what tokens travel to. Any function of your own is a
 and refuses what would not run, or would run and train something else.
 """
 
+from parallax._typing import Rule
 from parallax.rules.applied import Survey, explain, paths, specs, survey
 from parallax.rules.makers import covers, experts, first, fsdp, match
 from parallax.rules.optimizer import Owned, check_axes, optimizer_specs
 from parallax.rules.placement import Refusal
 from parallax.trees import is_inexact
-from parallax.typed import Rule
 
 __all__ = [
     "Owned",

@@ -10,10 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
+from parallax._typing import PyTree, Rule, Specs
 from parallax.rules.makers import covers, experts, first, fsdp, match
 from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
 from parallax.trees import RENAME, entry_axes, is_array, twice
-from parallax.typed import PyTree, Rule, Specs
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:

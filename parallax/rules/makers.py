@@ -13,8 +13,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
+from parallax._typing import Rule
 from parallax.rules.placement import free, padded, spec_of
-from parallax.typed import Rule
 
 # They are classes in lower case, as `functools.partial` is: made and called like functions, yet
 # `specs` can look inside them to say which rule is at fault.

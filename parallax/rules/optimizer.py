@@ -10,9 +10,9 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
+from parallax._typing import PyTree, Specs
 from parallax.rules.placement import padded, spec_of
 from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, owner
-from parallax.typed import PyTree, Specs
 
 
 class Owned(eqx.Module):
@@ -95,7 +95,7 @@ def optimizer_specs(
             other = P(*spec_of(members[0])[:lead])
             groups.append(
                 jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group)
-            )  # noqa: B023
+            )
         return Owned(groups, each.names, each.members, each.leads)
 
     state = jax.eval_shape(optimizer.init, arrays)

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from parallax._typing import PyTree
 from parallax.data import manifest
 from parallax.run import kept, lock, stored
 from parallax.run import record as records
@@ -32,7 +33,6 @@ from parallax.run.kept import NEWEST
 from parallax.run.record import ARRAYS, MANIFEST, Record
 from parallax.run.stages import LONG
 from parallax.run.writer import Writer, orbax
-from parallax.typed import PyTree
 
 NONE = -1  # no checkpoint, where a step is told to other processes
 TOLD = 1000  # bytes of what one process tells the others

@@ -32,9 +32,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Shaped, UInt32
 
 from parallax import mesh
+from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, replicated, size, varying
-from parallax.typed import PyTree, Specs
 
 WORDS = 2  # of 32 bits, for each leaf
 

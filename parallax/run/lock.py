@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallax import disk
+from parallax import _files
 
 FILE = ".lock"
 TRIES = 10  # each begins again where another run has just removed the file, or the empty folder, that it released
@@ -174,6 +174,6 @@ def _holder(folder: Path) -> str:
             0.02
         )  # a run that has just begun takes this long to replace what the last one wrote
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(disk.read(folder / FILE))
+            record = json.loads(_files.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"
     return "a process that has not said which"

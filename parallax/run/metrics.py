@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from parallax import disk, precision
+from parallax import _files, precision
 from parallax.run.stages import transient
 from parallax.step import Info
 
@@ -135,7 +135,7 @@ def recorded(
     path, found, others = Path(path), [], 0
     if not path.exists():
         return []
-    with disk.open_file(path, "a file of metrics") as file:
+    with _files.open_file(path, "a file of metrics") as file:
         text = file.readall().decode(errors="replace")
     for line in text.splitlines(keepends=True):
         record = None

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax import mesh
+from parallax._typing import PyTree
 from parallax.run.record import Record
-from parallax.typed import PyTree
 
 KEYS = {
     "key<fry>": "threefry2x32",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from parallax import disk
+from parallax import _files
 from parallax.schedule.orders import Job, from_orders
 from parallax.schedule.table import LANES, CannotRun, Schedule
 
@@ -55,7 +55,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         ValueError: the file is no table, or its table cannot run; the message names the line.
     """
     try:
-        text = disk.read(path, "a table of text").decode("utf-8-sig")
+        text = _files.read(path, "a table of text").decode("utf-8-sig")
         header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(

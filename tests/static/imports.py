@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     *(
-        "typed",
+        "_typing",
         "trees",
         "given",
-        "disk",
-        "neighbours",
+        "_files",
+        "torus",
         "mesh",
         "collectives",
         "jaxprs",

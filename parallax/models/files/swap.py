@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from parallax import disk
+from parallax import _files
 
 STAGE = ".saving"
 
@@ -38,7 +38,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         old.mkdir()
         yield new
         for file in (*new.iterdir(), new):
-            disk.sync(file)
+            _files.sync(file)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -60,12 +60,12 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
         for name in (last, *sorted({*made, *gone} - {last})):
             if os.path.lexists(folder / name):
                 move(folder / name, old / name)
-                disk.sync(folder)  # `last` has left the disk before anything else does
+                _files.sync(folder)  # `last` has left the disk before anything else does
         for name in made:
             move(new / name, folder / name)
-        disk.sync(folder)
+        _files.sync(folder)
         move(new / last, folder / last)
-        disk.sync(folder)
+        _files.sync(folder)
     except BaseException:
         for source, target in reversed(moved):
             os.replace(target, source)

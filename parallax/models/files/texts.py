@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parallax import disk
+from parallax import _files
 
 DIGITS = 19  # 64 bits; longer numbers are no size or token of anything
 DEEPEST = 64  # objects and lists within each other; no configuration has ten
@@ -14,7 +14,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for anything else."""
     again = "Copy or download it again."
     try:
-        content = disk.read(file, "a JSON object")
+        content = _files.read(file, "a JSON object")
     except ValueError as error:
         raise ValueError(f"{error} {again}") from error
     try:

@@ -19,7 +19,7 @@ from parallax.models.family import Batch
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
 
-ONE_DEVICE = tensor.joins(())
+ONE_DEVICE = tensor.comms(())
 
 
 def loss(
@@ -27,22 +27,22 @@ def loss(
     batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
     axis: AxisLike = (),
-    joins: Callable[..., Any] = tensor.joins,
+    comms: Callable[..., Any] = tensor.comms,
     attend: Callable[..., Any] = attention,
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
-    With `context.joins`, the mean over this device's tokens.
+    With `context.comms`, the mean over this device's tokens.
 
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is the same under every
             layout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.joins`; with the
-            tokens split over another axis before that, `context.joins`.
+        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.comms`; with the
+            tokens split over another axis before that, `context.comms`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
             `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
             dropout it gives way to `attention`.
@@ -54,7 +54,7 @@ def loss(
         ValueError: T is more than the model's context; there is no token to predict; or, outside `jax.jit`, where values are
             known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
-    options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    options = {"axis": axis, "comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     return pieces.loss(PIECES, model, batch, **options)[0]
 
 
@@ -82,26 +82,26 @@ def embed(
     *,
     first: int | Int[Array, ""] = 0,
     weights: Float[Array, "batch tokens"] | None = None,
-    joins: tensor.Joins = ONE_DEVICE,
+    comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block: the embeddings of tokens and positions, of which the first is `first`, with dropout.
 
-    `joins` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
+    `comms` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
     go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
     Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
     pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
-    x = across(pieces.looked_up(model.wte, tokens, weights, joins, model.config.vocabulary))
+    x = across(pieces.looked_up(model.wte, tokens, weights, comms, model.config.vocabulary))
     T = tokens.shape[1]
     positions = (
         model.wpe[first : first + T]
         if isinstance(first, int)
         else lax.dynamic_slice_in_dim(model.wpe, first, T)
     )
-    x = x + joins.own(positions, dim=0)[None]
-    x = _dropped(x, keys, model.config.dropout, joins, layer=model.config.layers, site=0)
-    return tapped.residual(x, "embedding", joins)
+    x = x + comms.local_tokens(positions, dim=0)[None]
+    x = _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
+    return tapped.residual(x, "embedding", comms)
 
 
 def block(
@@ -111,10 +111,10 @@ def block(
     layer: Int[Array, ""],
     *,
     config: Config,
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """One block. Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
+    """One block. Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
     qkv, out, up, down = (
         weights.attention.qkv,
         weights.attention.out,
@@ -122,35 +122,37 @@ def block(
         weights.mlp.down,
     )
 
-    x = tapped.residual(x, "blocks.*.in", joins)
-    y = tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins)
-    y = tapped.split(joins.column(y, qkv.weight, qkv.bias), "blocks.*.attention.qkv", joins, dim=3)
+    x = tapped.residual(x, "blocks.*.in", comms)
+    y = tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms)
+    y = tapped.split(comms.column(y, qkv.weight, qkv.bias), "blocks.*.attention.qkv", comms, dim=3)
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
-        if joins.contexts > 1:
+        if comms.context_shards > 1:
             raise ValueError(
                 f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; they are split over "
-                f"{joins.contexts}. Configure attention_dropout=0, and dropout for the residual stream."
+                f"{comms.context_shards}. Configure attention_dropout=0, and dropout for the residual stream."
             )
-        first_head = joins.axis.index() * qkv.bias.shape[1]
+        first_head = comms.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
         attend = functools.partial(
             attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate)
         )
-    y = tapped.split(joins.attends(attend)(q, k, v), "blocks.*.attention.heads", joins, dim=2)
-    y = tapped.residual(joins.row(y, out.weight, out.bias), "blocks.*.attention.out", joins)
+    y = tapped.split(
+        comms.wrap_attention(attend)(q, k, v), "blocks.*.attention.heads", comms, dim=2
+    )
+    y = tapped.residual(comms.row(y, out.weight, out.bias), "blocks.*.attention.out", comms)
     x = tapped.residual(
-        x + _dropped(y, keys, config.dropout, joins, layer, site=1), "blocks.*.middle", joins
+        x + _dropped(y, keys, config.dropout, comms, layer, site=1), "blocks.*.middle", comms
     )
 
-    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins)
+    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
     y = jax.nn.gelu(
-        tapped.split(joins.column(y, up.weight, up.bias), "blocks.*.mlp.up", joins, dim=2),
+        tapped.split(comms.column(y, up.weight, up.bias), "blocks.*.mlp.up", comms, dim=2),
         approximate=True,
     )
-    y = tapped.residual(joins.row(y, down.weight, down.bias), "blocks.*.mlp.down", joins)
+    y = tapped.residual(comms.row(y, down.weight, down.bias), "blocks.*.mlp.down", comms)
     return tapped.residual(
-        x + _dropped(y, keys, config.dropout, joins, layer, site=2), "blocks.*.out", joins
+        x + _dropped(y, keys, config.dropout, comms, layer, site=2), "blocks.*.out", comms
     )
 
 
@@ -160,25 +162,27 @@ def head(
     targets: Int[Array, "batch tokens"],
     *,
     weights: Float[Array, "batch tokens"] | None = None,
-    joins: tensor.Joins = ONE_DEVICE,
+    comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, ""]:
     """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the tied head, in nats a token.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = tapped.whole(joins.enter(across(model.norm(x, model.config.epsilon))), "head.in", joins)
-    return pieces.mean_loss(x, model.wte, targets, weights, joins, model.config.vocabulary)
+    x = tapped.whole(
+        comms.all_tokens(across(model.norm(x, model.config.epsilon))), "head.in", comms
+    )
+    return pieces.mean_loss(x, model.wte, targets, weights, comms, model.config.vocabulary)
 
 
 def _layer(
     config: Config,
     *,
     positions: Int[Array, " tokens"],
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Callable[..., Any]:
-    return functools.partial(block, config=config, joins=joins, attend=attend)
+    return functools.partial(block, config=config, comms=comms, attend=attend)
 
 
 PIECES = pieces.Pieces("gpt2", embed=embed, layer=_layer, head=head, unembed=unembedded)
@@ -189,14 +193,14 @@ def _at(keys, layer, site: int):
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, layer), site))(keys)
 
 
-def _dropped(x, keys, rate: float, joins: tensor.Joins, layer, site: int):
+def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
     """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them all."""
     if keys is None or rate == 0:
         return x
-    T, D = x.shape[1] * joins.parts, x.shape[2]
+    T, D = x.shape[1] * comms.token_shards, x.shape[2]
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
-    x = jnp.where(joins.own(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
-    return tapped.residual(x, f"blocks.*.dropped.{site}" if site else "embedding.dropped", joins)
+    x = jnp.where(comms.local_tokens(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
+    return tapped.residual(x, f"blocks.*.dropped.{site}" if site else "embedding.dropped", comms)
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):

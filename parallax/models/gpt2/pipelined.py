@@ -17,7 +17,7 @@ def stages(
     stage_axis: AxisLike = "stage",
     axis: AxisLike = "tensor",
     *,
-    joins: Callable[..., Any] = tensor.joins,
+    comms: Callable[..., Any] = tensor.comms,
     attend: Callable[..., Any] = attention,
     remat: Callable[..., Any] = none,
     unroll: int = 1,
@@ -34,7 +34,7 @@ def stages(
         unroll: likewise.
     """
 
-    options = {"joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     return pieces.stages(forward.PIECES, config, stage_axis, axis, **options)
 
 

@@ -23,7 +23,7 @@ from parallax.models.llama.sizes import Config
 from parallax.precision import wide
 from parallax.remat import none
 
-ONE_DEVICE = tensor.joins(())
+ONE_DEVICE = tensor.comms(())
 
 
 def loss(
@@ -31,21 +31,21 @@ def loss(
     batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
     axis: AxisLike = (),
-    joins: Callable[..., Any] = tensor.joins,
+    comms: Callable[..., Any] = tensor.comms,
     attend: Callable[..., Any] = grouped,
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
     """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
 
-    With `context.joins`, the mean over this device's tokens. Of a model with experts the auxiliary losses are added that its
+    With `context.comms`, the mean over this device's tokens. Of a model with experts the auxiliary losses are added that its
     configuration asks for.
 
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together, as in `gpt2.loss`; `experts.joins` where the experts are split.
+        joins: how the devices of `axis` come together, as in `gpt2.loss`; `experts.comms` where the experts are split.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
             of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
@@ -54,7 +54,7 @@ def loss(
     Raises:
         ValueError: as `gpt2.loss`; or the heads of keys and values of this shard are not those that its queries attend to.
     """
-    options = {"axis": axis, "joins": joins, "attend": attend, "remat": remat, "unroll": unroll}
+    options = {"axis": axis, "comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     return loss_and_statistics(model, batch, **options)[0]
 
 
@@ -63,14 +63,14 @@ def loss_and_statistics(
     batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
     axis: AxisLike = (),
-    joins: Callable[..., Any] = tensor.joins,
+    comms: Callable[..., Any] = tensor.comms,
     attend: Callable[..., Any] = grouped,
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], experts.Statistics | None]:
     """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
     return pieces.loss(
-        PIECES, model, batch, axis=axis, joins=joins, attend=attend, remat=remat, unroll=unroll
+        PIECES, model, batch, axis=axis, comms=comms, attend=attend, remat=remat, unroll=unroll
     )
 
 
@@ -100,13 +100,13 @@ def embed(
     *,
     first: int | Int[Array, ""] = 0,
     weights: Float[Array, "batch tokens"] | None = None,
-    joins: tensor.Joins = ONE_DEVICE,
+    comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
     pieces.check_tokens("llama", tokens, model.config.context)
-    x = across(pieces.looked_up(model.table, tokens, weights, joins, model.config.vocabulary))
-    return tapped.residual(x, "embedding", joins)
+    x = across(pieces.looked_up(model.table, tokens, weights, comms, model.config.vocabulary))
+    return tapped.residual(x, "embedding", comms)
 
 
 def block(
@@ -117,60 +117,62 @@ def block(
     *,
     config: Config,
     turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
     """One block; one with experts returns an `Output` with its auxiliary losses and `experts.Statistics`.
 
-    Over the axis of `joins` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
+    Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
 
     Where each device has all heads of keys and values, it computes those that its queries attend to; backward, one all-reduce of
     their weights' size sums what the devices found. `turns` are those of the tokens that it attends with, by `rotary`.
     """
     attention = weights.attention
 
-    x = tapped.residual(x, "blocks.*.in", joins)
-    y = joins.enter(
-        tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", joins)
+    x = tapped.residual(x, "blocks.*.in", comms)
+    y = comms.all_tokens(
+        tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms)
     )
-    q, k, v = queries_keys_values(attention, y, turns, config, joins)
-    y = joins.attends(attend)(tapped.split(q, "blocks.*.attention.query", joins, dim=2), k, v)
-    y = tapped.split(y, "blocks.*.attention.heads", joins, dim=2)
-    y = tapped.residual(joins.row(y, attention.out.weight, None), "blocks.*.attention.out", joins)
-    x = tapped.residual(x + y, "blocks.*.middle", joins)
+    q, k, v = queries_keys_values(attention, y, turns, config, comms)
+    y = comms.wrap_attention(attend)(
+        tapped.split(q, "blocks.*.attention.query", comms, dim=2), k, v
+    )
+    y = tapped.split(y, "blocks.*.attention.heads", comms, dim=2)
+    y = tapped.residual(comms.row(y, attention.out.weight, None), "blocks.*.attention.out", comms)
+    x = tapped.residual(x + y, "blocks.*.middle", comms)
 
-    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", joins)
+    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
     if isinstance(weights.mlp, MLP):
-        y = tapped.residual(fed_forward(weights.mlp, y, joins), "blocks.*.mlp.down", joins)
-        return tapped.residual(x + y, "blocks.*.out", joins)
-    y, told = mixed(weights.mlp, y, config, joins)
-    x = tapped.residual(x + tapped.residual(y, "blocks.*.mlp.down", joins), "blocks.*.out", joins)
+        y = tapped.residual(fed_forward(weights.mlp, y, comms), "blocks.*.mlp.down", comms)
+        return tapped.residual(x + y, "blocks.*.out", comms)
+    y, told = mixed(weights.mlp, y, config, comms)
+    x = tapped.residual(x + tapped.residual(y, "blocks.*.mlp.down", comms), "blocks.*.out", comms)
     return pipeline.Output(x, loss=config.balance * told.balance + config.z * told.z, aux=told)
 
 
 def fed_forward(
-    weights: MLP, y: Float[Array, "batch tokens_shard width"], joins: tensor.Joins
+    weights: MLP, y: Float[Array, "batch tokens_shard width"], comms: tensor.Comms
 ) -> Float[Array, "batch tokens_shard width"]:
     """What the feed-forward adds to the residual stream."""
-    y = joins.enter(y)
+    y = comms.all_tokens(y)
     y = tapped.split(
         jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up),
         "blocks.*.mlp.up",
-        joins,
+        comms,
         dim=2,
     )
-    return joins.row(y, weights.down.weight, None)
+    return comms.row(y, weights.down.weight, None)
 
 
 def mixed(
-    weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, joins: tensor.Joins
+    weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, comms: tensor.Comms
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
     """What the experts add to the residual stream, and how even the router's choices are."""
-    mixture = joins.mixes(functools.partial(experts.moe, axis=()))
+    mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top(config.chosen, normalised=True)
-    out, told = mixture(y, weights.mixture, route=route, joins=joins)
+    out, told = mixture(y, weights.mixture, route=route, comms=comms)
     return out if isinstance(weights.shared, tuple) else out + fed_forward(
-        weights.shared, y, joins
+        weights.shared, y, comms
     ), told
 
 
@@ -179,7 +181,7 @@ def queries_keys_values(
     y: Float[Array, "batch tokens width"],
     turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
     config: Config,
-    joins: tensor.Joins,
+    comms: tensor.Comms,
 ) -> tuple[
     Float[Array, "batch tokens heads head_width"],
     Float[Array, "batch tokens groups head_width"],
@@ -187,15 +189,15 @@ def queries_keys_values(
 ]:
     """This device's heads of queries, and of the keys and values that they attend to, turned to their positions."""
     heads = weights.query.weight.shape[1]
-    own = functools.partial(own_groups, heads=heads, config=config, joins=joins)
+    own = functools.partial(own_groups, heads=heads, config=config, comms=comms)
     q = _projected(y, weights.query)
     k, v = (_projected(y, own(each)) for each in (weights.key, weights.value))
-    q = _normed(q, weights.query_norm, config, joins)
-    k = _normed(k, weights.key_norm, config, joins)
+    q = _normed(q, weights.query_norm, config, comms)
+    k = _normed(k, weights.key_norm, config, comms)
     return rotated(q, turns), rotated(k, turns), v
 
 
-def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins) -> Linear:
+def own_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
     """Of a layer to keys or values, the heads that this device's `heads` of queries attend to.
 
     They are all that the device has where the axis splits them, and some of them where each device has all.
@@ -203,7 +205,7 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
     Raises:
         ValueError: the device has neither.
     """
-    groups, devices = layer.weight.shape[1], joins.axis.size()
+    groups, devices = layer.weight.shape[1], comms.axis.size()
     each = config.heads // config.groups  # heads of queries for one of keys
     if heads * devices == config.heads and groups * devices == config.groups:
         return layer
@@ -217,8 +219,8 @@ def own_groups(layer: Linear, *, heads: int, config: Config, joins: tensor.Joins
             f"needs {config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this has "
             f"{heads} and {groups}. Split them as llama.rules(axis, size={devices}) says."
         )
-    first, needed = joins.axis.index() * heads // each, max(heads // each, 1)
-    pick = lambda leaf, dim: lax.dynamic_slice_in_dim(joins.apart(leaf), first, needed, dim)
+    first, needed = comms.axis.index() * heads // each, max(heads // each, 1)
+    pick = lambda leaf, dim: lax.dynamic_slice_in_dim(comms.copy_to(leaf), first, needed, dim)
     return Linear(
         pick(layer.weight, 1), () if isinstance(layer.bias, tuple) else pick(layer.bias, 0)
     )
@@ -262,26 +264,28 @@ def head(
     targets: Int[Array, "batch tokens"],
     *,
     weights: Float[Array, "batch tokens"] | None = None,
-    joins: tensor.Joins = ONE_DEVICE,
+    comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, ""]:
     """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the head, in nats a token.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = tapped.whole(joins.enter(across(model.norm(x, model.config.epsilon))), "head.in", joins)
-    return pieces.mean_loss(x, model.unembedding, targets, weights, joins, model.config.vocabulary)
+    x = tapped.whole(
+        comms.all_tokens(across(model.norm(x, model.config.epsilon))), "head.in", comms
+    )
+    return pieces.mean_loss(x, model.unembedding, targets, weights, comms, model.config.vocabulary)
 
 
 def _layer(
     config: Config,
     *,
     positions: Int[Array, " tokens"],
-    joins: tensor.Joins,
+    comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Callable[..., Any]:
     return functools.partial(
-        block, config=config, turns=rotary(config, positions), joins=joins, attend=attend
+        block, config=config, turns=rotary(config, positions), comms=comms, attend=attend
     )
 
 
@@ -294,6 +298,6 @@ def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Ar
     return y if isinstance(layer.bias, tuple) else tensor.added(y, layer.bias)
 
 
-def _normed(x, norm: Norm | tuple[()], config: Config, joins: tensor.Joins):
+def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
     """Heads normalised, each device's by the weight that all have."""
-    return x if isinstance(norm, tuple) else Norm(joins.apart(norm.weight))(x, config.epsilon)
+    return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

@@ -1,6 +1,6 @@
 """From a table to the drop-ins for `jax.lax`'s collectives, with their types, gradients and prices.
 
-@mover
+@algorithm
 def direct(n):
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from jax import lax
 
+from parallax._typing import PyTree
 from parallax.collectives import drop_in
-from parallax.collectives.axis import AllToAll, Mover
+from parallax.collectives.axis import Algorithm, AllToAll
 from parallax.collectives.cost import Message, Round, devices, priced
 from parallax.collectives.execute import leaf_by_leaf, pieces_of
 from parallax.collectives.route import Route, Tables
@@ -26,14 +27,13 @@ from parallax.collectives.tiling import (
     shares_of,
 )
 from parallax.collectives.types import axes, moved, size, summand
-from parallax.typed import PyTree
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def mover(
+def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: AllToAll = lax.all_to_all
-) -> Mover:
+) -> Algorithm:
     """The drop-ins of a table for n devices, `maker(n)`, along one axis or several. It decorates a maker too.
 
     They take and return what `lax.psum`, `lax.psum_scatter` and `lax.all_gather` do: trees of any dtype and shape, replication
@@ -44,17 +44,17 @@ def mover(
     Args:
         maker: gives a `Route`, or several of as many devices, side by side, each of which carries a share of every block.
         name: the name in messages; the maker's by default.
-        all_to_all: the mover's, if it is not `lax`'s.
+        all_to_all: the algorithm's, if it is not `lax`'s.
     """
     return _mover(maker, lambda sizes: maker(math.prod(sizes)), name or maker.__name__, all_to_all)
 
 
-def mover_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Mover:
-    """As `mover`, of a maker that is given the devices on each axis: `maker(2, 4)`."""
+def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
+    """As `algorithm`, of a maker that is given the devices on each axis: `maker(2, 4)`."""
     return _mover(maker, lambda sizes: maker(*sizes), name or maker.__name__, lax.all_to_all)
 
 
-def _mover(maker, tables_for, name: str, all_to_all: AllToAll) -> Mover:
+def _mover(maker, tables_for, name: str, all_to_all: AllToAll) -> Algorithm:
     """The drop-ins of `tables_for(sizes)`, the tables for so many devices on each axis."""
 
     @functools.lru_cache(maxsize=64)
@@ -109,7 +109,7 @@ def _mover(maker, tables_for, name: str, all_to_all: AllToAll) -> Mover:
             -(-size // devices(n)), n, itemsize
         )
 
-    return Mover(
+    return Algorithm(
         name,
         priced(all_reduce_rounds, f"{name}.all_reduce")(all_reduce_leaves),
         priced(scatter_rounds, f"{name}.reduce_scatter")(reduce_scatter),

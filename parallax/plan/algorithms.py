@@ -14,28 +14,28 @@ ORDER = ("tensor", "stage", "data")  # the fastest first, as `planned.span` numb
 
 
 class Chosen(NamedTuple):
-    """The mover of an axis.
+    """The algorithm of an axis.
 
     Attributes:
         axis: its name.
-        mover: as `parallax.collectives` names it.
-        seconds: of all messages along the axis in a step, by each mover that was tried, the fastest first.
+        algorithm: as `parallax.collectives` names it.
+        seconds: of all messages along the axis in a step, by each algorithm that was tried, the fastest first.
     """
 
     axis: str
-    mover: str
+    algorithm: str
     seconds: dict[str, float]
 
 
 def chosen(plan: Plan, network: Network) -> list[Chosen]:
-    """The fastest mover along each axis of the layout, one thing after another.
+    """The fastest algorithm along each axis of the layout, one thing after another.
 
     Raises:
         ValueError: the network has another number of devices than the layout.
     """
     if network.devices != plan.layout.devices:
         raise ValueError(
-            f"movers.chosen needs a network of the layout's {plan.layout.devices} devices; got one of {network.devices}."
+            f"algorithms.chosen needs a network of the layout's {plan.layout.devices} devices; got one of {network.devices}."
         )
     found = []
     for axis, size in plan.layout.axes.items():
@@ -53,20 +53,20 @@ def chosen(plan: Plan, network: Network) -> list[Chosen]:
 
 
 def replanned(plan: Plan, network: Network) -> tuple[Plan, list[Chosen]]:
-    """The plan with the fastest movers, and those: what other collectives take stays as it was."""
+    """The plan with the fastest algorithms, and those: what other collectives take stays as it was."""
     best = chosen(plan, network)
     others = [term for term in plan.traffic if not (_kind(term) in KINDS and len(term.axes) == 1)]
     rest = math.fsum(planned.messages(others, plan.layout, plan.hardware).values())
-    messages = rest + math.fsum(each.seconds[each.mover] for each in best)
+    messages = rest + math.fsum(each.seconds[each.algorithm] for each in best)
     return dataclasses.replace(plan, seconds=plan.seconds._replace(messages=messages)), best
 
 
 def table(found: list[Chosen]) -> str:
-    """The movers, a line an axis."""
-    lines = ["movers                seconds of messages, by mover"]
+    """The algorithms, a line an axis."""
+    lines = ["algorithms                seconds of messages, by algorithm"]
     for each in found:
         rivals = ", ".join(f"{name} {taken:.3g}" for name, taken in each.seconds.items())
-        lines.append(f"  {each.axis:<10} {each.mover:<12} {rivals}")
+        lines.append(f"  {each.axis:<10} {each.algorithm:<12} {rivals}")
     return "\n".join(lines)
 
 
