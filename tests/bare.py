@@ -109,7 +109,7 @@ def stages(
         over = comms(axis, shared=stage_axis)
         tokens = Batch(*part).windows[:, :-1]
         return tensor.copy_to(
-            over.leave(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis
+            over.sum_partials(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis
         )
 
     def stage(model, x, part, position):
@@ -120,7 +120,11 @@ def stages(
         over, batch = comms(axis, shared=stage_axis), Batch(*part)
         y = pipeline.from_last(normed(x, model.norm), stage_axis)
         loss = cross_entropy.mean(
-            over.enter(y), model.head, batch.windows[:, 1:], over.everywhere, weights=batch.weights
+            over.all_tokens(y),
+            model.head,
+            batch.windows[:, 1:],
+            over.everywhere,
+            weights=batch.weights,
         )
         return (loss, {"square": jnp.mean(y * y)}) if config.told else loss
 

@@ -62,8 +62,8 @@ def permute_and_mask(x, w):
 def ring_under_switch(x, w):
     branches = [
         lambda x: x,
-        lambda x: lax.pcast(ring.all_reduce(x, "x"), "x", to="varying"),
-    ]  # wrong
+        lambda x: lax.pcast(ring.all_reduce(x, "x"), "x", to="varying"),  # wrong
+    ]
     return lax.switch(jnp.int32(x[0, 0] > 0), branches, x)
 
 

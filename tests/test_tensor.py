@@ -286,7 +286,7 @@ REFUSED = {
     "enter": (
         lambda x: tensor.copy_to(x, ring(("data", "tensor"))),
         "tensor.copy_to needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
-        "Enter once, before the column-parallel layer, and leave after the row-parallel one.",
+        "Use `copy_to` once, before the column-parallel layer, and `reduce_from` after the row-parallel one.",
     ),
     "column": (
         lambda x: tensor.column(x, jnp.ones((3, 2)), None, ring("data")),
@@ -295,7 +295,7 @@ REFUSED = {
     "leave": (
         lambda x: tensor.reduce_from(x, ring("tensor")),
         "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
-        "would be counted once a device. Split the weights before it, or do not leave.",
+        "would be counted once a device. Split the weights before it, or leave out `reduce_from`.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),

@@ -63,7 +63,7 @@ def loss(
     given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
     made = comms(axis)
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
-    own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
+    own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
     apply = pieces.layer(model.config, positions=own, comms=_apart(made, segments), attend=attend)
     out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
     value = pieces.head(model, out.x, windows[:, 1:], weights=weights, comms=made)
@@ -118,7 +118,7 @@ def stages(
     def stage(model, x, part, position):
         windows, keys, _, segments = Batch(*part)
         made = comms(axis)
-        own = made.tokens(positions(x, windows.shape[1] - 1), dim=0)
+        own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
         apply = pieces.layer(config, positions=own, comms=_apart(made, segments), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(
