@@ -29,12 +29,12 @@ Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def mean_of_parts(aux: Tree) -> Tree:
+def mean_over_microbatches(aux: Tree) -> Tree:
     """The mean of each array over its first dim, the microbatches. The mean of integers is floating-point."""
     return jax.tree.map_with_path(lambda path, leaf: jnp.mean(_floating(path, leaf), axis=0), aux)
 
 
-def mean_of_devices(aux: Tree, axis: Axis) -> Tree:
+def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
     """The mean of each array over those of the axes along which it differs, summed in float32 or wider."""
 
     def mean(path, leaf):
@@ -58,7 +58,7 @@ def _floating(path: Sequence[Any], leaf: Array) -> Array:
 
 
 def accumulated(
-    grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_of_parts
+    grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_over_microbatches
 ) -> Grad:
     """`grad` of the whole batch, computed one microbatch after another: memory for one microbatch at a time.
 
@@ -108,7 +108,7 @@ def averaged(
     grad: Grad,
     axis: AxisLike,
     *,
-    aux: Callable[[Any, Axis], Any] = mean_of_devices,
+    aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, which split the batch: data parallelism, `A {U_X} -> A`.
@@ -145,7 +145,7 @@ def summed(
     axis: AxisLike,
     *,
     loss: bool = False,
-    aux: Callable[[Any, Axis], Any] = mean_of_devices,
+    aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """`grad`, its gradients summed over `axis` where all devices have the parameter: `A {U_X} -> A`.
@@ -251,7 +251,7 @@ def local(
         ValueError: as `averaged` does.
     """
     types.check_typed()
-    outside, names = OUTSIDE.value, several(axes_of(axis))
+    outside, names = OUTSIDE.value, axes_of_several_devices(axes_of(axis))
     shares = {name: paths for name in names if (paths := _shares(params, name))}
     if unclear := sorted(outside.shares.intersection(shares)):
         raise ValueError(
@@ -353,7 +353,7 @@ def loss_of(value: PyTree) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-def several(names: Iterable[str]) -> list[str]:
+def axes_of_several_devices(names: Iterable[str]) -> list[str]:
     """Those of the axes that have more than one device, sorted."""
     return sorted(name for name in names if types.size(name) > 1)
 

@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from parallax import given, torus
+from parallax import argument_checks, torus
 from parallax._typing import Device, PyTree
 from parallax.trees import AnyMesh, dotted, entry_axes, is_array, is_spec, shardings
 
@@ -213,7 +213,7 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
     """The bytes of `leaf` that the devices of `sharding` do not have of their parts."""
-    given.there(f"mesh.move: {dotted(path)}", leaf)
+    argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
         where = (
             "is traced by jax.jit"

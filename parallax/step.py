@@ -196,8 +196,8 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     def check(path, gradient, weight):
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
-            grads.several(of_gradient - of_weight),
-            grads.several(of_weight - of_gradient),
+            grads.axes_of_several_devices(of_gradient - of_weight),
+            grads.axes_of_several_devices(of_weight - of_gradient),
         )
         if local and gradient.shape == weight.shape:
             raise ValueError(
@@ -220,7 +220,7 @@ def _check_own(loss: Array, state: State) -> None:
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
         name
-        for name in grads.several(varying_axes(loss))
+        for name in grads.axes_of_several_devices(varying_axes(loss))
         if any(name not in axes for axes in split)
     ]
     if local:
@@ -233,7 +233,7 @@ def _check_own(loss: Array, state: State) -> None:
 def _check_joined(aux: PyTree) -> None:
     """Refuse auxiliary values that differ between devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
-        if local := grads.several(varying_axes(leaf)):
+        if local := grads.axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
                 f"all devices. Join it: grads.averaged(grad, axis, aux=...) takes a function of the values and the axis."

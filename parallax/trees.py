@@ -67,7 +67,7 @@ def dotted(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
-def owner(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
+def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
     """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
     fitting = [
         i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)

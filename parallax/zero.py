@@ -41,7 +41,7 @@ from parallax.grads import (
     Grad,
     axes_of,
     matching_parameters,
-    mean_of_devices,
+    mean_over_devices,
     over_devices,
     replicated_axes,
 )
@@ -55,7 +55,7 @@ def reduce_scattered(
     axis: AxisLike,
     specs: Specs,
     *,
-    aux: Callable[[Any, Axis], Any] = mean_of_devices,
+    aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
     """The mean of `grad` over the devices of `axis`, of which each keeps its share: `A[I] {U_X} -> A[I_X]`.
 

@@ -114,7 +114,7 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "local": "refuses losses that are reduced already, and shares",
     "loss_of": "the loss of an evaluation",
     "masked": "an idle tick whose numbers are not finite: no run has one",
-    "mean_of_parts": "auxiliary values of microbatches: no run has any",
+    "mean_over_microbatches": "auxiliary values of microbatches: no run has any",
     "messages": "counts messages, for predictions",
     "replicated_axes": "the replication type of a gradient",
     "norm": "complex numbers",

@@ -508,8 +508,8 @@ LAYERS = (
     ),
     Mutant(
         "_check_reduced",
-        "grads.several(of_weight - of_gradient)",
-        "grads.several(of_weight - of_weight)",
+        "grads.axes_of_several_devices(of_weight - of_gradient)",
+        "grads.axes_of_several_devices(of_weight - of_weight)",
         "test_tuples.py::test_a_gradient_that_mixes_shards_is_refused",
     ),
     Mutant(
@@ -1452,7 +1452,12 @@ TOLD = (
         "list(fault.changes)",
         "test_main.py::test_what_cannot_be_ends_with_a_sentence",
     ),
-    Mutant("_values", "type(value) is not kind", "not isinstance(value, kind)", "test_given.py"),
+    Mutant(
+        "_values",
+        "type(value) is not kind",
+        "not isinstance(value, kind)",
+        "test_argument_checks.py",
+    ),
     Mutant("_counts", "if devices % processes:", "if False:", "test_layout.py"),
     Mutant(
         "_on_devices",
@@ -1766,14 +1771,14 @@ ORDINARY = (
     ),
     Mutant("_to_owner", "shards.take(x, way.rest)", "x", "test_by_matrix.py -k is_the_optimizer"),
     Mutant(
-        "_owned_spec",
+        "_gathered_spec",
         "layers[-1] = (*layers[-1], *split",
         "layers[-1] = (*split, *layers[-1]",
         "test_by_matrix.py::test_by_matrix_of_shares_of_shards",
         long=True,
     ),
     Mutant("planned", "eqx.filter(model, trainable)", "model", "test_frozen.py"),
-    Mutant("mean_of_parts", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
+    Mutant("mean_over_microbatches", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
     Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
     Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),

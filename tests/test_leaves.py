@@ -173,7 +173,7 @@ def test_two_leaves_of_one_path_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             asked()
-    assert [refusal.kind for refusal in rules.survey(tree, rules.match("**", P())).refusals] == [
+    assert [refusal.kind for refusal in rules.audit(tree, rules.match("**", P())).refusals] == [
         "same-path"
     ]
     with pytest.raises(

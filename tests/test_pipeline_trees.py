@@ -133,7 +133,7 @@ def total(found):
 def of_devices(aux, axis):
     """What is a mean over the batch is one over devices too; rows are added up."""
     rows = axis.all_reduce(aux["stages"]["rows"])
-    return eqx.tree_at(lambda aux: aux["stages"]["rows"], grads.mean_of_devices(aux, axis), rows)
+    return eqx.tree_at(lambda aux: aux["stages"]["rows"], grads.mean_over_devices(aux, axis), rows)
 
 
 def on_one_device(table, model, batch):

@@ -202,7 +202,7 @@ def of_user(name):
     """The trace of a user's model over eight replicas, its program, and the mesh."""
     kind, world = KINDS[name], mesh.make(data=4, tensor=2)
     rule = lambda path, leaf: next(
-        (spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P()
+        (spec for glob, spec in kind.split.items() if rules.matches_glob(glob, path)), P()
     )
     with jax.numpy_dtype_promotion("standard"):
         state, specs = step.init(kind.make, ADAMW, rule, world, trainable=kind.trainable)

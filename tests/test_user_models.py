@@ -65,7 +65,7 @@ def data(kind):
 
 def tensor_parallel(kind):
     rule = lambda path, leaf: next(
-        (spec for glob, spec in kind.split.items() if rules.covers(glob, path)), P()
+        (spec for glob, spec in kind.split.items() if rules.matches_glob(glob, path)), P()
     )
     grad = kind.grad(lambda m, b: kind.loss(m, b, "tensor"))
     return {"data": 4, "tensor": 2}, rule, None, lambda _: (grads.averaged(grad, "data"), OPTIMIZER)

@@ -13,7 +13,7 @@ from typing import SupportsIndex
 import numpy as np
 from jaxtyping import Int32
 
-from parallax import given
+from parallax import argument_checks
 from parallax.data.tokens import Source
 
 
@@ -36,7 +36,7 @@ def batch(
     Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, for tokens
     that are not whole numbers or do not fit int32, or for a seed, step, size, length or `rows` that there cannot be.
     """
-    seed, step, size, length = given.whole(
+    seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
     )
     if seed < 0 or step < 0 or size < 1 or length < 1 or seed >> 64:
@@ -84,9 +84,9 @@ def held_out_batches(
     Each token but the first is a target once. Windows at the end that do not fill a batch are left out: all shapes are the same.
     Raises `ValueError` for a text shorter than one batch, a size below 1, or as `batch` does for tokens.
     """
-    size, length = given.whole("data.held_out_batches", size=size, length=length)
+    size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:
-        (limit,) = given.whole("data.held_out_batches", limit=limit)
+        (limit,) = argument_checks.whole_numbers("data.held_out_batches", limit=limit)
     if size < 1 or length < 1 or (limit is not None and limit < 1):
         raise ValueError(
             "held_out_batches needs size >= 1, length >= 1 and limit >= 1 or None, "

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding
 from jaxtyping import Array, Int32
 
-from parallax import given
+from parallax import argument_checks
 from parallax.data.batches import batch
 from parallax.data.tokens import Source
 
@@ -38,7 +38,7 @@ def placed(
     Raises:
         ValueError: as `data.batch` does.
     """
-    size, length = given.whole("data.placed", size=size, length=length)
+    size, length = argument_checks.whole_numbers("data.placed", size=size, length=length)
     read = {}
 
     def rows(index):
@@ -80,7 +80,9 @@ class Prefetched(Generic[Batch]):
         *,
         ahead: SupportsIndex = 2,
     ):
-        start, stop, ahead = given.whole("Prefetched", start=start, stop=stop, ahead=ahead)
+        start, stop, ahead = argument_checks.whole_numbers(
+            "Prefetched", start=start, stop=stop, ahead=ahead
+        )
         if ahead < 1:
             raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
         self._made: queue.Queue = queue.Queue(ahead)

@@ -17,7 +17,7 @@ from typing import SupportsIndex
 import numpy as np
 from jaxtyping import Integer
 
-from parallax import given
+from parallax import argument_checks
 from parallax.data import manifest
 from parallax.data.token_file import File
 from parallax.data.tokens import FORMAT, Tokens, check_dtype, opened, store, stored_as, verify
@@ -75,7 +75,9 @@ def write(
     Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a manifest already.
     """
     folder = Path(folder)
-    vocabulary, each = given.whole("shards.write", vocabulary=vocabulary, shard_tokens=shard_tokens)
+    vocabulary, each = argument_checks.whole_numbers(
+        "shards.write", vocabulary=vocabulary, shard_tokens=shard_tokens
+    )
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} holds shards already. Choose another folder, or remove it.")
     if each < 1:
@@ -116,7 +118,7 @@ def read(
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
         ValueError: the shards were made for another vocabulary, or by a later program, or hold what is no token.
     """
-    vocabulary, rank, processes = given.whole(
+    vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
     folder = Path(folder)

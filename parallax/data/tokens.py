@@ -24,7 +24,7 @@ from typing import Any, Protocol, SupportsIndex, TypeVar, runtime_checkable
 import numpy as np
 from jaxtyping import Integer
 
-from parallax import given
+from parallax import argument_checks
 from parallax.data import manifest
 from parallax.data.token_file import File, state_of
 
@@ -60,7 +60,7 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     disk does not take them, such as a full one: then the older file is as it was.
     """
     path = Path(path)
-    (vocabulary,) = given.whole("data.write", vocabulary=vocabulary)
+    (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
     size, sha256 = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
@@ -111,7 +111,7 @@ def read(path: str | os.PathLike[str], *, vocabulary: SupportsIndex) -> File:
     path, item, (vocabulary,) = (
         Path(path),
         stored_as(vocabulary),
-        given.whole("data.read", vocabulary=vocabulary),
+        argument_checks.whole_numbers("data.read", vocabulary=vocabulary),
     )
     if not path.is_file():
         raise FileNotFoundError(
@@ -199,7 +199,7 @@ def record_of(path: Path) -> Path:
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
     """How a token is stored: in two bytes, or in four where V > 65,536. Raises `ValueError` for a V that there cannot be."""
-    (vocabulary,) = given.whole("a token file", vocabulary=vocabulary)
+    (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
         raise ValueError(
             f"a token file needs a vocabulary from 1 to {MOST}, got {vocabulary}. Give that of the tokenizer."
@@ -209,7 +209,7 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
     """Refuse with a `ValueError` what is no token of the vocabulary; `where` begins the message, `first` is the first's index."""
-    (vocabulary,) = given.whole(where, vocabulary=vocabulary)
+    (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise ValueError(

@@ -58,7 +58,9 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
     def fragments(model):
         def one(globs):
             globs = (globs,) if isinstance(globs, str) else globs
-            covers = lambda path: any(rules.covers(glob, trees.dotted(path)) for glob in globs)
+            covers = lambda path: any(
+                rules.matches_glob(glob, trees.dotted(path)) for glob in globs
+            )
             get = lambda model: jax.tree.map_with_path(
                 lambda path, leaf: leaf if covers(path) else None, model
             )

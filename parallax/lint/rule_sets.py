@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from parallax._typing import PyTree, Specs
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
-from parallax.rules import match, paths, survey
+from parallax.rules import audit, match, paths
 from parallax.trees import entry_axes, is_spec
 
 BY_ROWS = P("data")
@@ -45,7 +45,7 @@ def rules(
             axis for spec in jax.tree.leaves(batch, is_leaf=is_spec) for axis in _axes(spec)
         )
     )
-    specs, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
+    specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     leaves = {path: leaf for path, leaf in paths(tree) if path in specs}
     findings = [
         Finding(each.kind, each.where, f"{each.what}.", _sentence(each.advice)) for each in refusals

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from parallax import cross_entropy, given, pipeline, tensor
+from parallax import argument_checks, cross_entropy, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import tapped
@@ -59,8 +59,10 @@ def loss(
     With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each, or None.
     """
     windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
-    given.there(f"{pieces.name}.loss", model)
-    given.tokens(f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights)
+    argument_checks.check_not_deleted(f"{pieces.name}.loss", model)
+    argument_checks.check_tokens(
+        f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights
+    )
     made = comms(axis)
     x = pieces.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
     own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
@@ -74,8 +76,8 @@ def logits(
     pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any]
 ) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout: as `gpt2.logits` says, for any family."""
-    given.there(f"{pieces.name}.logits", model)
-    given.tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
+    argument_checks.check_not_deleted(f"{pieces.name}.logits", model)
+    argument_checks.check_tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
     x = pieces.embed(model, tokens, None)
     apply = pieces.layer(
         model.config, positions=positions(x, tokens.shape[1]), comms=tensor.comms(()), attend=attend

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer, Key
 
-from parallax import given, precision
+from parallax import argument_checks, precision
 from parallax.models.cached import Cached
 from parallax.models.family import Family
 
@@ -60,13 +60,13 @@ def sampled(
             values are known (outside `jax.jit`), a prompt's token outside the vocabulary, a temperature that is negative or not
             finite, or a `top_p` outside [0, 1]. Inside, these give -1.
     """
-    tokens, window = given.whole("sample", tokens=tokens, window=window)
+    tokens, window = argument_checks.whole_numbers("sample", tokens=tokens, window=window)
     if tokens < 0 or window < 1:
         raise ValueError(
             f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, window {window}."
         )
     if top_k is not None:
-        (top_k,) = given.whole("sample", top_k=top_k)
+        (top_k,) = argument_checks.whole_numbers("sample", top_k=top_k)
         if top_k < 1:
             raise ValueError(f"sample needs a top_k of 1 or more, or None for all; got {top_k}.")
     temperature = _scalar(
@@ -139,9 +139,11 @@ def of_family(
     Raises:
         ValueError: as it does; `name` begins the message.
     """
-    given.there(f"{name}.sample", model)
+    argument_checks.check_not_deleted(f"{name}.sample", model)
     context = model.config.context
-    (window,) = given.whole("sample", window=context if window is None else window)
+    (window,) = argument_checks.whole_numbers(
+        "sample", window=context if window is None else window
+    )
     if not 1 <= window <= context:
         raise ValueError(
             f"sample needs a window from 1 to the model's context of {context} tokens; got {window}."
@@ -220,6 +222,6 @@ def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
         raise ValueError(
             f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use jax.vmap."
         )
-    given.tokens("sample", prompt[None], vocabulary)
+    argument_checks.check_tokens("sample", prompt[None], vocabulary)
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
     return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))

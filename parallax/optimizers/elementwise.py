@@ -132,7 +132,9 @@ class _Update:
             )
         ]
         paths = [leaf.path for leaf in self.leaves]
-        owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+        owners = [
+            trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)
+        ]
         self.state = [(x, owner) for x, owner in zip(jax.tree.leaves(state), owners, strict=True)]
 
     def axes(self, x: Any) -> frozenset[str]:
@@ -275,7 +277,7 @@ class _Update:
         moments = [
             (paths[owner], x)
             for path, x in jax.tree.leaves_with_path(self.arguments[1])
-            if (owner := trees.owner(path, paths)) is not None
+            if (owner := trees.parameter_index(path, paths)) is not None
         ]
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
         with_state = {path for path, _ in moments}

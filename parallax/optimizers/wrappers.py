@@ -42,7 +42,7 @@ from parallax.optimizers.programs import (
     vouched_for,
     vouched_for_as,
 )
-from parallax.rules import Owned
+from parallax.rules import GatheredOptState
 from parallax.shards import Split
 
 Leads = Callable[[str, int], int]
@@ -101,7 +101,9 @@ def by_matrix(
     """
 
     def leading(path, ndim):
-        counts = [count for pattern, count in (layers or {}).items() if rules.covers(pattern, path)]
+        counts = [
+            count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
+        ]
         if not counts and ndim > 3:
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how many of the first are layers: a "
@@ -177,7 +179,9 @@ def _on_owners(
             for layers, paths in by_layers
         ]
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
-        return Owned(states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers))
+        return GatheredOptState(
+            states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers)
+        )
 
     def update(updates, state, params=None, **extra):
         if params is None:
@@ -205,7 +209,9 @@ def _on_owners(
             results.append(result)
             states.append(new)
         result = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
-        return vouched_for((result, Owned(states, state.names, state.members, state.leads)))
+        return vouched_for(
+            (result, GatheredOptState(states, state.names, state.members, state.leads))
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -289,7 +295,7 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
     """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are shapes."""
     paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
-    owners = [trees.owner(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    owners = [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
     program = jax.make_jaxpr(update)(weights, state, weights)
     if any(
         eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)

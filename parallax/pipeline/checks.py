@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from parallax import mesh
 from parallax._typing import PyTree
 from parallax.collectives import Axis
-from parallax.grads import axes_of, replicated_axes, several
+from parallax.grads import axes_of, axes_of_several_devices, replicated_axes
 from parallax.pipeline import head_sums
 from parallax.pipeline.traced import Misused, Traced
 from parallax.schedule import Schedule
@@ -135,7 +135,7 @@ def head(traced: Traced, axis: Axis) -> None:
     The second of the head's arguments is `x`.
     """
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
-    for name in several(axes_of(axis)):
+    for name in axes_of_several_devices(axes_of(axis)):
         summed = head_sums.added_up(traced.program, name)
         if any(map(operator.and_, summed, of_x)):
             raise ValueError(

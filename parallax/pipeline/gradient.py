@@ -30,7 +30,7 @@ from parallax.grads import (
     Grad,
     axes_of,
     matching_parameters,
-    mean_of_parts,
+    mean_over_microbatches,
     replicated_axes,
     summed_over,
     varies_along,
@@ -56,7 +56,7 @@ def value_and_grad(
     save: Save = residuals,
     send: Exchange = whole,
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
-    aux: Callable[[Any], Any] = mean_of_parts,
+    aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Grad:
     """The grad arrow of `head(stage(... stage(embed(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
 
@@ -130,7 +130,7 @@ def value(
     *,
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     send: Exchange = whole,
-    aux: Callable[[Any], Any] = mean_of_parts,
+    aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
     """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
 

@@ -6,27 +6,27 @@ and refuses what would not run, or would run and train something else.
 """
 
 from parallax._typing import Rule
-from parallax.rules.applied import Survey, explain, paths, specs, survey
-from parallax.rules.makers import covers, experts, first, fsdp, match
-from parallax.rules.optimizer import Owned, check_axes, optimizer_specs
+from parallax.rules.applied import Audit, audit, explain, paths, specs
+from parallax.rules.makers import experts, first, fsdp, match, matches_glob
+from parallax.rules.optimizer import GatheredOptState, check_axes, optimizer_specs
 from parallax.rules.placement import Refusal
 from parallax.trees import is_inexact
 
 __all__ = [
-    "Owned",
+    "Audit",
+    "GatheredOptState",
     "Refusal",
     "Rule",
-    "Survey",
+    "audit",
     "check_axes",
-    "covers",
     "experts",
     "explain",
     "first",
     "fsdp",
     "is_inexact",
     "match",
+    "matches_glob",
     "optimizer_specs",
     "paths",
     "specs",
-    "survey",
 ]

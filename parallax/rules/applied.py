@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from parallax._typing import PyTree, Rule, Specs
-from parallax.rules.makers import covers, experts, first, fsdp, match
+from parallax.rules.makers import experts, first, fsdp, match, matches_glob
 from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
 from parallax.trees import RENAME, entry_axes, is_array, twice
 
@@ -37,20 +37,20 @@ def specs(
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
     of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
 
-    Raises `ValueError` at the first of these (`survey` lists all): two arrays of one path; a rule or `keep` pattern that matches
+    Raises `ValueError` at the first of these (`audit` lists all): two arrays of one path; a rule or `keep` pattern that matches
     no leaf, or only leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then,
     leaf by leaf, a spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
     than `fsdp` or `experts`, since then each replica would train a different model; an axis that the mesh lacks or whose size
     does not divide the dim. Without a mesh, what needs its sizes is not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    placed, refusals = survey(tree, rule, mesh, batch_axes=batch_axes)
+    placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
     found = iter(placed.values())
     return jax.tree.unflatten(treedef, [next(found) if is_array(leaf) else None for leaf in leaves])
 
 
-class Survey(NamedTuple):
+class Audit(NamedTuple):
     """What a rule makes of a tree.
 
     Attributes:
@@ -62,13 +62,13 @@ class Survey(NamedTuple):
     refusals: list[Refusal]
 
 
-def survey(
+def audit(
     tree: PyTree,
     rule: Rule,
     mesh: Mesh | AbstractMesh | None = None,
     *,
     batch_axes: Sequence[str] = (),
-) -> Survey:
+) -> Audit:
     """What `specs` gives and all that it refuses, in the order in which it would."""
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
@@ -82,7 +82,7 @@ def survey(
         refusals += found
         if not found:
             specs[placement.path] = placement.spec
-    return Survey(specs, refusals)
+    return Audit(specs, refusals)
 
 
 def _raise_first(refusals: list[Refusal]) -> None:
@@ -130,7 +130,7 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
         else ()
     ):
         for pattern in wrapper.keep:
-            if not any(covers(pattern, path) for path, _ in arrays):
+            if not any(matches_glob(pattern, path) for path, _ in arrays):
                 what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
                 refusals.append(
                     Refusal(
@@ -207,7 +207,7 @@ def _idle(
         left = len(arrays) - len(taken)
         what = f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)})"
         return Refusal("idle-rule", name, what, "change or remove it")
-    hits = [i for i, (path, _) in enumerate(arrays) if covers(rule.pattern, path)]
+    hits = [i for i, (path, _) in enumerate(arrays) if matches_glob(rule.pattern, path)]
     if not hits:
         what = f"rule {name} {_no_match(rule.pattern, arrays)}"
         return Refusal("idle-rule", name, what, "correct the pattern, or remove the rule")

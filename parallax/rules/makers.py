@@ -33,7 +33,7 @@ class match:
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """`spec`, or None where the pattern does not match."""
-        return self.spec if covers(self.pattern, path) else None
+        return self.spec if matches_glob(self.pattern, path) else None
 
     def __repr__(self) -> str:
         return f"match({self.pattern!r}, {self.spec})"
@@ -106,7 +106,12 @@ class fsdp:
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
         """`spec` with one more dim split, or as it was, and the reason in words."""
         entries = padded(spec, leaf.ndim)
-        dims = [dim for pattern in self.keep if covers(pattern, path) for dim in self.keep[pattern]]
+        dims = [
+            dim
+            for pattern in self.keep
+            if matches_glob(pattern, path)
+            for dim in self.keep[pattern]
+        ]
         kept = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
         fit = [dim for dim in free(leaf, entries, self.size) if dim not in kept]
         if leaf.size < self.min_size:
@@ -125,7 +130,7 @@ class fsdp:
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"
 
 
-def covers(pattern: str, path: str) -> bool:
+def matches_glob(pattern: str, path: str) -> bool:
     """Whether the glob `pattern` of dotted parts matches the whole of `path`."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:

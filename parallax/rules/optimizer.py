@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from parallax._typing import PyTree, Specs
 from parallax.rules.placement import padded, spec_of
-from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, owner
+from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, parameter_index
 
 
-class Owned(eqx.Module):
+class GatheredOptState(eqx.Module):
     """The state of an optimizer that works on leaves which are whole, as `parallax.optimizers` makes them.
 
     Attributes:
@@ -73,7 +73,7 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def of(path, moment, spec_of, other):
-        i = owner(path, paths)
+        i = parameter_index(path, paths)
         return (
             other
             if i is None
@@ -83,26 +83,28 @@ def optimizer_specs(
         )
 
     def node(path, each):
-        if not isinstance(each, Owned):
+        if not isinstance(each, GatheredOptState):
             return of(path, each, given.get, P())
         if mesh is not None:
             check_axes(each.names, mesh.axis_names)
         groups = []
         for group, members, lead in zip(each.groups, each.members, each.leads, strict=True):
-            spec_of = lambda name, lead=lead: _owned_spec(
+            spec_of = lambda name, lead=lead: _gathered_spec(
                 padded(given[name], leaves[name].ndim), lead, each.names
             )
             other = P(*spec_of(members[0])[:lead])
             groups.append(
                 jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group)
             )
-        return Owned(groups, each.names, each.members, each.leads)
+        return GatheredOptState(groups, each.names, each.members, each.leads)
 
     state = jax.eval_shape(optimizer.init, arrays)
-    return jax.tree.map_with_path(node, state, is_leaf=lambda each: isinstance(each, Owned))
+    return jax.tree.map_with_path(
+        node, state, is_leaf=lambda each: isinstance(each, GatheredOptState)
+    )
 
 
-def _owned_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
+def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """The spec of a leaf that is whole along the axes `names`, its layers split over them."""
     split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
     done = {name for entry in entries for name in entry_axes(entry)}

@@ -15,7 +15,7 @@ ORDER = (
     *(
         "_typing",
         "trees",
-        "given",
+        "argument_checks",
         "_files",
         "torus",
         "mesh",

@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from parallax._typing import PyTree
 
 
-def whole(where: str, **numbers: Any) -> tuple[int, ...]:
+def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
     """The `numbers` as Python's integers, NumPy's among them; `where` begins the message. 1.0 is no whole number here.
 
     Raises:
@@ -29,7 +29,7 @@ def whole(where: str, **numbers: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def there(where: str, tree: PyTree) -> None:
+def check_not_deleted(where: str, tree: PyTree) -> None:
     """Refuse a `tree` with a leaf that is None, or an array that is deleted, as after a step that donates its state.
 
     Raises:
@@ -48,7 +48,7 @@ def there(where: str, tree: PyTree) -> None:
             )
 
 
-def tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> None:
+def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> None:
     """Refuse windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary where these are known.
 
     Inside a compiled program they are not: there the ids are taken, and the embedding gives nan. With `weights`, of each token
