@@ -1,17 +1,19 @@
-"""Parallel training from small functions: loss -> grad -> step, each parallelism a function from one arrow to the next.
+"""Parallel training from small functions over an Equinox model, its loss, and your own loop.
 
     loss : (params, batch) -> scalar
     grad : (params, batch) -> (loss, gradients)
     step : (state, batch)  -> (state, info)
 
-Read `collectives.by_hand` first and `collectives.route`, then `tensor`, `grads` and `schedule`, `pipeline`, `zero` and
-`sequence`, and `step` and `models.decoder` last, where they meet. `run` is for jobs that outlive what goes wrong.
+Each kind of parallelism takes a loss, gradient or step function and returns a new one. For an
+order of reading, see the page "Read the code" of the documentation.
 
-Each module is imported when it is first asked for: `import parallax` costs nothing.
+Each module is imported when it is first used: `import parallax` imports no JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from parallax import (

@@ -2,13 +2,17 @@
 
 import random
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import jax
 import pytest
 
-from parallax.__main__ import laid_out, main, model, parser
+import parallax
+from parallax.__main__ import HARDWARE, layout_of, main, model, parser
+from parallax.plan import hardware
 
 
 @pytest.mark.sweep(2)
@@ -28,6 +32,10 @@ from parallax.__main__ import laid_out, main, model, parser
             ("x 1024 tokens",),
         ),
         (
+            "plan --model llama-tiny --layout data=2,tensor=2 --batch 8",
+            ("data=2 x stage=1 x tensor=2", "all-reduce", "bound by"),
+        ),
+        (
             "plan --layout data=8,zero=1 --islands 2",
             (
                 "2 islands of 8 devices, a round every 50 steps",
@@ -42,7 +50,8 @@ from parallax.__main__ import laid_out, main, model, parser
     ],
 )
 def test_prints(arguments, words, capsys):
-    assert main(arguments.split()) == 0
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        assert main(arguments.split()) == 0
     printed = capsys.readouterr().out
     for word in words:
         assert word in printed
@@ -87,18 +96,31 @@ def test_prints(arguments, words, capsys):
         ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
         (
             "plan --devices 0",
-            "search needs 1 device and a batch of 1 or more; got devices=0 and batch=512.",
+            "--devices must be 1 or more; got 0.",
         ),
         (
             "plan --devices 8 --precision bf16",
             "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16.",
         ),
-        ("plan --model xl", "plan needs --devices, to search, or --layout."),
+        ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
+        (
+            "plan --mesh data=8",
+            "Name the file, as in `plan path/to/file.py:function --mesh data=8`",
+        ),
+        ("plan --model llama --devices 8", "plan searches the layouts of GPT-2 models"),
+        (
+            "compare --model llama-tiny --layout data=2",
+            "compare knows the formulas of GPT-2 models",
+        ),
         ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
-        (f"plan {__file__}:nothing", "Take --mesh data=256"),
+        (f"plan {__file__}:nothing", "Use --mesh data=256."),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
-        ("plan --model xl --devices 8 --hardware abacus", "hardware.named needs one of"),
+        (
+            "plan --model xl --devices 8 --hardware abacus",
+            "--hardware must be one of v100, a100, h100, h200, v4, v5e, v5p, v6e, or a slice of "
+            "TPUs such as v5e:2x4; got 'abacus'.",
+        ),
         (
             "bisect --layout data=2 --record nowhere.npz",
             "--record needs a file that --save wrote; there is none at nowhere.npz.",
@@ -107,7 +129,7 @@ def test_prints(arguments, words, capsys):
             f"bisect --layout data=2 --record {__file__}",
             "needed a record that bisect's Record.save wrote; got another file",
         ),
-        ("bisect --layout data=2 --save nowhere/run.npz", "--save needs a folder that is there; "),
+        ("bisect --layout data=2 --save nowhere/run.npz", "--save needs an existing folder; "),
     ],
 )
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):
@@ -178,7 +200,7 @@ def refused(words):
     """The message by which the command line refuses a layout; None if it does not."""
     options = parser().parse_args(words)
     try:
-        laid_out(options, model(options), options.devices)
+        layout_of(options, model(options).config, options.devices)
     except ValueError as error:
         return str(error)
     return None
@@ -201,6 +223,27 @@ def test_the_page_on_planning_shows_what_it_prints(command, capsys):
     else:
         words = lambda text: set(re.findall(r"[a-zA-Z]{3,}", text))
         assert len(words(printed) - words(shown)) <= 3  # the best layouts may be others
+
+
+def test_help_shows_defaults_and_imports_no_jax(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    printed = capsys.readouterr().out
+    assert "sequences in the global batch (default: 512)" in printed
+    assert "None" not in printed
+    program = "import sys; from parallax.__main__ import parser; parser(); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"parallax {parallax.__version__}\n"
+
+
+def test_the_command_line_knows_the_chips_of_the_plan():
+    assert ", ".join(hardware.KNOWN) == HARDWARE
 
 
 def test_what_is_told_to_install_can_be_installed():

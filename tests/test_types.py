@@ -32,7 +32,7 @@ STYLE = {
 }
 TREES = "trainable = Normed("  # an Equinox module of truth values, where its fields are declared as arrays
 NEEDS_PYRIGHT = pytest.mark.skipif(
-    importlib.util.find_spec("pyright") is None, reason="needs pyright, of the extra `lint`"
+    importlib.util.find_spec("pyright") is None, reason="needs pyright, of the group `lint`"
 )
 
 

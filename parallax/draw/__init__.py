@@ -1,7 +1,7 @@
 """Look at it: schedules, collectives, meshes, what each device holds and sends, and its memory over time; all on one page.
 
 All but the pictures of schedules give text; with a path they write the picture too, in the format that its suffix says (PNG, SVG,
-PDF). Pictures need matplotlib, which comes with the extra `examples`; text needs nothing.
+PDF). Pictures need matplotlib, which comes with the extra `draw`; text needs nothing.
 """
 
 from parallax.draw.attended import attention

@@ -21,9 +21,7 @@ def figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            'The pictures are drawn by matplotlib: pip install -e ".[examples]".'
-        ) from error
+        raise ImportError('Pictures need matplotlib. Run: pip install -e ".[draw]".') from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

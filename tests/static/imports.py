@@ -61,7 +61,9 @@ def imported(path):
                 yield full if full in FILES else node.module
 
 
-GRAPH = {name: set(imported(path)) for name, path in FILES.items() if name != "parallax"}
+GRAPH = {
+    name: set(imported(path)) - {"parallax"} for name, path in FILES.items() if name != "parallax"
+}
 
 
 def place(name: str) -> int:
