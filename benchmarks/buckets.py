@@ -80,7 +80,7 @@ def report(arguments: argparse.Namespace):
             raise AssertionError(f"{name}: the sums are wrong.")
     seconds = measure.medians(measure.interleaved(runs, rounds=arguments.rounds))
     nbytes = 4 * sum(map(np.prod, shapes))
-    packed = buckets.assigned(
+    packed = buckets.assign_buckets(
         [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes], arguments.nbytes
     )
     print(

@@ -29,7 +29,7 @@ def rivals(n: int, tiles: context.Kernel):
     """Each way's function inside the mesh, the devices and the order that it needs, and the share of needed work it computes."""
     on_one = functools.partial(context.blockwise, kernel=tiles)
     blocks = lambda order: (
-        context.visits(order, n).blocks / context.chunks_of(order, n).shape[1] ** 2 / n * 2
+        context.block_pairs(order, n).blocks / context.chunk_table(order, n).shape[1] ** 2 / n * 2
     )
     ring = lambda order: functools.partial(
         context.attention, axis="context", order=order, kernel=tiles
@@ -196,7 +196,7 @@ def check(results):
     """Raise where a way's result is another than one device's."""
     expected, *_ = results["one device"]
     for name, (out, n, order) in results.items():
-        whole = out if order is None else context.joined(out, n, order=order)
+        whole = out if order is None else context.unsplit(out, n, order=order)
         error = float(jnp.max(jnp.abs(jax.device_get(whole) - jax.device_get(expected))))
         if not error < 1e-4:
             raise AssertionError(f"{name}: the result differs by {error} from one device's.")

@@ -64,10 +64,10 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
     x = jax.random.normal(jax.random.key(2), (1, tokens, width))
 
     def loss(w, x, compute):
-        y, _ = experts.moe(x, w, (), route=experts.top(k), compute=compute)
+        y, _ = experts.moe(x, w, (), route=experts.top_k(k), compute=compute)
         return jnp.mean(y**2)
 
-    rivals = {f"blocks of {size}": experts.blocks(size=size) for size in (64, 128, 256, 512)}
+    rivals = {f"blocks of {size}": experts.grouped(size=size) for size in (64, 128, 256, 512)}
     rivals |= {"lax.ragged_dot": by_ragged_dot, "all experts on all": all_of_all}
     compiled = lambda compute: (
         jax.jit(jax.value_and_grad(functools.partial(loss, compute=compute))).lower(w, x).compile()
@@ -127,7 +127,7 @@ def dispatches(*, rounds: int) -> None:
         for name, dispatch in ways.items():
 
             def layer(w, x, k=k, dispatch=dispatch):
-                y, told = experts.moe(x, w, ring("data"), route=experts.top(k), dispatch=dispatch)
+                y, told = experts.moe(x, w, ring("data"), route=experts.top_k(k), dispatch=dispatch)
                 return y, varying(told.dropped, "data")[None]
 
             run = jax.jit(

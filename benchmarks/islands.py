@@ -119,7 +119,7 @@ def apart(config: gpt2.Config, every: int, axis: Any) -> tuple[jax.sharding.Mesh
     local = decoder.local_step(
         *(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices), batch=4, key=jax.random.key(0)
     )
-    prepared = on_islands.train_step(local, islands.nesterov(), every=every, axis=axis)
+    prepared = on_islands.train_step(local, islands.outer_nesterov(), every=every, axis=axis)
     return devices, prepared, every
 
 

@@ -94,7 +94,7 @@ if __name__ == "__main__":
         context.contiguous,
         context.zigzag,
     ):  # blocks of (T / 8)^2 scores that the causal mask does not drop
-        table = context.visits(order, 4)
+        table = context.block_pairs(order, 4)
         own = table.chunks / 2 + table.own.shape[1]
         size = (2 / table.chunks) ** 2  # table.chunks of a device
         needed[order.__name__] = [

@@ -53,7 +53,7 @@ def loss(model, windows, *, k, axis):
             @ attention[3]
         )
         y, told = experts.moe(
-            jax.nn.standardize(x), mixture, axis, route=experts.top(k, normalised=True)
+            jax.nn.standardize(x), mixture, axis, route=experts.top_k(k, normalised=True)
         )
         return x + y, told
 

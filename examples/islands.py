@@ -54,8 +54,10 @@ def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
         key=jax.random.key(0),
         compute=BY_XLA,
     )
-    prepared = on_islands.train_step(local, islands.nesterov(0.7, 0.6), every=EVERY, axis=axis)
-    return devices, prepared, islands.model_of
+    prepared = on_islands.train_step(
+        local, islands.outer_nesterov(0.7, 0.6), every=EVERY, axis=axis
+    )
+    return devices, prepared, islands.joint_model
 
 
 def adamw(steps):

@@ -65,7 +65,7 @@ def memory(lengths):
 def balance():
     """Blocks of scores that each device of four computes, and how many of them a causal sequence needs."""
     for name, order in {"zigzag": context.zigzag, "contiguous": context.contiguous}.items():
-        table = context.visits(order, 4)
+        table = context.block_pairs(order, 4)
         diagonal = table.chunks / 2  # half of a block on the diagonal is needed
         of = lambda i, t=table, d=diagonal: d + t.own.shape[1] + int(t.hops[:, i, :, 2].sum())
         needed = ", ".join(f"{of(i):g}" for i in range(4))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import axes, like, varying, varying_axes
+from parallax.collectives.types import axes, match_varying, varying, varying_axes
 
 
 def mean(
@@ -69,7 +69,7 @@ def mean(
         (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     )  # what else a token has
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, each), start=())
-    count, width, wide = targets.size, x.shape[-1], precision.wide(x.dtype)
+    count, width, wide = targets.size, x.shape[-1], precision.accumulation_dtype(x.dtype)
     blocks = -(-count // block_tokens)
 
     def in_blocks(leaf, *dims):
@@ -106,7 +106,7 @@ def mean(
                 jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide),
             )
 
-        zeros = like(jnp.zeros(table.shape, wide), table)
+        zeros = match_varying(jnp.zeros(table.shape, wide), table)
         sums, (losses, shares) = lax.scan(
             block, zeros, (in_blocks(x, width), *map(in_blocks, each))
         )
@@ -141,5 +141,5 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
         axis: the axis or axes that split the batch.
     """
     axis = Axis.of(axis)
-    wide = weights.astype(precision.wide(weights.dtype))
+    wide = weights.astype(precision.accumulation_dtype(weights.dtype))
     return wide * (weights.size * axis.size() / axis.all_reduce(jnp.sum(wide)))

@@ -20,9 +20,15 @@ from jaxtyping import Array, Float
 from parallax import jaxprs, taps, trees
 from parallax._typing import PyTree
 from parallax.collectives import types
-from parallax.collectives.axis import Axis, AxisLike, joined, xla
-from parallax.collectives.cpu import ordered
-from parallax.collectives.types import axes_of_type, linear, varying, varying_axes, wide
+from parallax.collectives.axis import Axis, AxisLike, combined_axis, xla
+from parallax.collectives.cpu import sequence_after
+from parallax.collectives.types import (
+    accumulation_dtype,
+    axes_of_type,
+    linear,
+    varying,
+    varying_axes,
+)
 
 Loss = Float[Array, ""]
 Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
@@ -42,7 +48,9 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
         if not differs.names:
             return leaf
         number = _floating(path, leaf)
-        return differs.all_mean(number.astype(wide(number.dtype))).astype(number.dtype)
+        return differs.all_mean(number.astype(accumulation_dtype(number.dtype))).astype(
+            number.dtype
+        )
 
     return jax.tree.map_with_path(mean, aux)
 
@@ -91,7 +99,7 @@ def accumulated(
             ), value
 
         def zeros(gradient):
-            return jnp.zeros_like(gradient, dtype=wide(gradient.dtype))
+            return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: grad(params, first_part)[1])
@@ -205,7 +213,7 @@ def over_devices(
         total, finished = jax.tree.map(finish, sums, terms)
 
         def combined(values):
-            return aux(ordered(values, (total, finished)), axis)
+            return aux(sequence_after(values, (total, finished)), axis)
 
         return map_loss_and_aux(value, lambda _: total, combined), finished
 
@@ -355,7 +363,7 @@ def loss_of(value: PyTree) -> Any:
 
 def axes_of_several_devices(names: Iterable[str]) -> list[str]:
     """Those of the axes that have more than one device, sorted."""
-    return sorted(name for name in names if types.size(name) > 1)
+    return sorted(name for name in names if types.axis_size(name) > 1)
 
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
@@ -386,7 +394,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         def total(cotangent):
             return (
                 axis.over(names)
-                .all_reduce(cotangent.astype(wide(cotangent.dtype)))
+                .all_reduce(cotangent.astype(accumulation_dtype(cotangent.dtype)))
                 .astype(cotangent.dtype)
             )
 
@@ -417,13 +425,13 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     `names` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
     """
     leaves, structure = jax.tree.flatten(
-        jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), tree)
+        jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     )
     names = structure.flatten_up_to(names)
     before = tree
     for group in sorted({*names} - {()}, key=len, reverse=True):
         members = [i for i, of_leaf in enumerate(names) if of_leaf == group]
-        sums = axis.over(group).all_reduce(ordered([leaves[i] for i in members], before))
+        sums = axis.over(group).all_reduce(sequence_after([leaves[i] for i in members], before))
         for i, total in zip(members, sums, strict=True):
             leaves[i] = total
         before = sums, tree
@@ -518,7 +526,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         )
     squares = {}
     for leaf in jax.tree.leaves(gradients):
-        split, x = varying_axes(leaf), leaf.astype(wide(leaf.dtype))
+        split, x = varying_axes(leaf), leaf.astype(accumulation_dtype(leaf.dtype))
         if unreduced := sorted(OUTSIDE.value.declared & set(split)):
             raise ValueError(
                 f"A norm is taken inside a function that reduces over {unreduced}, of gradients of one device alone, as if "
@@ -529,7 +537,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
     def total(split, square):
         return (
-            joined(*(algorithms.get(name, xla)(name) for name in split)).all_reduce(square)
+            combined_axis(*(algorithms.get(name, xla)(name) for name in split)).all_reduce(square)
             if split
             else square
         )

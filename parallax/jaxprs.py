@@ -128,7 +128,7 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """The axes of the collectives that an equation is, or has inside. One of this library is opened, inside its map."""
     bodies = (
-        [collective_types.opened(eqn, None, check_vma=True)]
+        [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
         if eqn.primitive is collective_types.linear_p
         else inner(eqn)
     )
@@ -299,7 +299,7 @@ class _Ways(Following):
             joined = Reach(joined.at_all)
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
-        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.ordered` waits.
+        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.sequence_after` waits.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:

@@ -50,7 +50,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
     types = (AxisType.Auto,) * len(sizes)
-    return Mesh(torus.arranged(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
+    return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def abstract(**sizes: int) -> AbstractMesh:
@@ -109,7 +109,7 @@ def spmd(
     def mapped(*arguments):
         over = _in_context(mesh)
         arrays, static_in = eqx.partition(arguments, is_array)
-        check(arrays, in_specs, over)
+        check_specs(arrays, in_specs, over)
         arrays = _laid_out(arrays, in_specs, over)
         static_out = []
 
@@ -175,7 +175,7 @@ def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
         ValueError: as `spmd` does.
     """
     arrays, static = eqx.partition(tree, is_array)
-    check(arrays, specs, mesh)
+    check_specs(arrays, specs, mesh)
     return eqx.combine(jax.device_put(arrays, shardings(specs, mesh)), static)
 
 
@@ -205,7 +205,7 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
         ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices of other processes.
     """
     arrays, static = eqx.partition(tree, is_array)
-    check(arrays, specs, mesh)
+    check_specs(arrays, specs, mesh)
     fitted = jax.tree.broadcast(shardings(specs, mesh), arrays)
     total = sum(jax.tree.leaves(jax.tree.map_with_path(_missing, arrays, fitted)))
     return Moved(eqx.combine(jax.device_put(arrays, fitted), static), total)
@@ -241,7 +241,7 @@ def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
     return [each.indices(size)[:2] for each, size in zip(place, shape, strict=True)]
 
 
-def check(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
+def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs` is a tree prefix."""
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
@@ -252,7 +252,7 @@ def check(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
             f"or a tree as rules.specs makes. {error}"
         ) from error
     jax.tree.map_with_path(
-        lambda path, leaf, spec: check_leaf(dotted(path), leaf, spec, mesh), tree, fitted
+        lambda path, leaf, spec: check_spec(dotted(path), leaf, spec, mesh), tree, fitted
     )
 
 
@@ -269,7 +269,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
             )
 
 
-def check_leaf(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
+def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
     """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message where the spec is from."""
     of = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
     names = [name for entry in spec for name in entry_axes(entry)]

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from parallax import trees
 from parallax._typing import PyTree
-from parallax.collectives.types import wide
+from parallax.collectives.types import accumulation_dtype
 from parallax.grads import map_loss_and_aux, matching_parameters, refuse_clipped
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -46,7 +46,9 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
     def wrapped(params, batch):
         value, gradients = grad(cast(params, dtype), batch)
-        value = map_loss_and_aux(value, lambda loss: loss.astype(wide(loss.dtype)), lambda aux: aux)
+        value = map_loss_and_aux(
+            value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
+        )
         return value, jax.tree.map(
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
@@ -58,7 +60,10 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
     """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline. Auxiliary values stay as they are."""
 
     def wrapped(*arguments):
-        times = lambda value: value.astype(wide(value.dtype)) * scale.astype(wide(value.dtype))
+        times = lambda value: (
+            value.astype(accumulation_dtype(value.dtype))
+            * scale.astype(accumulation_dtype(value.dtype))
+        )
         return map_loss_and_aux(loss(*arguments), times, lambda aux: aux)
 
     return wrapped
@@ -75,7 +80,10 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
     def wrapped(params, batch):
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
-        over = lambda leaf: leaf.astype(wide(leaf.dtype)) / scale.astype(wide(leaf.dtype))
+        over = lambda leaf: (
+            leaf.astype(accumulation_dtype(leaf.dtype))
+            / scale.astype(accumulation_dtype(leaf.dtype))
+        )
         value, gradients = grad(params, batch)
         return map_loss_and_aux(value, over, lambda aux: aux), jax.tree.map(over, gradients)
 

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
-from parallax.collectives import Axis, AxisLike, joined, matmul
+from parallax.collectives import Axis, AxisLike, combined_axis, matmul
 from parallax.collectives.types import linear, replicated, varying
 from parallax.tensor import Comms
 
@@ -74,7 +74,7 @@ def column(
         y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
     else:
         y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
-    return y if bias is None else tensor.added(y, bias)
+    return y if bias is None else tensor.add_bias(y, bias)
 
 
 def row(
@@ -99,10 +99,10 @@ def row(
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
         y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
-    return y if bias is None else tensor.added(y, bias)
+    return y if bias is None else tensor.add_bias(y, bias)
 
 
-def own(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
+def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
     """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`. Nothing moves.
 
     Raises:
@@ -130,12 +130,12 @@ def comms(
 
     return Comms(
         over,
-        joined(shared, over),
+        combined_axis(shared, over),
         all_tokens=lambda x: gather_from(tensor.copy_to(x, shared), over),
         sum_partials=lambda x: tensor.reduce_from(reduce_scatter_to(x, over), shared),
         column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter),
-        local_tokens=lambda x, dim: own(x, over, dim),
+        local_tokens=lambda x, dim: local_tokens(x, over, dim),
         copy_to=lambda weight: varying(
             weight, over.names
         ),  # its gradient is one of the parts that `grads.summed` adds up

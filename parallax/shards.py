@@ -71,7 +71,9 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
     The sum is taken, and returned, in float32 or wider; without splits, `x` comes back as it is.
     """
     for dim, axis in splits:
-        x = axis.reduce_scatter(x.astype(types.wide(x.dtype)), scatter_dimension=dim, tiled=True)
+        x = axis.reduce_scatter(
+            x.astype(types.accumulation_dtype(x.dtype)), scatter_dimension=dim, tiled=True
+        )
     return x
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
 from parallax._typing import PyTree, Rule
-from parallax.collectives.axis import Axis, AxisLike, joined
+from parallax.collectives.axis import Axis, AxisLike, combined_axis
 from parallax.collectives.types import axes, linear, varying, varying_axes
 
 
@@ -66,7 +66,7 @@ class Comms(NamedTuple):
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Megatron's pair over `axis`, all tokens on every device; `all_tokens` and `sum_partials` are over the axes `shared` too."""
-    axis, everywhere = Axis.of(axis), joined(shared, axis)
+    axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
     return Comms(
         axis,
         everywhere,
@@ -134,7 +134,7 @@ def column(
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
-    return y if bias is None else added(y, bias)
+    return y if bias is None else add_bias(y, bias)
 
 
 def row(
@@ -156,7 +156,7 @@ def row(
         return RowLinear(_without(bias, weight, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
-    return y if bias is None else added(y, bias)
+    return y if bias is None else add_bias(y, bias)
 
 
 class ColumnLinear(eqx.Module):
@@ -333,10 +333,12 @@ def embed(
 
     `lookup`, and one all-reduce of the result.
     """
-    return reduce_from(lookup(table, ids, axis, weights=weights, vocabulary=vocabulary), axis)
+    return reduce_from(
+        embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
+    )
 
 
-def lookup(
+def embed_partial(
     table: Float[Array, "rows width"],
     ids: Integer[Array, "*batch"],
     axis: AxisLike,
@@ -429,6 +431,6 @@ def _outside(ids, vocabulary: int):
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 
-def added(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
     """`y + bias`, with the dims of `bias` the last ones of `y`."""
     return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))

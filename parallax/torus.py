@@ -25,14 +25,14 @@ INNER_FIRST, FAR = (
 Cut = tuple[tuple[int, ...], ...]
 
 
-def closed(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
+def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or v6e's has."""
     if flat:
         return tuple(size == 16 for size in sizes)
     return (all(size % 4 == 0 for size in sizes),) * len(sizes)
 
 
-def arranged(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """`devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the order given, which for GPUs is machine
     by machine, so that the last axes stay inside one.
 
@@ -82,12 +82,12 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
         (*chip, device.core_on_chip): device
         for chip, device in zip(chips.tolist(), devices, strict=True)
     }
-    rings = closed(devices[0].device_kind in FLAT, box)
+    rings = closed_dims(devices[0].device_kind in FLAT, box)
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
     wanted = [
         tuple(place)
-        for place in places(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
+        for place in coordinates(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
     ]
     return _array(
         [there[place] for place in wanted] if set(wanted) == set(there) else devices, sizes
@@ -98,7 +98,7 @@ def hops(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> list[float]:
     """The links that a hop of a ring along each axis takes in the mean; of an axis of one device 1. Arguments as of `places`."""
-    laid = places(box, rings, cores, sizes)
+    laid = coordinates(box, rings, cores, sizes)
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
     found = []
     for axis, size in enumerate(sizes):
@@ -109,7 +109,7 @@ def hops(
 
 
 @functools.cache
-def places(
+def coordinates(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
     """The chip's coordinates and the core of each device of a mesh: shape [*sizes, dims + 1].

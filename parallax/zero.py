@@ -35,8 +35,8 @@ from jaxtyping import Array
 from parallax import grads, remat, rules, shards, trees
 from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives.axis import Axis, AxisLike
-from parallax.collectives.cpu import ordered
-from parallax.collectives.types import linear, varying_axes, wide
+from parallax.collectives.cpu import sequence_after
+from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import (
     Grad,
     axes_of,
@@ -83,13 +83,13 @@ def reduce_scattered(
         def scattered(gradient, param, splits):
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
-            return gradient.astype(wide(gradient.dtype))
+            return gradient.astype(accumulation_dtype(gradient.dtype))
 
         def names_left(gradient, names, splits):
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
-        value, gradients = ordered((value, gradients), (value, gradients))
+        value, gradients = sequence_after((value, gradients), (value, gradients))
         splits = jax.tree.map_with_path(splits_of_leaf, gradients, names)
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
@@ -182,7 +182,7 @@ def _mean_share(
 ) -> Array:
     """This device's share of the mean of gradients that are local along the axes `local`."""
     scattered = [split for split in splits if shards.names_of([split]) <= local]
-    gradient = shards.reduce_scatter(gradient.astype(wide(gradient.dtype)), scattered)
+    gradient = shards.reduce_scatter(gradient.astype(accumulation_dtype(gradient.dtype)), scattered)
     summed = axis.over(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
@@ -241,8 +241,8 @@ def gathered_once(
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
-        results = grad(eqx.combine(ordered(gathered, gathered), wholes), batch)
-        value, gradients = ordered(results, results)
+        results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
+        value, gradients = sequence_after(results, results)
         return value, reduce_scatter(gradients, axis, specs)
 
     return wrapped

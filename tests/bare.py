@@ -78,7 +78,7 @@ class Bare(eqx.Module):
 
 
 def normed(x, weight):
-    wide = x.astype(precision.wide(x.dtype))
+    wide = x.astype(precision.accumulation_dtype(x.dtype))
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)).astype(
         x.dtype
     ) * weight[None, None]
@@ -109,7 +109,8 @@ def stages(
         over = comms(axis, shared=stage_axis)
         tokens = Batch(*part).windows[:, :-1]
         return tensor.copy_to(
-            over.sum_partials(tensor.lookup(model.table, tokens, over.everywhere)), stage_axis
+            over.sum_partials(tensor.embed_partial(model.table, tokens, over.everywhere)),
+            stage_axis,
         )
 
     def stage(model, x, part, position):

@@ -67,7 +67,7 @@ class Plain(NamedTuple):
 
     @property
     def route(self):
-        return experts.top(self.k, score=self.score, normalised=self.normalised)
+        return experts.top_k(self.k, score=self.score, normalised=self.normalised)
 
 
 def dense(x, w, plain, kept=None):

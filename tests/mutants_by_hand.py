@@ -8,7 +8,7 @@ BITS = "test_collectives.py::test_replicas_have_the_same_bits_of_what_was_just_c
 COLLECTIVES = (
     Mutant(
         "pin_bits",
-        "lax.platform_dependent(x, cpu=cpu.in_memory, default=lax.optimization_barrier)",
+        "lax.platform_dependent(x, cpu=cpu.pin_bits, default=lax.optimization_barrier)",
         "x",
         BITS,
         bits=True,
@@ -22,7 +22,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "pin_buffer",
-        "lax.platform_dependent(x, cpu=cpu.apart, default=lax.optimization_barrier)",
+        "lax.platform_dependent(x, cpu=cpu.pin_buffer, default=lax.optimization_barrier)",
         "x",
         "test_route.py::test_message_and_local_copy_are_one_instruction",
         bits=True,
@@ -107,7 +107,7 @@ COLLECTIVES = (
         "along(axis_name)",
         "test_axis.py::test_one_after_the_other_is_the_group",
     ),
-    Mutant("joined", "> 1", "> 9", "test_axis.py::test_joined"),
+    Mutant("combined_axis", "> 1", "> 9", "test_axis.py::test_joined"),
     Mutant(
         "Axis.of",
         "len(names) == len(axis)",
@@ -167,14 +167,14 @@ COLLECTIVES = (
         "test_quantized.py::test_with_error_feedback_nothing_is_lost",
     ),
     Mutant(
-        "assigned",
+        "assign_buckets",
         "filled + size > nbytes",
         "filled + size >= nbytes",
         "test_buckets.py::test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full",
     ),
     Mutant(
         "bucketed",
-        "ordered(parts, done)",
+        "sequence_after(parts, done)",
         "parts",
         "test_buckets.py::test_one_bucket_is_packed_at_a_time",
     ),
@@ -186,7 +186,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "_all_gather_matmul_backward",
-        "wide(weight.dtype)",
+        "accumulation_dtype(weight.dtype)",
         "weight.dtype",
         "test_matmul.py::test_sums_of_a_weights_gradient_are_wide",
     ),
@@ -321,8 +321,8 @@ LAYERS = (
     ),
     Mutant(
         "mean",
-        "zeros = like(jnp.zeros(table.shape, wide), table)",
-        "zeros = like(jnp.zeros(table.shape, table.dtype), table)",
+        "zeros = match_varying(jnp.zeros(table.shape, wide), table)",
+        "zeros = match_varying(jnp.zeros(table.shape, table.dtype), table)",
         "test_cross_entropy.py::test_narrow_inputs_have_wide_sums",
     ),
     Mutant(
@@ -333,7 +333,7 @@ LAYERS = (
     ),
     Mutant(
         "accumulated",
-        "dtype=wide(gradient.dtype)",
+        "dtype=accumulation_dtype(gradient.dtype)",
         "dtype=gradient.dtype",
         "test_grads.py::test_sums_are_kept_wide",
     ),
@@ -412,7 +412,7 @@ LAYERS = (
         "_Sums.plain", "any(map(self._is_zero, operands))", "False", f"{WRAPPED} -k 'a_head_sums'"
     ),
     Mutant(
-        "_Sums.__init__", "types.size(axis) - 1", "types.size(axis)", f"{WRAPPED} -k 'a_head_sums'"
+        "_Sums.__init__", "types.axis_size(axis) - 1", "types.size(axis)", f"{WRAPPED} -k 'a_head_sums'"
     ),
     Mutant(
         "_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"
@@ -466,7 +466,7 @@ LAYERS = (
     ),
     Mutant(
         "reduced_in_backward",
-        "cotangent.astype(wide(cotangent.dtype))",
+        "cotangent.astype(accumulation_dtype(cotangent.dtype))",
         "cotangent",
         "test_reduced_in_backward.py::test_sums_are_wide",
     ),
@@ -544,7 +544,7 @@ LAYERS = (
     ),
     Mutant(
         "reduce_scatter",
-        "reduce_scatter(x.astype(types.wide(x.dtype)),",
+        "reduce_scatter(x.astype(types.accumulation_dtype(x.dtype)),",
         "reduce_scatter(x,",
         "test_zero.py::test_sums_over_replicas_are_wide",
     ),
@@ -793,14 +793,14 @@ PLACEMENT = (
         "test_pipeline.py::test_slots_need_not_be_filled",
     ),
     Mutant(
-        "places",
+        "coordinates",
         "if total.min() < cost:",
         "if best is None:",
         "test_torus.py -k wherever_they_can_be",
     ),
     Mutant("_lines", "fold and digit % 2 == 1", "False", "test_torus.py -k wherever_they_can_be"),
     Mutant(
-        "closed",
+        "closed_dims",
         "all(size % 4 == 0 for size in sizes)",
         "False",
         "test_torus.py::test_what_closes_in_the_replay",
@@ -1524,7 +1524,7 @@ GPT2 = (
     ),
     Mutant(
         "attention",
-        "wide = scores.astype(precision.wide(scores.dtype))",
+        "wide = scores.astype(precision.accumulation_dtype(scores.dtype))",
         "wide = scores",
         "test_precision.py::test_exponentials_and_roots_are_wide",
     ),
@@ -1659,12 +1659,12 @@ GPT2 = (
         "test_gpt2_weights.py::test_a_sample_sees_the_last_window_and_no_more",
     ),
     Mutant(
-        "lookup",
+        "embed_partial",
         "unknown & weights.astype(bool)",
         "unknown",
         "test_tensor.py::test_embed_equals_take",
     ),
-    Mutant("lookup", "held & ~unknown", "held", "test_tensor.py::test_embed_equals_take"),
+    Mutant("embed_partial", "held & ~unknown", "held", "test_tensor.py::test_embed_equals_take"),
     Mutant("_outside", "vocabulary - 1", "vocabulary", "test_tensor.py::test_embed_equals_take"),
     Mutant(
         "seen",
@@ -1896,7 +1896,7 @@ COMPILED = (
 
 EXPERTS = (
     Mutant(
-        "top",
+        "top_k",
         "jnp.take_along_axis(scores, chosen",
         "jnp.take_along_axis(preferred, chosen",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
@@ -2131,23 +2131,23 @@ CONTEXT = (
         "zigzag", "2 * n - 1 - i", "n + i", "test_context.py::test_the_table_counts_what_is_needed"
     ),
     Mutant(
-        "chunks_of",
+        "chunk_table",
         "sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))",
         "False",
         "test_context.py::test_errors",
     ),
     Mutant(
-        "visits",
+        "block_pairs",
         "held[i, a] > held[j, b]",
         "held[i, a] >= held[j, b]",
         "test_context.py::test_the_table_counts_what_is_needed",
     ),
     Mutant(
-        "visits", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"
+        "block_pairs", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"
     ),
     Mutant("_chunk", "tokens % (n * c)", "tokens % n", "test_context.py::test_errors"),
     Mutant(
-        "merged",
+        "merge_softmax",
         "jnp.logaddexp(lse, more_lse)",
         "jnp.maximum(lse, more_lse)",
         "test_context.py::test_equals_one_device[zigzag-4]",
@@ -2241,7 +2241,7 @@ CONTEXT = (
         "test_context_layouts.py::test_a_context_axis_trains_as_one_device",
     ),
     Mutant(
-        "checked",
+        "must_communicate",
         "if not any(",
         "if False and not any(",
         "test_context_layouts.py -k ignores_the_axis",

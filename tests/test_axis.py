@@ -14,9 +14,9 @@ from parallax import mesh
 from parallax.collectives import (
     Axis,
     bucketed,
+    combined_axis,
     doubling,
     halving,
-    joined,
     ring,
     torus,
     two_rings,
@@ -112,11 +112,11 @@ def test_a_part_of_several_is_moved_by_its_own_mover():
 
 def test_joined():
     """One group where one algorithm moves all; otherwise one after the other."""
-    assert joined(ring("a"), ring("b")) == ring(("a", "b"))
-    assert joined("a", ("b", "c"), ()) == xla(("a", "b", "c"))
-    assert joined() == xla(())
-    assert joined(ring("a"), ()) == ring(("a",))
-    mixed = joined(ring("a"), "b")
+    assert combined_axis(ring("a"), ring("b")) == ring(("a", "b"))
+    assert combined_axis("a", ("b", "c"), ()) == xla(("a", "b", "c"))
+    assert combined_axis() == xla(())
+    assert combined_axis(ring("a"), ()) == ring(("a",))
+    mixed = combined_axis(ring("a"), "b")
     assert (mixed.names, str(mixed.algorithm)) == (("a", "b"), "ring then xla")
     both(mixed, ("a", "b"))
 

@@ -108,7 +108,7 @@ SHAPES = st.lists(
 @given(leaves=SHAPES, nbytes=st.integers(1, 100))
 def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbytes):
     arrays = [np.zeros(size, jnp.dtype(dtype)) for size, dtype in leaves]
-    found = buckets.assigned([jnp.asarray(array) for array in arrays], nbytes)
+    found = buckets.assign_buckets([jnp.asarray(array) for array in arrays], nbytes)
     assert sorted(i for bucket in found for i in bucket) == list(range(len(arrays)))
     for dtype in {array.dtype for array in arrays}:
         alike = [bucket for bucket in found if arrays[bucket[0]].dtype == dtype]

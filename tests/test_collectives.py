@@ -34,8 +34,8 @@ from parallax.collectives import (
     torus,
     two_rings,
 )
-from parallax.collectives.cost import spelt
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cost import describe
+from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import replicated, varying
 
 COLLECTIVES = (
@@ -66,7 +66,7 @@ def on_torus(collective):
     return algorithm(collective) in ("torus", "hierarchical")
 
 
-name = spelt
+name = describe
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
 
 MANNERS = {  # options, and what fits them on n devices; sizes that do not divide by n among them
@@ -503,8 +503,8 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
 
     def body(x):
         total = algorithm.all_reduce({"a": x, "b": x[:2]}, ("x", "y"))
-        parts = algorithm.reduce_scatter(ordered([x, 2 * x], total), ("x", "y"), tiled=True)
-        return total, algorithm.all_gather(ordered(parts, parts), ("x", "y"), tiled=True)
+        parts = algorithm.reduce_scatter(sequence_after([x, 2 * x], total), ("x", "y"), tiled=True)
+        return total, algorithm.all_gather(sequence_after(parts, parts), ("x", "y"), tiled=True)
 
     assert (
         hlo.unordered(

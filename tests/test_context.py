@@ -91,7 +91,7 @@ def split_and_whole(way, n):
 
     def split(*arrays):
         found = over(*[context.split(x, n, order=order) for x in arrays])
-        return jax.tree.map(lambda x: context.joined(x, n, order=order), found)
+        return jax.tree.map(lambda x: context.unsplit(x, n, order=order), found)
 
     return jax.jit(split), jax.jit(value_and_gradients(functools.partial(dense, causal=causal)))
 
@@ -150,16 +150,16 @@ def test_transformations(name):
         return jnp.sum(jnp.cos(jax.lax.scan(body, q[0], (k, v))[0]))
 
     def inside(q, k, v):
-        mine = functools.partial(context.own, axis=("a", "b"), dim=2)
+        mine = functools.partial(context.local_tokens, axis=("a", "b"), dim=2)
 
         def attend(q, k, v, segments):
-            segments = context.own(segments, ("a", "b"))
+            segments = context.local_tokens(segments, ("a", "b"))
             return context.attention(q, k, v, ("a", "b"), segments=segments, kernel=SMALL)
 
         return jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2))(*map(mine, (q, k, v)))
 
     split = jax.jit(mesh.spmd(inside, mesh=over, in_specs=P(), out_specs=P(None, None, ("a", "b"))))
-    ours = jax.tree.map(lambda x: context.joined(x, n, dim=2), split(q, k, v))
+    ours = jax.tree.map(lambda x: context.unsplit(x, n, dim=2), split(q, k, v))
     plain = jax.jit(jax.grad(functools.partial(loss, dense), argnums=(0, 1, 2)))(
         *map(jnp.asarray, (q, k, v))
     )
@@ -188,18 +188,21 @@ def products(jaxpr):
 
 def needed(order, n):
     """Blocks of scores that causal attention needs of each device, a diagonal one by half: by brute force."""
-    held = context.chunks_of(order, n)
+    held = context.chunk_table(order, n)
     return [sum((a > b) + (a == b) / 2 for a in mine for b in held.reshape(-1)) for mine in held]
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_the_table_counts_what_is_needed(n):
-    zigzag, contiguous = context.visits(context.zigzag, n), context.visits(context.contiguous, n)
+    zigzag, contiguous = (
+        context.block_pairs(context.zigzag, n),
+        context.block_pairs(context.contiguous, n),
+    )
     assert zigzag.blocks == 2 * n + 1
     assert needed(context.zigzag, n) == [2 * n] * n
     assert 4 * contiguous.blocks == 4 * n
     assert sum(4 * each for each in needed(context.contiguous, n)) == 2 * n * n
-    assert context.visits(context.zigzag, n, causal=False).blocks == n
+    assert context.block_pairs(context.zigzag, n, causal=False).blocks == n
 
 
 @functools.cache
@@ -228,7 +231,7 @@ def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_products_are_those_of_the_table(n, order):
     """Forward two products a block, backward five; one program for all devices, and nothing in it is conditional."""
-    T, table = 16, context.visits(order, n)
+    T, table = 16, context.block_pairs(order, n)
     found, names = products(lowered(n, order, jnp.float32)[0].jaxpr.jaxpr)
     block = 2 * 4 * (T // table.chunks) ** 2 * 8  # B H t s K
     assert found == 7 * table.blocks * block
@@ -359,7 +362,7 @@ def test_the_error_in_bfloat16_does_not_grow_with_devices():
             over(*[context.split(x, n) for x in (*narrow[:3], whole, narrow[3])])
         )
         off = [
-            context.joined(x, n).astype(jnp.float64) - y for x, y in zip(found, plain, strict=True)
+            context.unsplit(x, n).astype(jnp.float64) - y for x, y in zip(found, plain, strict=True)
         ]
         errors.append(
             [
@@ -383,10 +386,10 @@ def test_the_error_in_bfloat16_does_not_grow_with_devices():
 )
 def test_split_gives_each_device_its_chunks_and_is_undone(n, order):
     size = 2
-    T = size * context.chunks_of(order, n).size
+    T = size * context.chunk_table(order, n).size
     x = np.arange(2 * T).reshape(2, T)
     split = context.split(x, n, order=order)
-    np.testing.assert_array_equal(context.joined(split, n, order=order), x)
+    np.testing.assert_array_equal(context.unsplit(split, n, order=order), x)
     for chunks, mine in zip(order(n), np.split(np.asarray(split[0]), n), strict=True):
         assert list(mine) == [
             place for chunk in chunks for place in range(chunk * size, (chunk + 1) * size)
@@ -395,7 +398,7 @@ def test_split_gives_each_device_its_chunks_and_is_undone(n, order):
 
 def test_each_device_knows_its_tokens():
     def body(x):
-        mine = context.own(x, "context", dim=1)
+        mine = context.local_tokens(x, "context", dim=1)
         return mine, context.positions(mine.shape[1], "context")
 
     x = np.arange(48).reshape(2, 24)

@@ -225,7 +225,7 @@ REFUSED = {
         {"attend": gpt2.attention},
     ),
     "the layers send nothing along ['context'], which splits their tokens": (
-        dataclasses.replace(bare.FAMILY, around=context.causal),
+        dataclasses.replace(bare.FAMILY, around=context.causal_attention),
         bare.Config(),
         {},
     ),
@@ -234,7 +234,7 @@ REFUSED = {
 
 def test_gathered_weights_are_no_attention():
     """ZeRO-3 sends along the axis too, weights that is."""
-    family = dataclasses.replace(bare.FAMILY, around=context.causal)
+    family = dataclasses.replace(bare.FAMILY, around=context.causal_attention)
     with pytest.raises(
         ValueError,
         match=re.escape("the layers send nothing along ['context'], which splits their tokens"),

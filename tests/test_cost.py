@@ -214,7 +214,9 @@ def test_buckets():
     """Packing is priced as the all-reduce of the buckets."""
     shapes = [(3, 5), (7,), (), (64,), (2, 2)]
     leaves = [jnp.ones(shape, jnp.float32) for shape in shapes]
-    packed = [sum(leaves[i].nbytes for i in bucket) for bucket in buckets.assigned(leaves, 128)]
+    packed = [
+        sum(leaves[i].nbytes for i in bucket) for bucket in buckets.assign_buckets(leaves, 128)
+    ]
     padded = [nbytes + -nbytes % (4 * 8) for nbytes in packed]
     call = lambda x, axis: sum(
         map(

@@ -92,7 +92,7 @@ def compiled_layer(name):
         tuple(n for n in case.sizes if n != "tensor"),
         case.tensor or (),
     )
-    hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.blocks(size=3)}
+    hows = {"route": plain.route, "dispatch": dispatch, "compute": experts.grouped(size=3)}
 
     def comms():
         shared = algorithm(tensor) if tensor else ()
@@ -185,7 +185,7 @@ def tight(name):
 
     def layer(w, x):
         y, told = experts.moe(
-            x, w, "data", route=experts.top(k), dispatch=dispatch, compute=experts.blocks(size=4)
+            x, w, "data", route=experts.top_k(k), dispatch=dispatch, compute=experts.grouped(size=4)
         )
         return y, jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "data"), told)
 
@@ -310,7 +310,7 @@ def prepared(case):
     hows = {
         "route": case.plain.route,
         "dispatch": dispatch,
-        "compute": experts.blocks(size=8),
+        "compute": experts.grouped(size=8),
         "comms": tensor,
     }
     mixed = lambda x, w: experts.moe(x, w, algorithm(case.axis), **hows)
@@ -483,7 +483,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
     world = mesh.make(data=n, devices=jax.devices()[:n])
 
     def forward(w, x):
-        return experts.moe(x, w, algorithm("data"), route=experts.top(k), dispatch=dispatch)[0]
+        return experts.moe(x, w, algorithm("data"), route=experts.top_k(k), dispatch=dispatch)[0]
 
     def both(w, x):
         y, transposed = jax.vjp(forward, w, x)
@@ -531,7 +531,7 @@ def test_an_all_to_all_pays_where_a_token_has_fewer_choices_than_there_are_devic
 
 def refused(message, *, w=None, x=None, specs=None, split=True, **options):
     x_specs = P("data") if split else P()
-    options = {"route": experts.top(2), "axis": "data"} | options
+    options = {"route": experts.top_k(2), "axis": "data"} | options
     axis = options.pop("axis")
     run = on(
         *(
@@ -556,12 +556,12 @@ def test_refusals():
         w=fewer,
     )
     refused(
-        "experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=9. Take another k",
-        route=experts.top(9),
+        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; got k=9. Take another k",
+        route=experts.top_k(9),
     )
     refused(
-        "experts.top: a token needs at least 1 expert and at most all 8 that the router knows; got k=0",
-        route=experts.top(0),
+        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; got k=0",
+        route=experts.top_k(0),
     )
     refused(
         "experts.moe: the tokens must differ along 'data', over which the experts are split, and x, float64[8, 6, 8], is the "
@@ -581,7 +581,7 @@ def test_refusals():
     )
     refused(
         "experts: an expert must return rows like those that it takes, float64[128, 8]; it returned float64[128, 6]. Let its",
-        compute=experts.blocks(lambda w, rows: rows @ w.up),
+        compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
         for capacity in (0.0, -1.0, math.nan):
@@ -593,7 +593,7 @@ def test_refusals():
     with pytest.raises(
         ValueError, match=r"^experts\.blocks: a block needs 1 row or more; got size=0"
     ):
-        experts.blocks(size=0)
+        experts.grouped(size=0)
 
 
 @pytest.mark.sweep(2, "experts")
@@ -611,7 +611,9 @@ def test_experts_of_any_kind():
 
     def loss(trained, rest, x):
         w = eqx.combine(trained, rest)
-        y, _ = experts.moe(x, w, "data", route=experts.top(k), compute=experts.blocks(one, size=4))
+        y, _ = experts.moe(
+            x, w, "data", route=experts.top_k(k), compute=experts.grouped(one, size=4)
+        )
         return jnp.mean(jnp.sin(y))
 
     def whole(trained, rest, x):
@@ -661,7 +663,7 @@ def test_a_ragged_exchange_compiles_for_a_tpu():
 
         def loss(w, x):
             return jnp.mean(
-                experts.moe(x, w, "data", route=experts.top(2), dispatch=experts.ragged(1.25))[0]
+                experts.moe(x, w, "data", route=experts.top_k(2), dispatch=experts.ragged(1.25))[0]
             )
 
         shapes = lambda tree, specs: jax.tree.map(

@@ -180,7 +180,7 @@ def by_hand(n, every, fragments, delay, mixing, seed, steps, present):
 
 
 ADAMW = optax.adamw(1e-2, eps=1e-6)
-NESTEROV = islands.nesterov()
+NESTEROV = islands.outer_nesterov()
 APART = islands.by_path("up", "down")
 CASES = {
     "island 2 x data 2 x tensor 2": (Case((2, 2, 2), 3, ADAMW, NESTEROV), [("up", "down")]),
@@ -235,7 +235,7 @@ def test_a_round_every_step_is_data_parallelism():
         np.testing.assert_allclose(losses[number].mean(), value, rtol=SAME)
         model = eqx.apply_updates(model, jax.tree.map(lambda g: -rate * g, g))
     arrays = lambda tree: eqx.filter(tree, eqx.is_array)
-    assert_close(arrays(islands.model_of(state)), arrays(model), SAME)
+    assert_close(arrays(islands.joint_model(state)), arrays(model), SAME)
 
 
 def test_one_island_is_the_inner_run():
@@ -293,9 +293,11 @@ def test_another_number_of_islands():
         like, _ = program(two._replace(sizes=(count, 1, 1)))
         arrays, static = eqx.partition(state, eqx.is_array)
         places = jax.tree.map(
-            lambda x: x.sharding, eqx.filter(islands.of_others(like, 2), mesh.is_array)
+            lambda x: x.sharding, eqx.filter(islands.shapes_for_islands(like, 2), mesh.is_array)
         )
-        new, lost = islands.regrouped(eqx.combine(jax.device_put(arrays, places), static), like)
+        new, lost = islands.with_number_of_islands(
+            eqx.combine(jax.device_put(arrays, places), static), like
+        )
         assert_close(new.model, state.model, 0)
         assert_close(new.optimizer, state.optimizer, 0)
         for i in range(count):

@@ -51,7 +51,7 @@ def prepared(
             compute=decoder.Compute(dtype=dtype, max_norm=1.0),
         )
         return on_islands.train_step(
-            local, islands.nesterov(), every=every, axis=axis, stream=stream
+            local, islands.outer_nesterov(), every=every, axis=axis, stream=stream
         )
 
 
@@ -64,7 +64,7 @@ def ran(text, stream=islands.ALL_AT_ONCE):
         for number in range(STEPS):
             state, info = made.train(state, windows(CONFIG, 0, number, BATCH))
             losses.append(np.asarray(info.loss))
-    model = decoder.joined(gpt2.FAMILY, Layout.parse(text), islands.model_of(state))
+    model = decoder.joined(gpt2.FAMILY, Layout.parse(text), islands.joint_model(state))
     return np.stack(losses), jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
 
 
@@ -123,11 +123,11 @@ def goes_on(folder, count=2, was=2, kill_at=None):
         jax.numpy_dtype_promotion("standard"),
         Checkpoints(folder, settings={}, **saved, say=lambda line: None) as checkpoints,
     ):
-        like = made.shapes if was == count else islands.of_others(made.shapes, was)
+        like = made.shapes if was == count else islands.shapes_for_islands(made.shapes, was)
         restored = checkpoints.restore(like)
         state = made.init() if restored is None else restored.state
         if restored is not None and was != count:
-            state, lost = islands.regrouped(state, made.shapes)
+            state, lost = islands.with_number_of_islands(state, made.shapes)
         for number in range(0 if restored is None else restored.step, STEPS):
             state, _ = jax.block_until_ready(made.train(state, windows(CONFIG, 0, number, BATCH)))
             if number + 1 == 4 and restored is None:

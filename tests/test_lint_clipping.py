@@ -260,7 +260,7 @@ ISLANDS = {"island": 2, "data": 4}
 
 def test_islands_clip_by_their_own_norms():
     """Each island takes its own steps; the mean of what they changed is no mean of clipped gradients."""
-    world, optimizer, outer = mesh.make(**ISLANDS), optax.sgd(0.1), islands.nesterov(0.7)
+    world, optimizer, outer = mesh.make(**ISLANDS), optax.sgd(0.1), islands.outer_nesterov(0.7)
     train = step.make(grads.averaged(GRAD, "data"), optimizer, max_norm=0.1)
     inner = step.init(lambda: PARAMS, optimizer, rules.match("**", P()), world)
     state, specs = islands.init(*inner, outer, world, axis="island")

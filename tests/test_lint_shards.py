@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import grads, lint, mesh, optimizers, tensor, zero
 from parallax.collectives import ring
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 
 MIXES, SUMMED = "update-mixes-a-shard", "shards-summed"
@@ -477,7 +477,7 @@ def sum_of_products(x):
 
 def waits_for_its_norm(x):
     """Something that is computed later, and whose value does not change."""
-    return x + ordered(jnp.tanh(x @ jnp.ones((6, 6))), jnp.sum(x * x))
+    return x + sequence_after(jnp.tanh(x @ jnp.ones((6, 6))), jnp.sum(x * x))
 
 
 SILENT = {

@@ -16,8 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import grads, mesh, sequence, zero
 from parallax.collectives import ring, send_next
-from parallax.collectives.cpu import ordered
-from parallax.collectives.types import like, linear, pending, replicated, varying, varying_axes
+from parallax.collectives.cpu import sequence_after
+from parallax.collectives.types import (
+    linear,
+    match_varying,
+    reduction_state,
+    replicated,
+    varying,
+    varying_axes,
+)
 
 
 def spmd(f, in_specs, out_specs):
@@ -157,9 +164,9 @@ def test_varying_takes_equinox_trees():
         assert [varying_axes(leaf) for leaf in (result.weight, result.count)] == [("x", "y")] * 2
         assert varying(model.weight, "x") is model.weight  # nothing is missing, nothing happens
         arrays = eqx.filter(model, eqx.is_array)
-        matched = like(arrays, eqx.tree_at(lambda m: m.count, arrays, seen))
+        matched = match_varying(arrays, eqx.tree_at(lambda m: m.count, arrays, seen))
         assert [varying_axes(leaf) for leaf in (matched.weight, matched.count)] == [("x",), ("y",)]
-        assert varying_axes(like(model.weight, seen)) == (
+        assert varying_axes(match_varying(model.weight, seen)) == (
             "x",
             "y",
         )  # what varies already goes on varying
@@ -179,7 +186,7 @@ def test_ordered_keeps_values_and_types():
     def body(x):
         first = lax.psum(x, "x")
         tree = {"x": x, "y": varying(jnp.ones(2), "y"), "none": jnp.zeros(3)}
-        result = ordered(tree, (first, x))
+        result = sequence_after(tree, (first, x))
         assert (
             jax.tree.map(varying_axes, result)
             == {"x": ("x",), "y": ("y",), "none": ()}
@@ -208,17 +215,17 @@ def test_ordered_keeps_a_collective_behind_a_loop():
 
     free = found(lambda y, turned: y)
     assert {loop.opcode for loop, _ in free} == {"while"}
-    assert not found(ordered)
+    assert not found(sequence_after)
 
 
 def test_ordered_has_a_gradient():
-    gradient = jax.grad(lambda x: jnp.sum(ordered(x, (x, jnp.full(2, jnp.nan))) ** 3))(
+    gradient = jax.grad(lambda x: jnp.sum(sequence_after(x, (x, jnp.full(2, jnp.nan))) ** 3))(
         jnp.arange(3.0)
     )
     np.testing.assert_array_equal(gradient, 3 * np.arange(3.0) ** 2)
-    assert ordered({"x": 1}, ()) == {"x": 1} == ordered({"x": 1}, jnp.zeros((0, 3)))
+    assert sequence_after({"x": 1}, ()) == {"x": 1} == sequence_after({"x": 1}, jnp.zeros((0, 3)))
     key, n = jax.random.key(0), jnp.arange(3)
-    same = ordered({"key": key, "name": "n", "n": n}, {"key": key, "f": jnp.sin, "n": n})
+    same = sequence_after({"key": key, "name": "n", "n": n}, {"key": key, "f": jnp.sin, "n": n})
     assert (same["key"], same["name"], same["n"].dtype) == (key, "n", n.dtype)
 
 
@@ -245,7 +252,7 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         r"parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 \(`jax.typeof\(x\).mat.varying`\), and JAX "
         rf"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
     )
-    for function in (varying_axes, pending, lambda x: ring.all_reduce(x, "x")):
+    for function in (varying_axes, reduction_state, lambda x: ring.all_reduce(x, "x")):
         with monkeypatch.context() as patch:
 
             def body(x, function=function, patch=patch):
@@ -270,7 +277,7 @@ def test_a_jax_that_no_longer_fits(monkeypatch):
         lambda x: zero.reduce_scattered(
             jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa", P()
         )(x, x)[0],
-        lambda x: sequence.own(x, "dtaa", dim=0),
+        lambda x: sequence.local_tokens(x, "dtaa", dim=0),
         lambda x: grads.averaged(jax.value_and_grad(lambda w, batch: jnp.sum(w)), "dtaa")(x, x)[0],
     ],
 )

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
 from parallax.collectives import execute, ring
-from parallax.collectives.cost import spelt
+from parallax.collectives.cost import describe
 from parallax.collectives.types import varying
 
 
@@ -71,7 +71,7 @@ DIMS = {
     "all_to_all": ["split_axis", "concat_axis"],
 }
 COLLECTIVES = [getattr(ring, name) for name in MEANING]
-every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=spelt)
+every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=describe)
 
 LAYOUTS = (
     *[({"x": n}, "x") for n in (1, 2, 3, 5, 8)],

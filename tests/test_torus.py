@@ -140,10 +140,10 @@ def can_be(box, rings, sizes):
 @pytest.mark.parametrize("target", TARGETS)
 def test_rings_are_of_neighbours_wherever_they_can_be(target):
     devices, box = chips(target), TARGETS[target]
-    rings = torus.closed(target in FLAT, box)
+    rings = torus.closed_dims(target in FLAT, box)
     means = []
     for sizes in powers(len(devices)):
-        laid = torus.arranged(devices, sizes)
+        laid = torus.device_array(devices, sizes)
         assert laid.shape == sizes
         assert set(laid.flat) == set(devices)
         found = hops(target, laid)
@@ -175,10 +175,10 @@ def test_every_device_has_one_place(data):
     for _ in range(3):
         sizes.append(data.draw(st.sampled_from([k for k in range(1, rest + 1) if rest % k == 0])))
         rest //= sizes[-1]
-    laid = torus.arranged(devices, (*sizes, rest))
+    laid = torus.device_array(devices, (*sizes, rest))
     assert laid.shape == (*sizes, rest)
     assert sorted(map(hash, laid.flat)) == sorted(map(hash, devices))
-    again = torus.arranged(devices, (*sizes, rest))
+    again = torus.device_array(devices, (*sizes, rest))
     assert all(
         a == b for a, b in zip(laid.flat, again.flat, strict=True)
     )  # all processes must agree
@@ -187,7 +187,7 @@ def test_every_device_has_one_place(data):
 @pytest.mark.parametrize(("slices", "sizes"), [(2, (4, 4)), (4, (2, 8, 2)), (2, (1, 2, 8))])
 def test_the_first_axes_cross_the_network(slices, sizes):
     devices = [each for k in range(slices) for each in chips("v5e:2x4", slice_index=k)]
-    laid = torus.arranged(devices, sizes)
+    laid = torus.device_array(devices, sizes)
     of = np.vectorize(lambda k: laid.flat[k].slice_index)(np.arange(laid.size)).reshape(sizes)
     assert (of == of[..., :1]).all()  # the last axis stays inside
     assert (
@@ -197,19 +197,19 @@ def test_the_first_axes_cross_the_network(slices, sizes):
 
 def test_machines_of_gpus_stay_in_order():
     devices = [Chip((), platform="gpu", process_index=k // 8, core_on_chip=k) for k in range(16)]
-    laid = torus.arranged(devices, (4, 4))
+    laid = torus.device_array(devices, (4, 4))
     assert [device.process_index for device in laid[1]] == [0] * 4
     assert list(laid.flat) == devices
 
 
 def test_a_part_of_a_torus_keeps_its_order():
     devices = chips("v5e:2x4")[1:]
-    assert list(torus.arranged(devices, (7,)).flat) == devices
+    assert list(torus.device_array(devices, (7,)).flat) == devices
 
 
 def test_a_ring_of_eight_in_a_slice_of_eight():
     """By hand: out along the long side of 2 x 4, and back."""
-    ring = torus.arranged(chips("v5e:2x4"), (8,))
+    ring = torus.device_array(chips("v5e:2x4"), (8,))
     steps = [
         tuple(np.subtract(b.coords, a.coords)) for a, b in zip(ring, np.roll(ring, -1), strict=True)
     ]

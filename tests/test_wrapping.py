@@ -16,7 +16,7 @@ from reference import EXACT, assert_close
 
 from parallax import grads, mesh, pipeline, precision, rules, schedule, step, zero
 from parallax.collectives import Axis, ErrorFeedback, halving, ring, xla
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 
 ROWS, WIDTH, HIDDEN = 32, 8, 16
@@ -363,7 +363,7 @@ def test_rows_may_travel_to_a_share(by, penalty):
 SIDE_BY_SIDE = {
     "a barrier": lax.optimization_barrier,
     "a sum of both": lambda pair: lax.psum(jax.tree.map(lambda leaf: leaf / 2, pair), "tensor"),
-    "an order": lambda pair: (ordered(pair[0], pair[1]), pair[1]),
+    "an order": lambda pair: (sequence_after(pair[0], pair[1]), pair[1]),
 }
 
 

@@ -206,7 +206,7 @@ def _moves(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
         return [(own or eqn.primitive.name, _over(eqn))]
     if eqn.primitive.name != "linear_collective":
         return []
-    inside = _every(types.opened(eqn, mesh, check_vma=True))
+    inside = _every(types.linear_jaxpr(eqn, mesh, check_vma=True))
     return [(own or name, axes) for each in inside for name, axes in _moves(each, mesh)]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.collectives import buckets, by_hand, cost, int8, matmul, tables, types
-    from parallax.collectives.axis import Algorithm, Axis, AxisLike, joined, xla
+    from parallax.collectives.axis import Algorithm, Axis, AxisLike, combined_axis, xla
     from parallax.collectives.buckets import bucketed
     from parallax.collectives.from_table import algorithm, algorithm_of_axes
     from parallax.collectives.int8 import ErrorFeedback, quantized, quantized_in
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _FILES = ("buckets", "by_hand", "cost", "int8", "matmul", "tables", "types")
 _FILE_OF = {
-    **dict.fromkeys(("Axis", "AxisLike", "Algorithm", "joined", "xla"), "axis"),
+    **dict.fromkeys(("Axis", "AxisLike", "Algorithm", "combined_axis", "xla"), "axis"),
     **dict.fromkeys(("ErrorFeedback", "quantized", "quantized_in"), "int8"),
     **dict.fromkeys(("algorithm", "algorithm_of_axes"), "from_table"),
     "Route": "route",
@@ -52,6 +52,7 @@ __all__ = [
     "bucketed",
     "buckets",
     "by_hand",
+    "combined_axis",
     "cost",
     "direct",
     "doubling",
@@ -59,7 +60,6 @@ __all__ = [
     "halving_by",
     "hierarchical",
     "int8",
-    "joined",
     "machines",
     "matmul",
     "pairs",

@@ -105,7 +105,7 @@ class Algorithm:
 
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
         """The mean over devices, on every device: `A {U_X} -> A`. The twin of `lax.pmean`; costs one `all_reduce`."""
-        n = types.size(axis_name)
+        n = types.axis_size(axis_name)
         return jax.tree.map(lambda x: x / n, self.all_reduce(x, axis_name))
 
     def __repr__(self) -> str:
@@ -170,11 +170,11 @@ class Axis:
 
     def size(self) -> int:
         """The number of devices. Raises `ValueError` where the code does not run over the axis."""
-        return types.size(self.names)
+        return types.axis_size(self.names)
 
     def index(self) -> Shaped[Array, ""]:
         """The device's place, from 0, in row-major order: an int32 scalar."""
-        return types.index(self.names)
+        return types.axis_index(self.names)
 
     def all_reduce(self, x: Tree) -> Tree:
         """The sum over devices, on every device: `A {U_X} -> A`."""
@@ -215,7 +215,7 @@ class Axis:
 AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 
 
-def joined(*parts: AxisLike) -> Axis:
+def combined_axis(*parts: AxisLike) -> Axis:
     """Several axes as one: one group where one algorithm moves them all, and otherwise one after the other, as in `Axis.of`.
 
     Axes without a name, `()`, are left out.

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from parallax.collectives.axis import Axis, AxisLike
-from parallax.collectives.cpu import ordered
-from parallax.collectives.types import pending, varying, varying_axes
+from parallax.collectives.cpu import sequence_after
+from parallax.collectives.types import reduction_state, varying, varying_axes
 
 NBYTES = 2**20  # a ring of 8 hands on 128 kB a hop: 3 us at 45 GB/s, where a hop takes 1 us
 
@@ -51,12 +51,12 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     def all_reduce(x, axis_name):
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
-        buckets = assigned(leaves, nbytes)
+        buckets = assign_buckets(leaves, nbytes)
         done: list[jax.Array] = []
         for bucket in buckets:
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:  # one bucket after another: at no time is more than one packed
-                parts = [_packed(ordered(parts, done), axis_name)]
+                parts = [_packed(sequence_after(parts, done), axis_name)]
             (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
             for i, part in zip(bucket, done, strict=True):
@@ -69,7 +69,7 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     )
 
 
-def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
+def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
     """The indices of the leaves in each bucket of at most `nbytes` (or of one leaf), by dtype and by the axes they vary along.
 
     A leaf that is unreduced or reduced along an axis is alone in its bucket: JAX does not join such arrays.
@@ -80,7 +80,7 @@ def assigned(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[i
     )  # last: of each kind, the bucket that is filled at present, and its bytes
     for i, leaf in enumerate(leaves):
         kind, size = (
-            (leaf.dtype, varying_axes(leaf), i if pending(leaf) else None),
+            (leaf.dtype, varying_axes(leaf), i if reduction_state(leaf) else None),
             leaf.size * leaf.dtype.itemsize,
         )
         bucket, filled = last.get(kind, (None, 0))

@@ -171,7 +171,7 @@ def _rounds(function, size, n, itemsize, options):
     return tuple(round._replace(times=sum(each.times for each in run)) for round, run in alike)
 
 
-def spelt(collective: Callable[..., Any]) -> str:
+def describe(collective: Callable[..., Any]) -> str:
     """What a message calls a function: `ring.all_reduce`."""
     if hasattr(collective, "rounds"):
         return collective.__qualname__

@@ -19,12 +19,12 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from parallax._typing import PyTree
-from parallax.collectives.types import pending, replicated, varying_axes
+from parallax.collectives.types import reduction_state, replicated, varying_axes
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def ordered(x: Tree, after: PyTree) -> Tree:
+def sequence_after(x: Tree, after: PyTree) -> Tree:
     """The tree `x`, which a CPU computes only after `after`: values and types stay. Differentiable in `x`.
 
     An optimization barrier is gone before the program runs; what waits here is a selection by a condition that is always true,
@@ -47,7 +47,7 @@ def _counts(leaf) -> bool:
     return (
         isinstance(leaf, jax.Array)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        and not pending(leaf)
+        and not reduction_state(leaf)
     )
 
 
@@ -64,12 +64,12 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     return [jnp.where(holds, leaf, other(leaf)) for leaf in x]
 
 
-def in_memory(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """`x`, computed once: what comes out of a loop is in memory, for all who want it. Costs two or three passes over it."""
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
-def apart(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """`x`, with a no-op loop between its last write and what follows: the loop writes one number again."""
     if not x.size:
         return x

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Shaped
 
-from parallax.collectives.types import AxisName, axes, block, index, moved, size, summand
+from parallax.collectives.types import (
+    AxisName,
+    axes,
+    axis_index,
+    axis_size,
+    check_block,
+    check_summand,
+    linear_collective,
+)
 
 OneArray = Callable[[Shaped[Array, "..."], int, AxisName], Shaped[Array, "..."]]
 
@@ -29,12 +37,12 @@ def reduce_scatter(
     x: ArrayLike, axis_name: AxisName, slices: Slices, scatter_dimension: int, tiled: bool
 ) -> Shaped[Array, "..."]:
     """The drop-in for `lax.psum_scatter` of one array."""
-    x = summand("reduce_scatter", summable(x), axis_name)
+    x = check_summand("reduce_scatter", summable(x), axis_name)
     if not axes(axis_name):  # there `lax` drops no dim
         return x
     dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
-    check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, size(axis_name), tiled)
-    return moved(
+    check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), tiled)
+    return linear_collective(
         x,
         axis_name,
         forward=lambda x: _without(slices.scattered(x, dim, axis_name), dim, tiled),
@@ -50,7 +58,7 @@ def all_gather(
         raise ValueError(
             f"all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got {to!r}."
         )
-    x = block("all_gather", jnp.asarray(x), axis_name)
+    x = check_block("all_gather", jnp.asarray(x), axis_name)
     if not axes(axis_name):  # there `lax` adds no dim
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))
@@ -58,9 +66,9 @@ def all_gather(
         numbers = all_gather(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
     length = x.shape[dim] if tiled else 1
-    own = lambda ct: lax.dynamic_slice_in_dim(ct, index(axis_name) * length, length, dim)
+    own = lambda ct: lax.dynamic_slice_in_dim(ct, axis_index(axis_name) * length, length, dim)
     part = own if to == "invarying" else lambda ct: slices.scattered(ct, dim, axis_name)
-    return moved(
+    return linear_collective(
         x,
         axis_name,
         forward=lambda x: slices.gathered(_with(x, dim, tiled), dim, axis_name),
@@ -82,7 +90,7 @@ def split(
 ) -> Shaped[Array, "..."]:
     """`x` as n blocks, in front, `[n, *block]`: the inverse of `merge`."""
     if tiled:
-        n = size(axis_name)
+        n = axis_size(axis_name)
         x = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return jnp.moveaxis(x, dim, 0)
 

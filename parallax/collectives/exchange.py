@@ -12,7 +12,13 @@ from parallax.collectives.cost import devices, priced
 from parallax.collectives.from_table import messages
 from parallax.collectives.permute import send
 from parallax.collectives.route import Route
-from parallax.collectives.types import AxisName, block, index, moved, size
+from parallax.collectives.types import (
+    AxisName,
+    axis_index,
+    axis_size,
+    check_block,
+    linear_collective,
+)
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -54,8 +60,10 @@ def all_to_all(
             drop_in.dim_of("split_axis", split_axis, x.ndim),
             drop_in.dim_of("concat_axis", concat_axis, x.ndim),
         )
-        drop_in.check_divides("all_to_all", "split_axis", x.shape, split, size(axis_name), tiled)
-        return moved(
+        drop_in.check_divides(
+            "all_to_all", "split_axis", x.shape, split, axis_size(axis_name), tiled
+        )
+        return linear_collective(
             x,
             axis_name,
             forward=lambda x: drop_in.merge(
@@ -66,12 +74,12 @@ def all_to_all(
             ),
         )
 
-    return jax.tree.map(lambda x: leaf(block("all_to_all", jnp.asarray(x), axis_name)), x)
+    return jax.tree.map(lambda x: leaf(check_block("all_to_all", jnp.asarray(x), axis_name)), x)
 
 
 def _exchange(blocks, axis_name):
     """`[n, *block] -> [n, *block]`: block j goes to device j; what comes from device j is put at j."""
-    route, me = straight(size(axis_name)), index(axis_name)
+    route, me = straight(axis_size(axis_name)), axis_index(axis_name)
     received = blocks
     for sends in route.rounds:
         for step, (offset,) in sends.items():

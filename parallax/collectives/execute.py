@@ -18,7 +18,7 @@ from parallax._typing import PyTree
 from parallax.collectives import cpu
 from parallax.collectives.permute import send
 from parallax.collectives.route import Point, Route
-from parallax.collectives.types import AxisName, index, size, varying, varying_axes
+from parallax.collectives.types import AxisName, axis_index, axis_size, varying, varying_axes
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -45,7 +45,7 @@ def scatter(
         dim: of a block, along which the blocks of one message are joined.
         unrolled: hops up to which a chain is written out: `UNROLLED`.
     """
-    me = index(axis_name)
+    me = axis_index(axis_name)
     sums: list[dict[Point, Any]] = [
         {} for _ in routes
     ]  # partial sums by offset; an absent one is the own term alone
@@ -86,7 +86,7 @@ def gather(
         dim: of a block, along which the blocks of one message are joined.
         unrolled: hops up to which a chain is written out: `UNROLLED`.
     """
-    me = index(axis_name)
+    me = axis_index(axis_name)
     copies = [{route.home: block} for route, block in zip(routes, blocks, strict=True)]
 
     def copy(p, offset):
@@ -141,7 +141,7 @@ def _arrivals(
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """A chain of a scatter as a loop. Each trip is a hop, after which the own terms of the new offsets are added."""
-    me, walks = index(axis_name), _walks(routes, chain)
+    me, walks = axis_index(axis_name), _walks(routes, chain)
 
     def own_terms(p):
         """The function from a trip to this device's terms of the blocks that have come by then."""
@@ -186,7 +186,7 @@ def _gather_in_a_loop(routes, chain: range, copies, keep, result, axis_name, dim
 
     The blocks are also stacked, trip by trip, where an earlier round of the table sends them on later.
     """
-    me, walks, length = index(axis_name), _walks(routes, chain), len(chain)
+    me, walks, length = axis_index(axis_name), _walks(routes, chain), len(chain)
 
     def offsets_in(p, trip):
         step, offsets = walks[p]
@@ -280,7 +280,7 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     into one rounding: the last bit differs, and replicas drift apart in silence. `lax.optimization_barrier` forbids it. The CPU's
     compiler sees through the barrier, so there a loop does.
     """
-    return lax.platform_dependent(x, cpu=cpu.in_memory, default=lax.optimization_barrier)
+    return lax.platform_dependent(x, cpu=cpu.pin_bits, default=lax.optimization_barrier)
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -289,14 +289,16 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     Otherwise XLA may join the blocks inside the operation that uses them, and fuse a product and a sum there for some of the
     blocks only. Which blocks depends on the device, so replicas would drift apart.
     """
-    return lax.platform_dependent(x, cpu=cpu.apart, default=lax.optimization_barrier)
+    return lax.platform_dependent(x, cpu=cpu.pin_buffer, default=lax.optimization_barrier)
 
 
 def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:
-    """`function` of each array of the tree `x`. Where hops are loops, each waits for the one before (see `cpu.ordered`)."""
+    """`function` of each array of the tree `x`. Where hops are loops, each waits for the one before (see `cpu.sequence_after`)."""
     leaves, structure = jax.tree.flatten(x)
     results: list[jax.Array] = []
     for leaf in leaves:
-        operand = leaf if size(axis_name) <= UNROLLED else cpu.ordered(leaf, results[-1:])
+        operand = (
+            leaf if axis_size(axis_name) <= UNROLLED else cpu.sequence_after(leaf, results[-1:])
+        )
         results.append(function(operand))
     return jax.tree.unflatten(structure, results)

@@ -26,7 +26,7 @@ from parallax.collectives.tiling import (
     reduce_scatter_array,
     shares_of,
 )
-from parallax.collectives.types import axes, moved, size, summand
+from parallax.collectives.types import axes, axis_size, check_summand, linear_collective
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -65,7 +65,7 @@ def _mover(maker, tables_for, name: str, all_to_all: AllToAll) -> Algorithm:
         return tables
 
     def routes(axis_name):
-        return tables_of(tuple(map(size, axes(axis_name))))
+        return tables_of(tuple(map(axis_size, axes(axis_name))))
 
     def reduce_scatter_leaf(x, dim, axis_name):
         return reduce_scatter_array(x, dim, routes(axis_name), axis_name)
@@ -175,10 +175,10 @@ def all_reduce(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """
 
     def leaf(x):
-        x = summand("all_reduce", drop_in.summable(x), axis_name)
+        x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):
             return x
-        return moved(
+        return linear_collective(
             x,
             axis_name,
             forward=lambda x: total(x, axis_name),

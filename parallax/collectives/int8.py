@@ -222,7 +222,12 @@ class ErrorFeedback:
             axis_name = self.axis_name
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides(
-                "reduce_scatter", "scatter_dimension", x.shape, dim, types.size(axis_name), tiled
+                "reduce_scatter",
+                "scatter_dimension",
+                x.shape,
+                dim,
+                types.axis_size(axis_name),
+                tiled,
             )
             parts = drop_in.split(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
@@ -278,7 +283,7 @@ def dequantize(
 
 def _all_reduce(x, axis_name, block_size):
     """The sum of `x` in its wide type, and what was rounded away here."""
-    n = types.size(axis_name)
+    n = types.axis_size(axis_name)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
     total, error = _reduce(flat, axis_name, block_size)
     result, lost = _gather(total, axis_name, block_size)
@@ -314,7 +319,7 @@ def _reduce(parts, axis_name, block_size):
 
 def _gather(part, axis_name, block_size):
     """`[size] -> [n, size], [size]`: all devices' parts, the same bits on all, and what was rounded away of the own."""
-    if types.size(axis_name) == 1:
+    if types.axis_size(axis_name) == 1:
         return part[None], jnp.zeros_like(part)
     sent = quantize(part, block_size)
     values = lambda message: dequantize(message, part.size, part.dtype, block_size)
@@ -323,7 +328,7 @@ def _gather(part, axis_name, block_size):
 
 def _own(parts, axis_name):
     """Which of `[n, size]` is this device's part: `[n, 1]`."""
-    return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.index(axis_name)
+    return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.axis_index(axis_name)
 
 
 def _each(x, block_size, quantized, exact, *rest):
@@ -378,7 +383,7 @@ def _finite(error):
 
 
 def _wide(dtype):
-    return types.wide(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return types.accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _widened(x):

@@ -34,7 +34,14 @@ from parallax.collectives.drop_in import check_divides, dim_of
 from parallax.collectives.execute import gather, scatter
 from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route
-from parallax.collectives.types import AxisName, axes, size, varying, varying_axes, wide
+from parallax.collectives.types import (
+    AxisName,
+    accumulation_dtype,
+    axes,
+    axis_size,
+    varying,
+    varying_axes,
+)
 
 
 def _from_both_sides(n: int) -> Route:
@@ -110,7 +117,9 @@ def matmul_reduce_scatter(
     _check_not_last(
         "matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1])
     )
-    check_divides("matmul_reduce_scatter", "scatter_dimension", x.shape, dim, size(axis_name), True)
+    check_divides(
+        "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), True
+    )
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
 
@@ -119,7 +128,7 @@ def _all_gather_matmul(x, weight, axis_name, axis):
     def multiply(y, j, block):
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
-    n = size(axis_name)
+    n = axis_size(axis_name)
     y = jax.eval_shape(lambda: jnp.tensordot(x, weight, axes=1))
     return _as_they_arrive(x, axis_name, multiply, _zeros(_times(y.shape, axis, n), y.dtype, x))
 
@@ -136,7 +145,9 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
     def add(total, j, block):
         return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
 
-    total = _as_they_arrive(x, axis_name, add, _zeros(weight.shape, wide(weight.dtype), x))
+    total = _as_they_arrive(
+        x, axis_name, add, _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
+    )
     return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(
         weight.dtype
     )
@@ -147,7 +158,7 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
-    n = size(axis_name)
+    n = axis_size(axis_name)
 
     def product(j):
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
@@ -168,7 +179,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, ct):
         y = _put(y, jnp.tensordot(block, transposed, axes=1), j, dim)
         return y, total + _outer(_block(x, j, dim, ct.shape[dim]), block, batch)
 
-    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, wide(weight.dtype), x)
+    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
     y, total = _as_they_arrive(ct, axis_name, multiply_and_add, zeros)
     return y, total.astype(weight.dtype)
 
@@ -180,14 +191,17 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
     keep = lambda carry, _, j, block: visit(carry, j, block)
     return gather(
-        [_from_both_sides(size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf
+        [_from_both_sides(axis_size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf
     )
 
 
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
     """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
     (total,) = scatter(
-        [_from_both_sides(size(axis_name))], lambda _, j: product(j), axis_name, unrolled=math.inf
+        [_from_both_sides(axis_size(axis_name))],
+        lambda _, j: product(j),
+        axis_name,
+        unrolled=math.inf,
     )
     return total
 
@@ -202,7 +216,9 @@ def _alike(x, weight, axis_name):
 def _outer(x, y, batch: int):
     """`[*batch, D], [*batch, F] -> [D, F]`, summed over the batch in a wide type."""
     dims = list(range(batch))
-    return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=wide(x.dtype))
+    return jnp.tensordot(
+        x, y, axes=(dims, dims), preferred_element_type=accumulation_dtype(x.dtype)
+    )
 
 
 def _transposed(weight, inputs: int):

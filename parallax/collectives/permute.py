@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from parallax.collectives.cost import Message, Round, priced
-from parallax.collectives.types import AxisName, axes, size
+from parallax.collectives.types import AxisName, axes, axis_size
 
 
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
@@ -20,7 +20,7 @@ def send_next(
     x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1
 ) -> Shaped[Array, "*dims"]:
     """Device i's `x` on device i + `distance`, round the ring: one hop."""
-    n = size(axis_name)
+    n = axis_size(axis_name)
     return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
 
@@ -35,9 +35,9 @@ def send(
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
     """The axes in the mesh's order, as `lax.ppermute` wants them, and the place there of each device of the axis."""
     if len(names) < 2:
-        return names, list(range(size(names)))
+        return names, list(range(axis_size(names)))
     mesh_names = jax.sharding.get_abstract_mesh().axis_names
     ordered = tuple(sorted(names, key=mesh_names.index))
-    devices = np.arange(size(names)).reshape([lax.axis_size(name) for name in names])
+    devices = np.arange(axis_size(names)).reshape([lax.axis_size(name) for name in names])
     in_mesh_order = devices.transpose([names.index(name) for name in ordered]).reshape(-1)
     return ordered, np.argsort(in_mesh_order).tolist()

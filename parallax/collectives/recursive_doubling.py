@@ -60,7 +60,7 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
-    n = types.size(axis_name)
+    n = types.axis_size(axis_name)
     x = pin_bits(x)  # the sums after it are the same, however often they are computed
     hops = _hops(n)
     if n & (n - 1):
@@ -69,7 +69,7 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     for pairs in hops:
         x = _as_sent(x) + send(x, axis_name, pairs)
     if n & (n - 1):
-        x = jnp.where(types.index(axis_name) < told[0][1], x, send(x, axis_name, told))
+        x = jnp.where(types.axis_index(axis_name) < told[0][1], x, send(x, axis_name, told))
     return x
 
 

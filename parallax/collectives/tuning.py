@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh as meshes
 from parallax.collectives import cost
 from parallax.collectives.axis import Algorithm
-from parallax.collectives.cost import Cost, Link, Sizes, spelt
+from parallax.collectives.cost import Cost, Link, Sizes, describe
 from parallax.collectives.permute import send_next
 from parallax.collectives.recursive_doubling import doubling
 from parallax.collectives.tables import halving, hierarchical, ring, torus, two_rings
@@ -293,11 +293,12 @@ def _told(
             for t, m in zip(times, model, strict=True)
         ]
         cells = [f"{_bytes(size)} {cell}" for size, cell in zip(choice.sizes, cells, strict=True)]
-        lines.append(f"  {spelt(f)}: " + ", ".join(cells))
+        lines.append(f"  {describe(f)}: " + ", ".join(cells))
     grid = [2**k for k in range(2, 31)]
     spans = [(f, list(sizes)) for f, sizes in itertools.groupby(grid, key=choice.fastest)]
     chosen = [
-        spelt(f) + (f" from {_bytes(sizes[0])}" if k else "") for k, (f, sizes) in enumerate(spans)
+        describe(f) + (f" from {_bytes(sizes[0])}" if k else "")
+        for k, (f, sizes) in enumerate(spans)
     ]
     return "\n".join([*lines, f"Chosen, as the fastest at its size: {', '.join(chosen)}."])
 

@@ -73,16 +73,16 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     return jax.tree.map(leaf, x)
 
 
-def pending(x: Shaped[Array, "..."]) -> dict[str, str]:
+def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
     """The mesh axes along which `x` is "unreduced" or "reduced", `lax.pcast`'s words, and which of the two.
 
     An unreduced value is a sum over the axis that was not taken: each device has a term. A reduced one is the same on all
     devices, and its cotangent is unreduced. Raises `TypeError` as `varying_axes` does.
     """
-    return pending_of_type(jax.typeof(x))
+    return reduction_state_of_type(jax.typeof(x))
 
 
-def pending_of_type(aval: Any) -> dict[str, str]:
+def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """`pending` of all arrays of the type `aval`."""
     try:
         return dict.fromkeys(sorted(aval.mat.unreduced), "unreduced") | dict.fromkeys(
@@ -92,12 +92,12 @@ def pending_of_type(aval: Any) -> dict[str, str]:
         raise TypeError(type_error) from error
 
 
-def cast(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
+def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
     """`x`, declared "varying", "invarying", "unreduced" or "reduced" along each axis of `states`: free, and unchecked.
 
     As honest as `replicated`, and differentiable as little: wrap what uses it in `linear`.
     """
-    for axis, was in pending(x).items():
+    for axis, was in reduction_state(x).items():
         if axis in states:
             x = (
                 terms_p.bind(x, axis=axis)
@@ -125,7 +125,7 @@ terms_p.def_abstract_eval(_terms_type)
 mlir.register_lowering(terms_p, lambda context, x, *, axis: [x])
 
 
-def size(axis_name: AxisName) -> int:
+def axis_size(axis_name: AxisName) -> int:
     """The number of devices on the axis, or on several together.
 
     Raises:
@@ -165,12 +165,12 @@ def check_typed() -> None:
             )
 
 
-def index(axis_name: AxisName) -> jax.Array:
+def axis_index(axis_name: AxisName) -> jax.Array:
     """The device's place on the axis, or on several in row-major order: an int32 scalar."""
     return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)
 
 
-def like(x: Tree, reference: PyTree) -> Tree:
+def match_varying(x: Tree, reference: PyTree) -> Tree:
     """The tree `x` with each leaf varying at least where the same leaf of `reference` varies (for a loop's first carry)."""
     return jax.tree.map(lambda leaf, other: varying(leaf, varying_axes(other)), x, reference)
 
@@ -214,12 +214,12 @@ def linear(
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
 
-def wide(dtype: jnp.dtype) -> jnp.dtype:
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The type to add up values of `dtype` in: itself where it has 32 bits or more, else float32."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
+def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
     """What the `forward` of a `linear` in a traced program binds: JAX sees in its equation two functions and no jaxpr.
 
     Args:
@@ -232,7 +232,7 @@ def opened(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) 
 
     def body():
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
-        zeros = cast(zeros, pending_of_type(x))
+        zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         found.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
         return ()
 
@@ -274,7 +274,7 @@ ad.deflinear2(
 batching.primitive_batchers[linear_p] = _batched
 
 
-def moved(
+def linear_collective(
     x: Shaped[Array, "..."],
     axis_name: AxisName,
     *,
@@ -290,14 +290,16 @@ def moved(
 
     def on_terms(f, state):
         def g(x):
-            other = {axis: was for axis, was in pending(x).items() if axis not in axes(axis_name)}
+            other = {
+                axis: was for axis, was in reduction_state(x).items() if axis not in axes(axis_name)
+            }
             inside = dict.fromkeys((*axes(axis_name), *other), "varying")
             after: dict[str, Any] = other | dict.fromkeys(axes(axis_name), state)
-            return cast(f(cast(x, inside)), after)
+            return cast_unchecked(f(cast_unchecked(x, inside)), after)
 
         return g
 
-    unreduced = any(axis in axes(axis_name) for axis in pending(x))
+    unreduced = any(axis in axes(axis_name) for axis in reduction_state(x))
     return linear(
         x,
         forward=on_terms(forward, to),
@@ -305,13 +307,13 @@ def moved(
     )
 
 
-def summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """`x` for a sum over `axis_name`, as varying or as unreduced along all of it.
 
     Raises:
         ValueError: it is reduced along one of the axes, or unreduced along some of them only; `lax` refuses those too.
     """
-    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    states = {axis: was for axis, was in reduction_state(x).items() if axis in axes(axis_name)}
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
         return x
     if "unreduced" in states.values():
@@ -319,12 +321,12 @@ def summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[A
             f"{name} along {axis_name!r} needs an x that is unreduced along all of these axes or along none; this one, of shape "
             f"{x.shape}, is {_spelt(states)}. Sum it over its unreduced axes first, and over the others then."
         )
-    return block(name, x, axis_name)
+    return check_block(name, x, axis_name)
 
 
-def block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
+def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """`x` as varying along `axis_name`. Raises `ValueError` where it is unreduced or reduced there, as `lax` does."""
-    states = {axis: was for axis, was in pending(x).items() if axis in axes(axis_name)}
+    states = {axis: was for axis, was in reduction_state(x).items() if axis in axes(axis_name)}
     if states:
         cure = "Sum it first, by all_reduce or reduce_scatter"
         if "reduced" in states.values():

@@ -233,7 +233,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 
     XLA's CPU backend goes on from such a loop to what does not use its results, while threads still work on it, and collectives
     of the two can then meet in one rendezvous: "Id can't be larger than the number of participating threads", and the
-    process aborts. `cpu.ordered` puts the second behind the first.
+    process aborts. `cpu.sequence_after` puts the second behind the first.
     """
     program = module(compiled)
     sends = lambda instruction: (

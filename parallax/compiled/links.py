@@ -15,7 +15,7 @@ import numpy as np
 
 from parallax.compiled import hlo
 from parallax.compiled.rates import Rates
-from parallax.torus import FLAT, closed
+from parallax.torus import FLAT, closed_dims
 
 Link = tuple[Any, ...]
 Flows = Mapping[tuple[int, int], float]
@@ -88,7 +88,7 @@ def torus(
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
     cores = max(Counter(zip(groups, places, strict=True)).values())
-    return Machine(rates, places, groups, sizes, cores, closed(rates.name in FLAT, sizes))
+    return Machine(rates, places, groups, sizes, cores, closed_dims(rates.name in FLAT, sizes))
 
 
 def switch(rates: Rates, devices: int, in_machine: int = 8) -> Machine:

@@ -8,44 +8,44 @@ sends keys and values round, `ulysses` goes from tokens to heads and back, `gath
 called as `attend(q, k, v)`, with `segments=` where documents are packed into one sequence.
 """
 
-from parallax.context.checks import checked
+from parallax.context.checks import must_communicate
 from parallax.context.hops import attention
-from parallax.context.kernels import TILED, Kernel, merged, tiled
-from parallax.context.layers import causal, comms
+from parallax.context.kernels import TILED, Kernel, merge_softmax, tiled
+from parallax.context.layers import causal_attention, comms
 from parallax.context.orders import (
-    Order,
-    Visits,
-    chunks_of,
+    BlockPairs,
+    ChunkOrder,
+    block_pairs,
+    chunk_table,
     contiguous,
-    joined,
-    own,
+    local_tokens,
     positions,
     split,
-    visits,
+    unsplit,
     zigzag,
 )
 from parallax.context.others import blockwise, gathered, ulysses
 
 __all__ = [
     "TILED",
+    "BlockPairs",
+    "ChunkOrder",
     "Kernel",
-    "Order",
-    "Visits",
     "attention",
+    "block_pairs",
     "blockwise",
-    "causal",
-    "checked",
-    "chunks_of",
+    "causal_attention",
+    "chunk_table",
     "comms",
     "contiguous",
     "gathered",
-    "joined",
-    "merged",
-    "own",
+    "local_tokens",
+    "merge_softmax",
+    "must_communicate",
     "positions",
     "split",
     "tiled",
     "ulysses",
-    "visits",
+    "unsplit",
     "zigzag",
 ]

@@ -22,7 +22,7 @@ MOVES = (
 )  # first parts of their names
 
 
-def checked(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """`layers`, a function of a model's blocks, refused when it is traced where it sends nothing along `axis`.
 
     Each device of `axis` has some of the tokens. Attention that does not go over the axis would see those alone, and train
@@ -124,7 +124,7 @@ def check_attention(
     if k.shape[1] != tokens:
         raise ValueError(
             f"context.attention needs keys of the same tokens as the queries; got {k.shape[1]} keys and {tokens} queries on each "
-            f"device of {axis.names!r}. Split both by context.split or context.own."
+            f"device of {axis.names!r}. Split both by context.split or context.local_tokens."
         )
     if tokens % chunks or not tokens:
         above = max(1, -(-tokens // chunks)) * chunks

@@ -29,8 +29,8 @@ from jaxtyping import Array, Float, Shaped
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying, varying_axes
 from parallax.context.checks import check_attention
-from parallax.context.kernels import TILED, Kernel, merged
-from parallax.context.orders import Order, Visits, visits, zigzag
+from parallax.context.kernels import TILED, Kernel, merge_softmax
+from parallax.context.orders import BlockPairs, ChunkOrder, block_pairs, zigzag
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     *,
     causal: bool = True,
     segments: Shaped[Array, "..."] | None = None,
-    order: Order = zigzag,
+    order: ChunkOrder = zigzag,
     kernel: Kernel = TILED,
     heads: tuple[int, int] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
@@ -71,7 +71,7 @@ def attention(
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
     """
     axis = Axis.of(axis)
-    table = visits(order, axis.size(), causal=causal)
+    table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks, heads)
     found = (q, k, v) if segments is None else (q, k, v, segments)
     union = (*axes(axis.names), *sum(map(varying_axes, found), ()))
@@ -85,7 +85,7 @@ class _Ring(NamedTuple):
     """What is computed where, and by whom."""
 
     axis: Axis
-    table: Visits
+    table: BlockPairs
     kernel: Kernel
     causal: bool
 
@@ -120,7 +120,7 @@ def _forward(ring: _Ring, q, k, v, segments):
             (q, ours), (k, v, theirs) = _picked(queries, at), _picked(keys, of)
             out, lse = ring.kernel.forward(q, k, v, causal=False, segments=_both(ours, theirs))
             before, its_lse = _picked(sums, at)
-            both = merged(before, its_lse, out, jnp.where(there == 1, lse, -jnp.inf))
+            both = merge_softmax(before, its_lse, out, jnp.where(there == 1, lse, -jnp.inf))
             return tuple(x.at[at].set(new) for x, new in zip(sums, both, strict=True)), None
 
         return lax.scan(one, sums, pairs)[0]

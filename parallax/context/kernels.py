@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallax.collectives.types import varying, varying_axes, wide
+from parallax.collectives.types import accumulation_dtype, varying, varying_axes
 
 Queries = Float[Array, "batch tokens heads head_width"]
 Keys = Float[Array, "batch keys key_heads head_width"]
@@ -51,7 +51,7 @@ def tiled(block: int = 512) -> Kernel:
     )
 
 
-def merged(
+def merge_softmax(
     out: Float[Array, "*rows head_width"],
     lse: Float[Array, "*rows"],
     more: Float[Array, "*rows head_width"],
@@ -83,7 +83,7 @@ def _forward(
 ):
     B, T, H, K = q.shape
     parts, others = _tiles((q,), (k, v), causal, segments, positions, block)
-    dtype, alike = wide(q.dtype), lambda x: varying(x, varying_axes(q))
+    dtype, alike = accumulation_dtype(q.dtype), lambda x: varying(x, varying_axes(q))
 
     def queries(_, part):
         (q,), mine = part
@@ -129,7 +129,7 @@ def _backward(
     positions: Marks | None = None,
     block: int,
 ):
-    T, S, dtype = q.shape[1], k.shape[1], wide(q.dtype)
+    T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     alike = lambda x: varying(x, varying_axes(q))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # who saw nothing gives no gradient
     mean = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
@@ -184,7 +184,7 @@ def _scores(q, k, mine: _Tile, theirs: _Tile):
 
 def _product(terms: str, x, y):
     """The product of two arrays of one type, its sums float32 or wider."""
-    return jnp.einsum(terms, x, y, preferred_element_type=wide(x.dtype))
+    return jnp.einsum(terms, x, y, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _tiles(

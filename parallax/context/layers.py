@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from parallax import tensor
-from parallax.collectives import Axis, AxisLike, joined
+from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.context.hops import attention
-from parallax.context.orders import Order, own, zigzag
+from parallax.context.orders import ChunkOrder, local_tokens, zigzag
 from parallax.tensor import Comms
 
 
@@ -18,7 +18,7 @@ def comms(
     shared: AxisLike = (),
     inner: Callable[..., Comms] = tensor.comms,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    order: Order = zigzag,
+    order: ChunkOrder = zigzag,
 ) -> Comms:
     """`inner(axis, shared=shared)`, with the tokens of each sequence split over `context` before anything else is.
 
@@ -37,7 +37,7 @@ def comms(
     What is joined raises `ValueError` for tokens that do not divide into the chunks of `order`.
     """
     made, over = inner(axis, shared=shared), Axis.of(context)
-    mine = partial(own, axis=over, order=order)
+    mine = partial(local_tokens, axis=over, order=order)
     ring = partial(attention, axis=over, order=order)
     return made._replace(
         local_tokens=lambda x, dim: made.local_tokens(mine(x, dim=dim), dim),
@@ -45,10 +45,10 @@ def comms(
         context_tokens=lambda x, dim: mine(x, dim=dim),
         wrap_attention=around or (lambda attend: ring),
         context_shards=over.size(),
-        over_tokens=joined(over, made.over_tokens),
+        over_tokens=combined_axis(over, made.over_tokens),
     )
 
 
-def causal(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
+def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """`attention` over `axis` in the place of `attend`, which is softmax(q k^T / sqrt(K)) v of each token and those before it."""
     return partial(attention, axis=axis)

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Int, Shaped
 
 from parallax.collectives import Axis, AxisLike
 
-Order = Callable[[int], Sequence[Sequence[int]]]
+ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
@@ -32,7 +32,7 @@ def contiguous(n: int) -> list[list[int]]:
     return [[i] for i in range(n)]
 
 
-def chunks_of(order: Order, n: int) -> np.ndarray:
+def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
     """The table of `order` for n devices: [n, chunks of a device].
 
     Raises:
@@ -51,7 +51,7 @@ def chunks_of(order: Order, n: int) -> np.ndarray:
     return np.array(held, dtype=np.int32)
 
 
-class Visits(NamedTuple):
+class BlockPairs(NamedTuple):
     """What each device computes: blocks of scores, by chunks of its own queries and of the keys that a hop brought.
 
     Attributes:
@@ -70,13 +70,13 @@ class Visits(NamedTuple):
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
-def visits(order: Order, n: int, *, causal: bool = True) -> Visits:
+def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
     """The table of n devices: in hop h device i has the keys of device i - h.
 
     In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous` order n of (T/n)^2, twice what
     is needed. Raises `ValueError` as `chunks_of` does.
     """
-    held = chunks_of(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
+    held = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = held.shape[1]
     seen = lambda i, j: [
         (a, b, 1) for a in range(c) for b in range(c) if not causal or held[i, a] > held[j, b]
@@ -86,11 +86,11 @@ def visits(order: Order, n: int, *, causal: bool = True) -> Visits:
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
     table = lambda rows, *shape: np.array(rows, dtype=np.int32).reshape(*shape, 3)
-    return Visits(c, table(own, n, c * (c - 1) // 2), table(padded, n - 1, n, most))
+    return BlockPairs(c, table(own, n, c * (c - 1) // 2), table(padded, n - 1, n, most))
 
 
 def split(
-    x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1
+    x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
     """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")` then gives each its own.
 
@@ -100,27 +100,27 @@ def split(
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
     """
-    x, table = jnp.asarray(x), chunks_of(order, devices)
+    x, table = jnp.asarray(x), chunk_table(order, devices)
     return jnp.take(x, places(x.shape[dim], table).reshape(-1), axis=dim)
 
 
-def joined(
-    x: Shaped[ArrayLike, "..."], devices: int, *, order: Order = zigzag, dim: int = 1
+def unsplit(
+    x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
     """The inverse of `split`: the tokens in the order of the sequence. Raises as it does."""
-    x, table = jnp.asarray(x), chunks_of(order, devices)
+    x, table = jnp.asarray(x), chunk_table(order, devices)
     return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
 
 
-def positions(tokens: int, axis: AxisLike, *, order: Order = zigzag) -> Int[Array, " tokens"]:
+def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
     """The places in its sequence of the `tokens` that this device holds, int32. Raises `ValueError` as `split` does."""
     axis = Axis.of(axis)
     n = axis.size()
-    return jnp.asarray(places(tokens * n, chunks_of(order, n)))[axis.index()]
+    return jnp.asarray(places(tokens * n, chunk_table(order, n)))[axis.index()]
 
 
-def own(
-    x: Shaped[Array, "..."], axis: AxisLike, *, order: Order = zigzag, dim: int = 1
+def local_tokens(
+    x: Shaped[Array, "..."], axis: AxisLike, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
     """What of `x`, which has all tokens of its sequences, belongs to this device's tokens. Nothing moves.
 
@@ -128,7 +128,7 @@ def own(
         ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
     """
     axis = Axis.of(axis)
-    table = chunks_of(order, axis.size())
+    table = chunk_table(order, axis.size())
     size = _chunk(x.shape[dim], table)
     mine = jnp.asarray(table)[axis.index()]
     parts = [

@@ -20,7 +20,7 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, linear, varying, varying_axes
 from parallax.context.checks import check_heads, check_places, check_segments
 from parallax.context.kernels import TILED, Kernel, Marks
-from parallax.context.orders import Order, chunks_of, places, positions, zigzag
+from parallax.context.orders import ChunkOrder, chunk_table, places, positions, zigzag
 
 
 def blockwise(
@@ -80,7 +80,7 @@ def blockwise(
 
 
 def ulysses(
-    attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
+    attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
 ) -> Callable[..., Any]:
     """`attend` over whole sequences, for devices that hold tokens: each computes some heads of all tokens.
 
@@ -124,7 +124,7 @@ def ulysses(
 
 
 def gathered(
-    attend: Callable[..., Any], axis: AxisLike, *, order: Order = zigzag
+    attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
 ) -> Callable[..., Any]:
     """`attend` of this device's queries to all keys and values, which are gathered: the simple one.
 
@@ -184,9 +184,9 @@ def _gather(x, axis: Axis):
     )
 
 
-def _by_place(tokens: int, n: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
+def _by_place(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
     """The place of each token of the sequence among the tokens of device 0, 1, ..., and the inverse of that order."""
-    back = places(tokens * n, chunks_of(order, n)).reshape(-1)
+    back = places(tokens * n, chunk_table(order, n)).reshape(-1)
     return np.argsort(back), back
 
 

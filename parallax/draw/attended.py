@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from parallax.context import Order, chunks_of, visits
+from parallax.context import ChunkOrder, block_pairs, chunk_table
 from parallax.draw import canvas
 
 
-def attention(order: Order, n: int, path: canvas.Path | None = None) -> str:
+def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str:
     """The blocks that `context.attention` computes in `order` on n devices, as text: the hop of each, by queries and keys.
 
     A row is a chunk of queries, with the device that holds it, a column a chunk of keys; hop 0 is the device's own keys.
@@ -21,7 +21,7 @@ def attention(order: Order, n: int, path: canvas.Path | None = None) -> str:
     Raises:
         ImportError: with a `path`, where matplotlib is not installed.
     """
-    held, table = chunks_of(order, n), visits(order, n)
+    held, table = chunk_table(order, n), block_pairs(order, n)
     hops = np.full((held.size, held.size), -1)
     for i, chunks in enumerate(held):
         hops[chunks, chunks] = 0

@@ -4,28 +4,28 @@ A router sends each token to k of E experts. Each device of the axis holds some 
 back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is dropped is counted; by default nothing is.
 """
 
-from parallax.experts.dispatch import Dispatch, Sent, exchanged, gathered, ragged
+from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged
 from parallax.experts.layers import comms
 from parallax.experts.mixture import Gated, Mixture, moe
-from parallax.experts.router import Choice, Route, Statistics, rebalanced, statistics, top
-from parallax.experts.rows import Compute, blocks
+from parallax.experts.router import Router, Routing, Statistics, rebalanced, statistics, top_k
+from parallax.experts.rows import ExpertCompute, grouped
 
 __all__ = [
-    "Choice",
-    "Compute",
+    "BytesSent",
     "Dispatch",
+    "ExpertCompute",
     "Gated",
     "Mixture",
-    "Route",
-    "Sent",
+    "Router",
+    "Routing",
     "Statistics",
-    "blocks",
     "comms",
     "exchanged",
     "gathered",
+    "grouped",
     "moe",
     "ragged",
     "rebalanced",
     "statistics",
-    "top",
+    "top_k",
 ]

@@ -27,7 +27,7 @@ Local = Callable[
 ]  # `Compute` of this device's experts: of (x, source, ids, weights)
 
 
-class Sent(NamedTuple):
+class BytesSent(NamedTuple):
     """Bytes that a device sends in one forward pass; the backward pass sends the same again, but for `ids`.
 
     Attributes:
@@ -63,7 +63,9 @@ class Dispatch(Protocol):
         """
         ...
 
-    def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
+    def sent(
+        self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
+    ) -> BytesSent:
         """The bytes that a device sends for `tokens` tokens of its own; `itemsize` is a number's, in bytes."""
         ...
 
@@ -90,10 +92,12 @@ class Gathered:
         y = compute(x, source, jnp.where((own >= 0) & (own < held), own, held), weights.reshape(-1))
         return axis.reduce_scatter(y, scatter_dimension=0, tiled=True), jnp.zeros((), jnp.int32)
 
-    def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
+    def sent(
+        self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
+    ) -> BytesSent:
         """(n - 1) T D each way."""
         rows = (n - 1) * tokens
-        return Sent(
+        return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize
         )
 
@@ -149,10 +153,12 @@ class exchanged:
         """C: rows that a device sends to each."""
         return _room(self.capacity, k * tokens, n, tokens * min(k, held))
 
-    def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
+    def sent(
+        self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
+    ) -> BytesSent:
         """(n - 1) C D each way; with a capacity of 1, k (n - 1)/n T D."""
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
-        return Sent(rows * width * itemsize, rows * width * itemsize, rows * 4)
+        return BytesSent(rows * width * itemsize, rows * width * itemsize, rows * 4)
 
 
 @dataclass(frozen=True)
@@ -238,10 +244,14 @@ class ragged:
         y = back(y, empty(k * tokens))[place]
         return _joined(y, weights), jnp.sum(wish[me] - granted[me], dtype=jnp.int32)
 
-    def sent(self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int) -> Sent:
+    def sent(
+        self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
+    ) -> BytesSent:
         """k (n - 1)/n T D each way where the load is even and nothing is dropped."""
         rows = k * tokens * (n - 1) // n
-        return Sent(rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1))
+        return BytesSent(
+            rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1)
+        )
 
 
 class Wanted(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from parallax import tensor
 from parallax.collectives import AxisLike
 from parallax.experts.dispatch import Dispatch, gathered
-from parallax.experts.rows import Compute, blocks
+from parallax.experts.rows import ExpertCompute, grouped
 from parallax.tensor import Comms
 
 
@@ -17,7 +17,7 @@ def comms(
     shared: AxisLike = (),
     inner: Callable[..., Comms] = tensor.comms,
     dispatch: Dispatch = gathered,
-    compute: Compute = blocks(),  # noqa: B008, a frozen choice
+    compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
 ) -> Comms:
     """`inner(axis, shared=shared)`, with the experts of each layer split over `experts`, which splits the batch too.
 

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from parallax import mesh, tensor
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import axes, varying_axes, wide
+from parallax.collectives.types import accumulation_dtype, axes, varying_axes
 from parallax.experts.dispatch import Dispatch, gathered
-from parallax.experts.router import Route, Statistics, statistics
-from parallax.experts.rows import Compute, blocks
+from parallax.experts.router import Router, Statistics, statistics
+from parallax.experts.rows import ExpertCompute, grouped
 from parallax.tensor import Comms
 
 
@@ -62,9 +62,9 @@ def moe(
     params: Mixture,
     axis: AxisLike,
     *,
-    route: Route,
+    route: Router,
     dispatch: Dispatch = gathered,
-    compute: Compute = blocks(),  # noqa: B008, a frozen choice
+    compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
     comms: Comms = tensor.comms(()),  # noqa: B008, likewise
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X, T, D] -> y[B_X, T, D]`.
@@ -93,7 +93,9 @@ def moe(
     axis = Axis.of(axis)
     held = _held(params, axis)
     _check_varies(x, axis)
-    logits = x.astype(wide(x.dtype)) @ params.router.astype(wide(x.dtype))
+    logits = x.astype(accumulation_dtype(x.dtype)) @ params.router.astype(
+        accumulation_dtype(x.dtype)
+    )
     choice = route(logits, None if isinstance(params.bias, tuple) else params.bias)
     rows = lambda a: a.reshape(-1, a.shape[-1])
     local = functools.partial(compute, params.experts)

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying
-from parallax.tensor import added
+from parallax.tensor import add_bias
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """Which experts the tokens go to.
 
     Attributes:
@@ -36,14 +36,14 @@ class Choice(NamedTuple):
     shares: Float[Array, "*tokens experts"]
 
 
-Route: TypeAlias = Callable[
-    [Float[Array, "*tokens experts"], Float[Array, " experts"] | None], Choice
+Router: TypeAlias = Callable[
+    [Float[Array, "*tokens experts"], Float[Array, " experts"] | None], Routing
 ]
 
 
-def top(
+def top_k(
     k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
-) -> Route:
+) -> Router:
     """Each token goes to the k experts of the highest score; of equal ones, to the first. The scores are the weights.
 
     Where there is a bias it counts in the choice alone, and not in the weights: by it `rebalanced` evens out the load without an
@@ -62,16 +62,16 @@ def top(
         count = logits.shape[-1]
         if not 1 <= k <= count:
             raise ValueError(
-                f"experts.top: a token needs at least 1 expert and at most all {count} that the router knows; got k={k}. Take "
+                f"experts.top_k: a token needs at least 1 expert and at most all {count} that the router knows; got k={k}. Take "
                 "another k, or a router with more columns."
             )
         scores = score(logits)
-        preferred = scores if bias is None else added(scores, bias.astype(scores.dtype))
+        preferred = scores if bias is None else add_bias(scores, bias.astype(scores.dtype))
         _, chosen = lax.top_k(lax.stop_gradient(preferred), k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
             weights = _divided(weights)
-        return Choice(chosen, weights, logits, _divided(scores))
+        return Routing(chosen, weights, logits, _divided(scores))
 
     return route
 
@@ -104,7 +104,7 @@ class Statistics(NamedTuple):
 
 
 def statistics(
-    choice: Choice, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
+    choice: Routing, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
 ) -> Statistics:
     """The statistics of choices `[B, T, ...]`, of which `dropped` in all found no room.
 

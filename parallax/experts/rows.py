@@ -13,13 +13,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from parallax._typing import PyTree
-from parallax.collectives.types import varying, varying_axes, wide
+from parallax.collectives.types import accumulation_dtype, varying, varying_axes
 
 Expert = Callable[[Any, Float[Array, "rows width"]], Float[Array, "rows width"]]
 
 
 @runtime_checkable
-class Compute(Protocol):
+class ExpertCompute(Protocol):
     """The sum over a row's experts of weight times result: `x[N, D] -> y[N, D]`."""
 
     def __call__(
@@ -35,12 +35,12 @@ class Compute(Protocol):
         ...
 
 
-def called(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+def call_module(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
     """An expert that is a module of rows: `expert(rows)`."""
     return expert(rows)
 
 
-def blocks(expert: Expert = called, *, size: int = 128) -> Compute:
+def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     """Runs `expert(its parameters, rows)` block after block: what is computed is what there is, with no room for the worst case.
 
     Pairs are sorted by expert, and each expert's are cut into blocks of `size` rows, the last one filled up. A loop runs over
@@ -57,7 +57,9 @@ def blocks(expert: Expert = called, *, size: int = 128) -> Compute:
         ValueError: `expert` returns rows of another shape or type; or size is below 1.
     """
     if size < 1:
-        raise ValueError(f"experts.blocks: a block needs 1 row or more; got size={size}. Take 128.")
+        raise ValueError(
+            f"experts.grouped: a block needs 1 row or more; got size={size}. Take 128."
+        )
 
     def compute(experts, x, source, ids, weights):
         trained, rest = eqx.partition(experts, eqx.is_inexact_array)
@@ -128,7 +130,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         term.astype(total.dtype), mode="drop", unique_indices=True
     )
     take = lambda x, index: x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-    zeros = lambda x: jnp.zeros_like(x, dtype=wide(x.dtype))
+    zeros = lambda x: jnp.zeros_like(x, dtype=accumulation_dtype(x.dtype))
 
     def apply(trained, others, rows):
         made = expert(trained, others, rows)

@@ -44,12 +44,12 @@ class Stream(NamedTuple):
     mixing: float = 0.0
 
 
-def whole(model: PyTree) -> tuple[Fragment, ...]:
+def whole_model(model: PyTree) -> tuple[Fragment, ...]:
     """The model as one fragment."""
     return (Fragment(lambda model: model, lambda model, part: part),)
 
 
-ALL_AT_ONCE = Stream(whole)
+ALL_AT_ONCE = Stream(whole_model)
 
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
@@ -113,7 +113,9 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
     return fragments
 
 
-def of(stream: Stream, model: PyTree, specs: Specs | None = None) -> tuple[Fragment, ...]:
+def checked_fragments(
+    stream: Stream, model: PyTree, specs: Specs | None = None
+) -> tuple[Fragment, ...]:
     """The fragments of `model`, which has shapes or arrays: checked that each element is in one of them.
 
     Raises:

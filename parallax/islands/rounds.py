@@ -1,6 +1,6 @@
 """A step made of steps that talk seldom: each island trains by itself, and every H steps the outer optimizer joins them.
 
-    train = islands.local(train, islands.nesterov(), every=50, axis="island")       # step -> step
+    train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")       # step -> step
 
 An island is a group of devices with a train step of its own, in any layout. After H steps, with outer weights W and island i's
 weights w_i,
@@ -31,17 +31,17 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.collectives.types import (
+    accumulation_dtype,
     axes_of_type,
-    index,
+    axis_index,
+    axis_size,
     replicated,
-    size,
     varying,
     varying_axes,
-    wide,
 )
 from parallax.islands import fragments
 from parallax.islands.fragments import ALL_AT_ONCE, Fragment, Stream
-from parallax.islands.state import Sent, State, names_of
+from parallax.islands.state import SentChanges, State, axis_names
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.step import Info, Step
 
@@ -50,7 +50,7 @@ IslandStep = Callable[
 ]  # of a state, a batch, perhaps a limit and who is there
 
 
-def nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
+def outer_nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
     """The outer optimizer of DiLoCo: SGD with Nesterov's momentum, with the rates of the paper."""
     return optax.sgd(rate, momentum=momentum, nesterov=True)
 
@@ -96,11 +96,11 @@ def local(
         raise ValueError(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands take the outer weights."
         )
-    update, names = checked(with_extra(outer).update, {}, at="islands.local"), names_of(axis)
+    update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
         inner, info = _alone(train, names)(_own(state.inner, names), batch, limit)
-        parts = fragments.of(stream, state.model)
+        parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
             offset = every * k // len(parts)
             due = lambda number, offset=offset: (number > 0) & ((number - offset) % every == 0)
@@ -138,14 +138,14 @@ class _Round(eqx.Module):
 
     def sent(
         self, inner: Any, state: State, present: Bool[Array, " islands"] | None
-    ) -> tuple[Sent, PyTree]:
+    ) -> tuple[SentChanges, PyTree]:
         """The mean of what the islands that are there changed, and what int8 rounded away."""
-        names = names_of(self.axis)
-        there = jnp.ones(size(names), bool) if present is None else jnp.asarray(present)
-        here, count = varying(there, names)[index(names)], jnp.sum(there)
+        names = axis_names(self.axis)
+        there = jnp.ones(axis_size(names), bool) if present is None else jnp.asarray(present)
+        here, count = varying(there, names)[axis_index(names)], jnp.sum(there)
 
         def changed(w, own):
-            kind = wide(w.dtype)
+            kind = accumulation_dtype(w.dtype)
             return jnp.where(here, w.astype(kind) - own.astype(kind), jnp.zeros((), kind))
 
         delta = jax.tree.map(
@@ -153,7 +153,7 @@ class _Round(eqx.Module):
         )
         total, error = self._total(delta, state.error[self.k], here)
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
-        return Sent(mean, count > 0, here[None]), error
+        return SentChanges(mean, count > 0, here[None]), error
 
     def _total(self, delta: PyTree, error: PyTree, here: Bool[Array, ""]) -> tuple[PyTree, PyTree]:
         if not isinstance(self.axis, ErrorFeedback):
@@ -167,7 +167,7 @@ class _Round(eqx.Module):
             lambda x, before: x + jnp.where(here, none(x), before), new, error
         )
 
-    def waiting(self, state: State, sent: tuple[Sent, PyTree]) -> State:
+    def waiting(self, state: State, sent: tuple[SentChanges, PyTree]) -> State:
         """`state` with what was sent."""
         return eqx.tree_at(
             lambda state: (state.sent[self.k], state.error[self.k]),
@@ -176,7 +176,9 @@ class _Round(eqx.Module):
             is_leaf=lambda x: x is None,
         )
 
-    def received(self, inner: Any, state: State, given: tuple[Sent, PyTree]) -> tuple[Any, State]:
+    def received(
+        self, inner: Any, state: State, given: tuple[SentChanges, PyTree]
+    ) -> tuple[Any, State]:
         """The outer weights after the outer optimizer's step, and those of each island that was there."""
         sent, error = given
         weights, own = self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
@@ -294,7 +296,7 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if (
-        size(names) > 1
+        axis_size(names) > 1
         and leaves
         and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves)
     ):

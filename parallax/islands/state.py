@@ -14,12 +14,12 @@ from parallax import rules, step, trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.int8 import ErrorFeedback
-from parallax.collectives.types import wide
+from parallax.collectives.types import accumulation_dtype
 from parallax.islands import fragments
 from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
-class Sent(eqx.Module):
+class SentChanges(eqx.Module):
     """What a round exchanged and no island has used yet. A tree of specs has this form too.
 
     Attributes:
@@ -48,7 +48,7 @@ class State(eqx.Module):
     model: PyTree
     optimizer: tuple[PyTree, ...]
     error: tuple[PyTree, ...]
-    sent: tuple[Sent | None, ...]
+    sent: tuple[SentChanges | None, ...]
 
     @property
     def step(self) -> Any:
@@ -56,7 +56,7 @@ class State(eqx.Module):
         return self.inner.step
 
 
-class Planned(NamedTuple):
+class StateInit(NamedTuple):
     """A state of islands that can be made.
 
     Attributes:
@@ -94,11 +94,11 @@ def init(
     Raises:
         ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim that is split.
     """
-    plan = planned(state, specs, outer, mesh_, axis=axis, stream=stream, trainable=trainable)
+    plan = state_init(state, specs, outer, mesh_, axis=axis, stream=stream, trainable=trainable)
     return plan.init(state), plan.specs
 
 
-def planned(
+def state_init(
     state: step.State,
     specs: step.State,
     outer: optax.GradientTransformation,
@@ -107,13 +107,13 @@ def planned(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
-) -> Planned:
+) -> StateInit:
     """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
-    over, islands = names_of(axis), count(axis, mesh_)
+    over, islands = axis_names(axis), number_of_islands(axis, mesh_)
     arrays, static = eqx.partition(state, trees.is_array)
     trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), trees.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
-    parts = fragments.of(stream, seen, specs.model)
+    parts = fragments.checked_fragments(stream, seen, specs.model)
     make = _maker(
         outer,
         parts,
@@ -143,7 +143,7 @@ def planned(
             for error, found in zip(shapes.error, of_parts, strict=True)
         ),
         tuple(
-            None if sent is None else Sent(found, P(), P(over))
+            None if sent is None else SentChanges(found, P(), P(over))
             for sent, found in zip(shapes.sent, of_parts, strict=True)
         ),
     )
@@ -155,7 +155,7 @@ def planned(
     shapes = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at
     )
-    return Planned(
+    return StateInit(
         lambda state: whole(begin(eqx.filter(state, trees.is_array))), whole(shapes), placed
     )
 
@@ -171,7 +171,7 @@ def _maker(
         weights = trained(state.model)
         found = [part.get(weights) for part in parts]
         zeros = lambda part, *lead: jax.tree.map(
-            lambda w: jnp.zeros((*lead, *w.shape), wide(w.dtype)), part
+            lambda w: jnp.zeros((*lead, *w.shape), accumulation_dtype(w.dtype)), part
         )
         return State(
             eqx.tree_at(lambda state: state.step, stacked, state.step),
@@ -179,7 +179,9 @@ def _maker(
             tuple(outer.init(part) for part in found),
             tuple(zeros(part, islands) if feedback else None for part in found),
             tuple(
-                Sent(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool)) if waits else None
+                SentChanges(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool))
+                if waits
+                else None
                 for part in found
             ),
         )
@@ -187,15 +189,15 @@ def _maker(
     return make
 
 
-def names_of(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
+def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
     """The names of the islands' axis."""
     names = axis.axis_name if isinstance(axis, ErrorFeedback) else Axis.of(axis).names
     return names if isinstance(names, tuple) else (names,)
 
 
-def count(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
+def number_of_islands(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
     """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
-    names = names_of(axis)
+    names = axis_names(axis)
     if strange := [name for name in names if name not in mesh_.shape]:
         raise ValueError(
             f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make."
@@ -203,13 +205,13 @@ def count(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
     return math.prod(mesh_.shape[name] for name in names)
 
 
-def model_of(state: State) -> PyTree:
+def joint_model(state: State) -> PyTree:
     """The model that the islands train together: the outer weights, and what is not trained as the first island has it."""
     first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
-def of_others(shapes: State, islands: int) -> State:
+def shapes_for_islands(shapes: State, islands: int) -> State:
     """The shapes of a state of another number of islands, to restore it from a checkpoint: each device has all islands' parts."""
 
     def leaf(x):
@@ -217,7 +219,7 @@ def of_others(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     each = lambda tree: jax.tree.map(lambda x: leaf(x) if trees.is_array(x) else x, tree)
-    sent = lambda one: None if one is None else Sent(one.mean, one.some, each(one.here))
+    sent = lambda one: None if one is None else SentChanges(one.mean, one.some, each(one.here))
     inner = eqx.tree_at(
         _step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none
     )
@@ -226,11 +228,11 @@ def of_others(shapes: State, islands: int) -> State:
     )
 
 
-def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
+def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
     """`state` for another number of islands, in the places of `shapes`, and what was lost, in sentences.
 
-        like = islands.of_others(prepared.shapes, 2)                               # a run of two islands
-        state, lost = islands.regrouped(checkpoints.restore(like).state, prepared.shapes)
+        like = islands.shapes_for_islands(prepared.shapes, 2)                               # a run of two islands
+        state, lost = islands.with_number_of_islands(checkpoints.restore(like).state, prepared.shapes)
 
     All islands go on from the outer weights. Of n islands that there were, island i mod n gives island i its inner optimizer's
     state. What is under way or was rounded away is dropped.
@@ -253,7 +255,7 @@ def regrouped(state: State, shapes: State) -> tuple[State, list[str]]:
             inner.step,
             taken(inner.scale),
         )
-        none = lambda sent: Sent(
+        none = lambda sent: SentChanges(
             jax.tree.map(jnp.zeros_like, sent.mean), jnp.zeros_like(sent.some), zeros(sent.here)
         )
         sent = tuple(None if each is None else none(each) for each in state.sent)

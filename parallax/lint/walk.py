@@ -266,7 +266,7 @@ class Walk:
 
     def _ours(self, eqn: JaxprEqn) -> Jaxpr:
         if id(eqn) not in self.ours:
-            self.ours[id(eqn)] = types.opened(eqn, self.mesh, check_vma=self.checked)
+            self.ours[id(eqn)] = types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked)
         return self.ours[id(eqn)]
 
     def _untagged(self, operands: list[Value]) -> list[Value]:

@@ -50,7 +50,7 @@ def grouped(
         )
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
-    wide = scores.astype(precision.wide(scores.dtype))
+    wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     sees = columns <= rows + first
     sees = (
         sees

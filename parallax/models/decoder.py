@@ -416,7 +416,7 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         )
         raise ValueError(
             f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its "
-            "own device alone. Take Compute(around=context.causal) where attention is softmax(q k^T / sqrt(K)) v, or "
+            "own device alone. Take Compute(around=context.causal_attention) where attention is softmax(q k^T / sqrt(K)) v, or "
             "context.ulysses."
         )
     if compute.sums is not None and (layout.pipelined or layout.microbatches > 1 or layout.zero):

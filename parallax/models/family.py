@@ -68,7 +68,7 @@ class Family:
         attend: the attention function, given to `stages` unless `Compute` has another.
         kernel: the same by a kernel for TPUs, taken instead on a mesh of them; None: there is none.
         blocks: the path of the blocks in the model.
-        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it: `context.causal`
+        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it: `context.causal_attention`
             where `attend` is softmax(q k^T / sqrt(K)) v of each token and those before it; None: it has no context axis.
         drops: whether a configuration has dropout: then each sequence gets a random key.
     """

@@ -2,7 +2,7 @@
 
 devices = mesh.make(island=2, **layout.axes)
 local = decoder.local_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, batch=64, key=key)
-made = on_islands.train_step(local, islands.nesterov(), every=50)
+made = on_islands.train_step(local, islands.outer_nesterov(), every=50)
 state, info = made.train(made.init(), windows)          # windows: [2 x 64, T + 1]; info.loss: [islands]
 """
 
@@ -52,7 +52,7 @@ def train_step(
     Args:
         local: the step of one island, on a mesh that has the axes of the islands too: `mesh.make(island=2, **layout.axes)`.
             Its batch is that of one island.
-        outer: the outer optimizer, such as `islands.nesterov()`.
+        outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: steps between two rounds.
         axis: the axis of the islands, as in `islands.local`.
         stream: as in `islands.local`.
@@ -60,10 +60,10 @@ def train_step(
     Raises:
         ValueError: as `islands.local` and `islands.init` do.
     """
-    names = islands.names_of(axis)
-    sequences = local.batch * islands.count(axis, local.mesh)
+    names = islands.axis_names(axis)
+    sequences = local.batch * islands.number_of_islands(axis, local.mesh)
     options = {"axis": axis, "stream": stream}
-    state = islands.planned(
+    state = islands.state_init(
         local.state.shapes,
         local.state.specs,
         outer,

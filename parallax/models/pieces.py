@@ -169,7 +169,7 @@ def looked_up(
     """The rows of the shared `table` for this device's part of the tokens; `weights` are of the tokens after them."""
     there = seen(weights)
     there = None if there is None else comms.context_tokens(there, dim=1)
-    found = tensor.lookup(
+    found = tensor.embed_partial(
         table,
         comms.context_tokens(tokens, dim=1),
         comms.everywhere,

@@ -33,8 +33,8 @@ from parallax import (
     zero,
 )
 from parallax._typing import PyTree, Rule, Specs
-from parallax.collectives import Axis, AxisLike, joined, ring, xla
-from parallax.collectives.types import varying, wide
+from parallax.collectives import Axis, AxisLike, combined_axis, ring, xla
+from parallax.collectives.types import accumulation_dtype, varying
 from parallax.grads import Grad, map_loss_and_aux
 from parallax.layout import Layout
 from parallax.models import documents, tapped
@@ -227,7 +227,7 @@ def functions_of(
     if compute.documents is not None:
         stage = documents.minded(stage)
     if layout.context > 1:
-        stage = context.checked(stage, axes["context"])
+        stage = context.must_communicate(stage, axes["context"])
     enter = tapped.ends(enter, "enter", specs, family.where)
     head = tapped.ends(head, "head", specs, family.where)
     return Functions(enter, _with_local_loss(stage, along(axes, MEAN_OVER)), head)
@@ -309,7 +309,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
     """Those of these axes that the layout has, as one axis."""
     present = [axes[name] for name in names if name in axes]
-    return present[0] if len(present) == 1 else joined(*present)
+    return present[0] if len(present) == 1 else combined_axis(*present)
 
 
 def schedule_of(layout: Layout, compute: Compute) -> Schedule:
@@ -434,7 +434,7 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
         result = output(stage(*arguments))
         if result.loss is None:
             return result
-        dtype = wide(result.loss.dtype)
+        dtype = accumulation_dtype(result.loss.dtype)
         return Output(result.x, result.loss.astype(dtype) * scale.astype(dtype), result.aux)
 
     return wrapped

@@ -174,7 +174,7 @@ def filtered(
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for `top_p`.
     """
-    wide = logits.astype(precision.wide(logits.dtype))
+    wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     temperature = jnp.asarray(temperature, wide.dtype)
     shifted = wide - jnp.max(wide)  # so that a small temperature overflows to -inf alone
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)

@@ -108,7 +108,7 @@ def stacked(like: Any, *counts: int) -> Array:
 
 def wide_zeros(like: Any) -> Array:
     """Zeros like an array, of the type in which it is added up."""
-    return jnp.zeros_like(like, dtype=precision.wide(like.dtype))
+    return jnp.zeros_like(like, dtype=precision.accumulation_dtype(like.dtype))
 
 
 def _numbers(x: Any) -> Any:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from parallax import rules
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cpu import sequence_after
 from parallax.grads import (
     Grad,
     axes_of,
@@ -182,13 +182,15 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return (
             values
             if jobs.shared_out(values)
-            else axis.all_reduce(masked(jobs.last, ordered(values, after)))
+            else axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
         )
 
     def of_stages(values):
         M, v, *shape = values.shape
         by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)
-        by_stage = lax.dynamic_update_index_in_dim(by_stage, ordered(values, after), jobs.index, 2)
+        by_stage = lax.dynamic_update_index_in_dim(
+            by_stage, sequence_after(values, after), jobs.index, 2
+        )
         by_chunk = axis.all_reduce(by_stage).reshape(M, v * schedule.stages, *shape)
         order = np.argsort(schedule.placed, axis=None)
         return by_chunk if np.array_equal(order, np.arange(order.size)) else by_chunk[:, order]

@@ -66,7 +66,7 @@ class _Sums(jaxprs.Following):
     def __init__(self, axis: str):
         super().__init__(axis)
         self.added = 0
-        self.stages = range(types.size(axis) - 1)  # before the last one
+        self.stages = range(types.axis_size(axis) - 1)  # before the last one
 
     def written(self, value: Any) -> Terms:
         return Terms(is_number=True, by_index=lambda index: value)
@@ -86,7 +86,7 @@ class _Sums(jaxprs.Following):
             joined = self._chosen(*operands)
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # What is the same on all stages is no stage's own part, such as the condition by which `cpu.ordered` waits.
+        # What is the same on all stages is no stage's own part, such as the condition by which `cpu.sequence_after` waits.
         return joined if differs else joined._replace(early=0)
 
     def loop(self, body, constants, carry, sliced):
@@ -101,7 +101,7 @@ class _Sums(jaxprs.Following):
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # Along another axis of the stages the last device is looked at: the last stage is the last along each.
-        return self.written(np.int32(types.size(axis) - 1))
+        return self.written(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """What is known of a result of numbers, none of which is of an argument."""

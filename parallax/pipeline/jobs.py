@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from parallax import taps
 from parallax._typing import PyTree
 from parallax.collectives import Axis, send_next
-from parallax.collectives.cpu import ordered
-from parallax.collectives.types import like, varying, varying_axes
+from parallax.collectives.cpu import sequence_after
+from parallax.collectives.types import match_varying, varying, varying_axes
 from parallax.grads import axes_of, split_into_microbatches, varies_along
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
@@ -219,7 +219,7 @@ class Jobs:
 
     def embed(self, params: Parameters, microbatch: Int[Array, ""]) -> PyTree:
         """What enters the first stage."""
-        return like(self._embed(params, self._rows(microbatch), microbatch), self.x)
+        return match_varying(self._embed(params, self._rows(microbatch), microbatch), self.x)
 
     def forward(
         self, params: Parameters, carry: Carry, row: Row, entered: PyTree, came: PyTree
@@ -368,7 +368,7 @@ class Jobs:
 
     def params_after(self, carry: PyTree) -> Parameters:
         """The parameters; where a collective needs nothing else, only after `carry`."""
-        return ordered(self.params, carry) if self._moves_early else self.params
+        return sequence_after(self.params, carry) if self._moves_early else self.params
 
     def _position(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
         """The place in the model of one of this stage's chunks."""
@@ -450,7 +450,7 @@ class Jobs:
             self._stage = traced_function("stage", stage, chunk, self.x, *given)
             output = self._stage.out
             checks.same_form(output.x, self.x)
-            x = like(jax.tree.map(jnp.zeros_like, output.x), self.x)
+            x = match_varying(jax.tree.map(jnp.zeros_like, output.x), self.x)
             if _types(x) == _types(self.x):
                 break
             self.x = x
@@ -482,7 +482,7 @@ class Jobs:
             blocks=trained.blocks, ends=eqx.combine(trained.ends, given.params.ends)
         )
         output = self._stage(params, x, given.microbatch, given.position, given.number)
-        moving, still = eqx.partition(like(output.x, self.x), eqx.is_inexact_array)
+        moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_stage(self, save: Save | None, in_halves: bool) -> None:
@@ -533,7 +533,7 @@ class Jobs:
 
         def embed_backward(params, rows, microbatch, ct):
             def moving_of(ends):
-                x = like(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
+                x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
                 return eqx.filter(x, eqx.is_inexact_array)
 
             return jax.vjp(moving_of, params.ends)[1](ct)[0]

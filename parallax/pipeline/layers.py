@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, Shaped
 from parallax import mesh
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import like, varying_axes
+from parallax.collectives.types import match_varying, varying_axes
 from parallax.pipeline import checks
 from parallax.schedule.places import Placement, checked_placement
 
@@ -118,7 +118,7 @@ def _as_varying(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
     """`x` with the replication types that it keeps through `f`, as a loop's carry must; they only grow."""
     while True:
         types = jax.tree.map(varying_axes, x)
-        x = like(x, jax.tree.map(jnp.zeros_like, jax.eval_shape(f, x)))
+        x = match_varying(x, jax.tree.map(jnp.zeros_like, jax.eval_shape(f, x)))
         if types == jax.tree.map(varying_axes, x):
             return x
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from parallax._typing import PyTree
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cpu import sequence_after
 from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Parameters, Sums
 from parallax.pipeline.rows import Row, rows
@@ -88,7 +88,7 @@ def backward_input(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Ca
 def send_activation(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
     """The activation's hop: a lane of its own, for which no other lane of the tick waits."""
     # On a CPU it waits for all of them: its loop's collectives must be in one order on all devices.
-    y = ordered(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
+    y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
@@ -152,7 +152,7 @@ def _stretches(
         if (
             length == 1
         ):  # XLA writes out a loop of one tick, and no collective of that may overtake the loop before
-            of_stretch, params = ordered(of_stretch, carry), jobs.params_after(carry)
+            of_stretch, params = sequence_after(of_stretch, carry), jobs.params_after(carry)
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
 
         def tick(carry, row):

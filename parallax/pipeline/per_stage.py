@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 
 from parallax._typing import PyTree
 from parallax.collectives import Axis, types
-from parallax.collectives.cpu import ordered
+from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 from parallax.grads import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened, source
@@ -139,7 +139,7 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
                 carry = _if_runs(row.jobs[name][jobs.index] >= 0, part, carry, row)
         sent, after = carry.arrived.sent, carry.sums.loss
         for distance, slots in row.arriving.items():
-            came = jobs.moved(ordered(sent, after), distance=distance) if distance else sent
+            came = jobs.moved(sequence_after(sent, after), distance=distance) if distance else sent
             carry = carry.with_arrived(slots=put(carry.arrived.slots, came, slots[jobs.index]))
             after = came
         for name, part in together.items():
@@ -152,7 +152,7 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
             with _scope(table, name):
                 runs = getattr(row, TOGETHER[name]) >= 0
                 carry = _if_runs(
-                    runs, without_sent, carry.with_arrived(sent=ordered(sent, after)), row
+                    runs, without_sent, carry.with_arrived(sent=sequence_after(sent, after)), row
                 )
             after = carry.sums.ends, carry.sums.loss
         return carry.with_arrived(entered=None, sent=None), None
@@ -221,9 +221,9 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         if eqn.primitive.name == "linear_collective":
-            yield from _moves(types.opened(eqn, None, check_vma=True), source_line)
+            yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:
-            if types.size(_along(eqn)) > 1:
+            if types.axis_size(_along(eqn)) > 1:
                 yield eqn, source_line
         else:
             for body in inner(eqn):

@@ -71,4 +71,4 @@ def table(found: list[Chosen]) -> str:
 
 
 def _kind(term) -> str:
-    return cost.spelt(term.collective).rpartition(".")[2]
+    return cost.describe(term.collective).rpartition(".")[2]

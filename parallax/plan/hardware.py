@@ -95,7 +95,7 @@ class Hardware:
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
-        rings = torus.closed(self.name in torus.FLAT, self.torus)
+        rings = torus.closed_dims(self.name in torus.FLAT, self.torus)
         return dict(
             zip(axes, torus.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
         )

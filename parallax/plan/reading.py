@@ -202,7 +202,7 @@ class Reading:
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
         if id(eqn) not in self.opened:
-            self.opened[id(eqn)] = (eqn, types.opened(eqn, self.mesh, check_vma=self.checked))
+            self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:

@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Shaped, UInt32
 from parallax import mesh
 from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import axes, replicated, size, varying
+from parallax.collectives.types import axes, axis_size, replicated, varying
 
 WORDS = 2  # of 32 bits, for each leaf
 
@@ -140,7 +140,7 @@ def compared(
         ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
     """
     axis = Axis.of(axis)
-    names, sizes = axes(axis.names), tuple(size(name) for name in axes(axis.names))
+    names, sizes = axes(axis.names), tuple(axis_size(name) for name in axes(axis.names))
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     found = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
     if not leaves or len(found) != len(leaves):

@@ -2,7 +2,7 @@
 
 import functools
 
-from parallax.context import causal
+from parallax.context import causal_attention
 from parallax.models import flash
 from parallax.models.cached import cached
 from parallax.models.family import Family
@@ -24,5 +24,5 @@ FAMILY = Family(
     kernel=flash.attention,
     cached=functools.partial(cached, PIECES),
     drops=_drops,
-    around=causal,
+    around=causal_attention,
 )

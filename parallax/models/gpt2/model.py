@@ -142,7 +142,7 @@ class Norm(eqx.Module):
         self, x: Float[Array, "batch tokens width"], epsilon: float
     ) -> Float[Array, "batch tokens width"]:
         """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
-        wide = x.astype(precision.wide(x.dtype))
+        wide = x.astype(precision.accumulation_dtype(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
         return (centred * scale).astype(x.dtype) * self.weight[None, None] + self.bias[None, None]
@@ -255,7 +255,7 @@ def attention(
     sees = (
         sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None]
     )
-    wide = scores.astype(precision.wide(scores.dtype))
+    wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
 

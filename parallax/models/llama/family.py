@@ -2,7 +2,7 @@
 
 import functools
 
-from parallax.context import causal
+from parallax.context import causal_attention
 from parallax.models import flash, pieces
 from parallax.models.attention import grouped
 from parallax.models.cached import cached
@@ -19,5 +19,5 @@ FAMILY = Family(
     attend=grouped,
     kernel=flash.attention,
     cached=functools.partial(cached, PIECES),
-    around=causal,
+    around=causal_attention,
 )

@@ -20,7 +20,7 @@ from parallax.models.attention import grouped
 from parallax.models.family import Batch
 from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm
 from parallax.models.llama.sizes import Config
-from parallax.precision import wide
+from parallax.precision import accumulation_dtype
 from parallax.remat import none
 
 ONE_DEVICE = tensor.comms(())
@@ -169,7 +169,7 @@ def mixed(
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
     """What the experts add to the residual stream, and how even the router's choices are."""
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
-    route = experts.top(config.chosen, normalised=True)
+    route = experts.top_k(config.chosen, normalised=True)
     out, told = mixture(y, weights.mixture, route=route, comms=comms)
     return out if isinstance(weights.shared, tuple) else out + fed_forward(
         weights.shared, y, comms
@@ -253,8 +253,8 @@ def rotated(
     turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of `x` again."""
-    cosine, sine = (each.astype(wide(x.dtype))[None, :, None] for each in turns)
-    a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+    cosine, sine = (each.astype(accumulation_dtype(x.dtype))[None, :, None] for each in turns)
+    a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1).astype(x.dtype)
 
 
@@ -295,7 +295,7 @@ PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head, unembed=un
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
     """The outputs of a column-parallel layer, of what has entered."""
     y = jnp.tensordot(y, layer.weight, axes=1)
-    return y if isinstance(layer.bias, tuple) else tensor.added(y, layer.bias)
+    return y if isinstance(layer.bias, tuple) else tensor.add_bias(y, layer.bias)
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):

@@ -55,7 +55,7 @@ class Norm(eqx.Module):
         self, x: Float[Array, "*dims width"], epsilon: float
     ) -> Float[Array, "*dims width"]:
         """x / sqrt(mean of squares + epsilon) * weight."""
-        wide = x.astype(precision.wide(x.dtype))
+        wide = x.astype(precision.accumulation_dtype(x.dtype))
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
         return (wide * scale).astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
 
