@@ -412,7 +412,10 @@ LAYERS = (
         "_Sums.plain", "any(map(self._is_zero, operands))", "False", f"{WRAPPED} -k 'a_head_sums'"
     ),
     Mutant(
-        "_Sums.__init__", "types.axis_size(axis) - 1", "types.size(axis)", f"{WRAPPED} -k 'a_head_sums'"
+        "_Sums.__init__",
+        "types.axis_size(axis) - 1",
+        "types.size(axis)",
+        f"{WRAPPED} -k 'a_head_sums'",
     ),
     Mutant(
         "_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"
@@ -2143,7 +2146,10 @@ CONTEXT = (
         "test_context.py::test_the_table_counts_what_is_needed",
     ),
     Mutant(
-        "block_pairs", "(i - h) % n", "(i + h) % n", "test_context.py::test_equals_one_device[zigzag-4]"
+        "block_pairs",
+        "(i - h) % n",
+        "(i + h) % n",
+        "test_context.py::test_equals_one_device[zigzag-4]",
     ),
     Mutant("_chunk", "tokens % (n * c)", "tokens % n", "test_context.py::test_errors"),
     Mutant(
