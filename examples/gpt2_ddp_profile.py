@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import pictures
 from parallax import data, layout, mesh
+from parallax.collectives import ring
 from parallax.compiled import certificate
 from parallax.models import decoder, gpt2
 
@@ -52,9 +53,9 @@ class Run(NamedTuple):
 def run(n: int, tokens: np.ndarray) -> Run:
     plan = layout.Layout(data=n)
     devices = mesh.make(**plan.axes, devices=jax.devices()[:n])
-    prepared = decoder.train_step(
-        gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, batch=BATCH, key=jax.random.key(0)
-    )
+    compute = decoder.Compute(axes={"data": ring("data")})
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
+    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, **options)
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes

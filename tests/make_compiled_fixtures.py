@@ -32,9 +32,9 @@ LAYOUT, BATCH = Layout(data=4, tensor=2, precision="bfloat16"), 8
 def step(there):
     """A GPT-2 step over data x tensor."""
     world = mesh.make(devices=there.devices, **LAYOUT.axes)
-    prepared = decoder.train_step(
-        gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0)
-    )
+    compute = decoder.Compute(axes={name: ring(name) for name in LAYOUT.axes})
+    options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
+    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, **options)
     windows = jax.ShapeDtypeStruct(
         (BATCH, CONFIG.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
     )

@@ -250,12 +250,21 @@ FAMILIES = {
 CHEAPLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def rings(layout):
+    """A ring along each axis."""
+    return {name: ring(name) for name in layout.axes}
+
+
 def of_recipe(line, make):
     """The batch and the layout of a line; the step of a small GPT-2 under it, its shapes, its trace and its mesh."""
     batch, layout = int(line.split("/")[0]), Layout.parse(line.split("/")[1])
     world = make(layout)
+    compute = decoder.Compute(axes=rings(layout))
     prepared = decoder.train_step(
-        gpt2.FAMILY, TINY, plan.ADAMW, layout, world, batch=batch, key=jax.random.key(0)
+        *(gpt2.FAMILY, TINY, plan.ADAMW, layout, world),
+        batch=batch,
+        key=jax.random.key(0),
+        compute=compute,
     )
     windows = jax.ShapeDtypeStruct(
         (batch, TINY.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
@@ -319,7 +328,7 @@ def test_closed_formulas_are_the_trace(line):
     """What `plan.plan` counts by formulas, which a search needs for their speed, is what is read."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         batch, layout, *_, found, _ = of_recipe(line, lambda layout: mesh.abstract(**layout.axes))
-        planned = plan.plan(TINY, layout, hardware.VIRTUAL_CPU, batch=batch)
+        planned = plan.plan(TINY, layout, hardware.VIRTUAL_CPU, batch=batch, axes=rings(layout))
     assert found.sent == {axes: size for axes, size in planned.sent.items() if axes and size}
     # Each message, by axes; and round rings, which move it all here, each waits for the one before.
     counts, chains, messages = Counter(), Counter(), Counter()
@@ -338,7 +347,7 @@ def test_closed_formulas_are_the_trace(line):
 def test_zero_3_gathers_each_layer_by_itself():
     """GPT-2 xl over 64 devices: 63 hops for each gather and each scatter of a leaf of a layer, as many as its trace has."""
     layout = Layout(data=64, zero=3, remat="block", precision="bfloat16")
-    planned = plan.plan(gpt2.XL, layout, hardware.A100, batch=512)
+    planned = plan.plan(gpt2.XL, layout, hardware.A100, batch=512, axes=rings(layout))
     hops = sum(term.times * term.cost.chain for term in planned.traffic if term.n > 1)
     assert hops == 97_902
 

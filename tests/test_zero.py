@@ -151,6 +151,7 @@ def sent(layout, config=WIRE, batch=8):
             mesh_,
             batch=batch,
             key=jax.random.key(0),
+            compute=decoder.Compute(axes={name: ring(name) for name in layout.axes}),
         )
         windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         ops = hlo.collectives(prepared.train, prepared.shapes, windows)

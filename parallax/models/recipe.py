@@ -33,7 +33,7 @@ from parallax import (
     zero,
 )
 from parallax._typing import PyTree, Rule, Specs
-from parallax.collectives import Axis, AxisLike, combined_axis, ring, xla
+from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import accumulation_dtype, varying
 from parallax.grads import Grad, map_loss_and_aux
 from parallax.layout import Layout
@@ -43,7 +43,6 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
-from parallax.validate import PER_STAGE
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
 REDUCED_OVER = (
@@ -79,8 +78,8 @@ class Compute:
     """How a step computes, beside what its layout says.
 
     Args:
-        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor": "tensor"}`; along the others
-            rings, or `jax.lax` where each stage has a job of its own.
+        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor": ring("tensor")}`; along the
+            others `jax.lax` moves the data.
         attend: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
         around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
             `context.ulysses`, instead of the family's.
@@ -294,9 +293,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     Raises:
         ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to another name.
     """
-    # Rings need all devices at once, and a stage with a job of its own has only its own.
-    default = xla if layout.schedule in PER_STAGE else ring
-    axes = {name: default(name) for name in layout.axes}
+    axes = {name: Axis.of(name) for name in layout.axes}
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(

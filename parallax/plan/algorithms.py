@@ -10,6 +10,7 @@ from parallax.plan.networks import Group, Network
 from parallax.plan.planned import Plan
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+LAX_KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}  # `jax.lax`'s own names
 ORDER = ("tensor", "stage", "data")  # the fastest first, as `planned.span` numbers devices
 
 
@@ -71,4 +72,5 @@ def table(found: list[Chosen]) -> str:
 
 
 def _kind(term) -> str:
-    return cost.describe(term.collective).rpartition(".")[2]
+    name = cost.describe(term.collective).rpartition(".")[2]
+    return LAX_KINDS.get(name, name)
