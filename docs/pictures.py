@@ -1,11 +1,11 @@
 """Draws the pictures of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from parallax import context, draw, mesh, plan, schedule
 from parallax.collectives import (
@@ -18,12 +18,12 @@ from parallax.collectives import (
     torus,
     two_rings,
 )
+from parallax.draw import canvas
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import hardware
 
 PICTURES = {
-    "gpipe.svg": schedule.gpipe(stages=4, microbatches=8),
     "one_f_one_b_lockstep.svg": schedule.one_f_one_b_lockstep(stages=4, microbatches=8),
     "interleaved.svg": schedule.one_f_one_b_lockstep(stages=4, microbatches=8, chunks=2),
     "zero_bubble_lockstep.svg": schedule.zero_bubble_lockstep(stages=4, microbatches=8),
@@ -43,20 +43,44 @@ ROUTES = {
     "route_torus.svg": torus.table(2, 4),
 }
 
-SHARDINGS = {"tensor_columns.svg": P(None, "tensor"), "tensor_rows.svg": P("tensor")}
 STAGES = {"plain": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
-def by_purpose(planned: plan.Plan) -> dict[str, int]:
-    """The bytes that a device sends in a step over `data`, by what they are for; those below a megabyte are left out."""
+ORDERS = {"context_zigzag.svg": context.zigzag, "context_contiguous.svg": context.contiguous}
+LARGE = 10**6  # bytes: a smaller part of the traffic is invisible in its picture
+
+
+def planned(**layout: int) -> plan.Plan:
+    """The plan of GPT-2 small on eight A100s."""
+    return plan.plan(gpt2.SMALL, Layout(**layout), hardware.A100, batch=16)
+
+
+def by_purpose(traffic: Sequence[Any]) -> dict[str, int]:
+    """The bytes that a device sends in a step over `data`, by their purpose, without small ones."""
     sent: dict[str, int] = {}
-    for term in planned.traffic:
+    for term in traffic:
         if term.axes:
             sent[term.what] = sent.get(term.what, 0) + term.sent
-    return {what: nbytes for what, nbytes in sent.items() if nbytes > 10**6}
+    return {purpose: count for purpose, count in sent.items() if count > LARGE}
 
 
-ORDERS = {"context_zigzag.svg": context.zigzag, "context_contiguous.svg": context.contiguous}
+def split_matrices(path: Path) -> None:
+    """Draw two layers of tensor parallelism: columns of W1, rows of W2, and what each device has."""
+    devices = 4
+    shades = [canvas.colour(device, devices) for device in range(devices)]
+    figure = canvas.figure(9.0, 2.6)
+    names = ["X: the same on all", "W1: columns", "H = f(X W1)", "W2: rows", "Y: summed over all"]
+    panels = figure.subplots(1, len(names), width_ratios=[2, 4, 4, 2, 2])
+    grey = {(0, 0): (canvas.GREY, "all")}
+    columns = {(0, device): (shade, str(device)) for device, shade in enumerate(shades)}
+    rows = {(device, 0): (shade, str(device)) for device, shade in enumerate(shades)}
+    for axes, name, cells in zip(panels, names, [grey, columns, columns, rows, grey], strict=True):
+        height, width = (max(place[dim] for place in cells) + 1 for dim in (0, 1))
+        canvas.grid(axes, cells, [""] * height, [""] * width)
+        axes.set(aspect="auto", title=name)
+        axes.title.set_size(10)
+    canvas.save(figure, path)
+
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures"
@@ -64,42 +88,21 @@ if __name__ == "__main__":
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
         draw.timeline(table, folder / name, **costs)
         print(f"{name}: {draw.summary(table, **costs)}")
-    held = draw.in_flight(PICTURES["one_f_one_b_lockstep.svg"], folder / "in_flight.svg")
-    print(f"in_flight.svg: {held.splitlines()[1]}")
+    counts = draw.in_flight(PICTURES["one_f_one_b_lockstep.svg"], folder / "in_flight.svg")
+    print(f"in_flight.svg: {counts.splitlines()[1]}")
     for name, table in ROUTES.items():
         print(f"{name}: {draw.route(table, folder / name).splitlines()[0]}")
-    jax.config.update("jax_num_cpu_devices", 8)
-    print(
-        f"mesh.svg: {draw.mesh(mesh.make(data=2, stage=2, tensor=2), folder / 'mesh.svg').splitlines()[0]}"
-    )
-    for name, spec in SHARDINGS.items():
-        weight = jax.ShapeDtypeStruct(
-            (64, 64), jnp.float32, sharding=mesh.shardings(spec, mesh.make(tensor=8))
-        )
-        print(f"{name}: {draw.sharding(weight, folder / name).splitlines()[0]}")
-    planned = lambda zero: plan.plan(
-        gpt2.SMALL, Layout(data=8, zero=zero, microbatches=2), hardware.A100, batch=16
-    )
-    held = {name: planned(zero).memory.at_peak for name, zero in STAGES.items()}
-    print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
-    sent = {name: by_purpose(planned(zero)) for name, zero in STAGES.items()}
-    print(
-        f"zero_sent.svg: {draw.bytes_by_kind(sent, folder / 'zero_sent.svg', counted='sent in a step').splitlines()[-1]}"
-    )
-    split = plan.plan(gpt2.SMALL, Layout(data=2, tensor=4), hardware.A100, batch=16).sent
-    along = {axes: nbytes for axes, nbytes in split.items() if axes}
-    print(f"tensor_sent.svg: {draw.traffic(along, folder / 'tensor_sent.svg').splitlines()[-1]}")
-    needed = {}
-    for order in (
-        context.contiguous,
-        context.zigzag,
-    ):  # blocks of (T / 8)^2 scores that the causal mask does not drop
-        table = context.block_pairs(order, 4)
-        own = table.chunks / 2 + table.own.shape[1]
-        size = (2 / table.chunks) ** 2  # table.chunks of a device
-        needed[order.__name__] = [
-            size * (own + int(table.hops[:, i, :, 2].sum())) for i in range(4)
-        ]
-    print(f"balance.svg: {draw.balance(needed, folder / 'balance.svg').splitlines()[-1]}")
     for name, order in ORDERS.items():
         print(f"{name}: {draw.attention(order, 4, folder / name).splitlines()[0]}")
+    jax.config.update("jax_num_cpu_devices", 8)
+    devices = mesh.make(data=2, stage=2, tensor=2)
+    print(f"mesh.svg: {draw.mesh(devices, folder / 'mesh.svg').splitlines()[0]}")
+    split_matrices(folder / "tensor_split.svg")
+    plans = {name: planned(data=8, zero=zero, microbatches=2) for name, zero in STAGES.items()}
+    held = {name: each.memory.at_peak for name, each in plans.items()}
+    print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
+    sent = {name: by_purpose(each.traffic) for name, each in plans.items()}
+    table = draw.bytes_by_kind(sent, folder / "zero_sent.svg", counted="sent in a step")
+    print(f"zero_sent.svg: {table.splitlines()[-1]}")
+    along = {axes: count for axes, count in planned(data=2, tensor=4).sent.items() if axes}
+    print(f"tensor_sent.svg: {draw.traffic(along, folder / 'tensor_sent.svg').splitlines()[-1]}")

@@ -1407,12 +1407,6 @@ TOLD = (
     ),
     Mutant("_life", "offsets[buffer.stop + 1]", "offsets[buffer.stop]", "test_draw_memory.py"),
     Mutant(
-        "live",
-        "sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards if shard.nbytes}.values())",
-        "sum(shard.nbytes for shard in shards)",
-        "test_draw_memory.py::test_live_arrays",
-    ),
-    Mutant(
         "Instruction.called",
         "trips and trips + 1",
         "trips",
@@ -2349,7 +2343,7 @@ DRAWN = (
         "(span.start, -1)",
         "test_draw.py::test_microbatches_in_flight_over_time_by_hand",
     ),
-    Mutant("_curve", "held / schedule.chunks", "held", "test_draw.py -k in_flight_are_at_most"),
+    Mutant("_curve", "count / schedule.chunks", "count", "test_draw.py -k in_flight_are_at_most"),
     Mutant(
         "_mean",
         "held * (stop - start)",

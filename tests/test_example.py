@@ -147,9 +147,7 @@ def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_pat
 def test_a_second_run_gives_the_same_losses(tmp_path):
     """To the last bit, as users compile, whatever else it writes."""
     train(tmp_path, "--out=first", **flags.of_users())
-    said = train(tmp_path, "--tensorboard", "--profile=2:3", "--profile-memory", **flags.of_users())
-    assert "before 6 steps: " in said
-    assert (tmp_path / "out/gpt2/memory.png").exists()
+    train(tmp_path, "--tensorboard", "--profile=2:3", **flags.of_users())
     assert losses(tmp_path / "out/gpt2") == losses(tmp_path / "first")
     assert (tmp_path / "out/gpt2/sample.txt").read_text() == (
         tmp_path / "first/sample.txt"

@@ -50,7 +50,6 @@ def test_tables_of_torch_load_and_are_drawn(name, tmp_path):
     np.testing.assert_array_equal(again.placed, table.placed)
     draw.timeline(table, tmp_path / "picture.svg", backward=1)
     assert len(draw.text(table).splitlines()) == 2 + 3 * table.stages
-    draw.trace(table, tmp_path / "trace.json")
     assert draw.summary(table, 1, 1, 1).startswith(f"{table.stages} stages")
 
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax import draw, schedule
-from parallax.draw.schedules import lockstep
 from parallax.schedule import (
     Schedule,
     from_csv,
@@ -147,7 +146,7 @@ def test_default_costs_are_of_the_same_work(P, M, v):
             table.makespan(*given_costs),
             table.bubble(*given_costs),
         )
-        assert table.lockstep() == table.lockstep(*given_costs) == lockstep(table)
+        assert table.lockstep() == table.lockstep(*given_costs)
         assert draw.summary(table) == draw.summary(table, *given_costs)
     for table in in_step:
         assert table.asynchronous() == table.asynchronous(

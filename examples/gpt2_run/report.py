@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax import draw, step
-from parallax.compiled import certificate, memory
+from parallax import step
+from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
@@ -167,47 +167,6 @@ class Progress:
         """Leave the line as it stands."""
         if self._live:
             print()
-
-
-class Memory:
-    """The memory of a device through the first steps of a session: by the compiled program, and live where the device reports it.
-
-    Args:
-        train: the compiled step.
-        path: of the picture.
-    """
-
-    STEPS = 16
-
-    def __init__(self, train: jax.stages.Compiled, path: Path):
-        self.path: Path | None = path
-        self.between: list[int] = []
-        self._profile = memory.of(train)
-        device = jax.local_devices()[0]
-        self._sampled = memory.Sampled(device).__enter__() if device.memory_stats() else None
-
-    def begin(self) -> None:
-        """A step begins; the first after those that are drawn draws them."""
-        if len(self.between) == self.STEPS:
-            self.end()
-        elif self.path is not None:
-            self.between.append(memory.live())
-            if self._sampled is not None and len(self.between) > 1:
-                self._sampled.mark()
-
-    def end(self) -> None:
-        """Draw, once, and say what was drawn."""
-        if self.path is None:
-            return
-        print(
-            f"\n{draw.memory(self._profile, self.path, between=self.between)}\nDrawn in {self.path}.",
-            flush=True,
-        )
-        if self._sampled is not None:
-            self._sampled.__exit__()
-            live = self.path.with_stem("memory_live")
-            print(f"{draw.sampled(self._sampled, live)}\nDrawn in {live}.", flush=True)
-        self.path = None
 
 
 # After it

@@ -48,7 +48,6 @@ class Session:
     held_out: Any
     checkpoints: Checkpoints
     rate: float  # flops per second
-    memory: report.Memory | None
     rollbacks: list[int]  # the steps at which copies differed, or losses were spikes
     spikes: Spikes | None  # the guard, where there is one
     described: str  # what the run said before its first step

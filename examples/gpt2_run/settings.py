@@ -110,8 +110,6 @@ class Settings:
     """Seconds that may pass from there to the second step."""
     profile: str | None = None
     """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
-    profile_memory: bool = False
-    """Draw the memory of a device through the session's first 16 steps, into OUT/memory.png."""
     tensorboard: bool = False
     """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
     wandb: str | None = None

@@ -132,7 +132,6 @@ def begin(
         held_out_loss(plan, compute),
         checkpoints,
         rate,
-        report.Memory(train, s.out / "memory.png") if s.profile_memory and job.rank == 0 else None,
         note.get("rollbacks", []),
         spikes,
         described,
@@ -174,8 +173,6 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
         for i in range(first + 1, s.steps + 1):
             watch.step(i)
             trace(i)
-            if session.memory is not None:
-                session.memory.begin()
             start = time.perf_counter()
             placed = next(batches)
             watch.phase("train", waits=True)
@@ -198,8 +195,6 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
             if stop:
                 session.told = preempted.by
                 break
-    if session.memory is not None:
-        session.memory.end()
     return state
 
 

@@ -1,19 +1,19 @@
-"""What the pictures share: a figure that changes no global setting, colours, units, how a file is written."""
+"""Shared by all pictures: a figure that changes no global setting, colours, units, grids, tables."""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Path = str | os.PathLike[str]
-# Okabe and Ito's colours, which colour-blind readers tell apart, and paler ones after them.
+# Okabe and Ito's colours, which colour-blind readers tell apart, and a grey after them.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 GREY = "0.88"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def figure(width: float, height: float) -> Any:
-    """A matplotlib figure of so many inches, apart from `pyplot` and its backends.
+    """A matplotlib figure of this size in inches, independent of `pyplot` and its backends.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -26,35 +26,58 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(picture: Any, path: Path) -> None:
-    """Write a figure to `path`, whose suffix says PNG, SVG or PDF. SVG keeps its text, and the same figure the same bytes."""
+    """Write a figure to `path`; the suffix says PNG, SVG or PDF. Equal figures give equal SVG files."""
     from matplotlib import rc_context
 
+    # A fixed salt and no date make the file depend on the figure alone; "none" keeps text as text.
+    metadata = {"Date": None} if str(path).endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
-        picture.savefig(
-            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
-        )
+        picture.savefig(path, dpi=150, metadata=metadata)
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Take away the lines round a panel: those at `sides`, or all."""
+    """Remove the lines round a panel: those at `sides`, or all."""
     axes.spines[list(sides) or ["top", "right", "bottom", "left"]].set_visible(False)
 
 
-def colour(k: int, of: int) -> Any:
-    """Colour k of as many: of a short list, or from a map where there are more."""
-    if of <= len(COLOURS):
+def colour(k: int, count: int) -> Any:
+    """Colour k of `count`: from a short list, or from a colour map where there are more."""
+    if count <= len(COLOURS):
         return COLOURS[k]
     from matplotlib import colormaps
 
-    return colormaps["turbo"](0.05 + 0.9 * k / (of - 1))
+    return colormaps["turbo"](0.05 + 0.9 * k / (count - 1))
 
 
 def ink(background: Any) -> str:
-    """Black or white, whichever is read on `background`."""
+    """Black or white, whichever is readable on `background`."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(background)
     return "black" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
+
+
+def label(axes: Any, x: int | float, y: int | float, text: str, **options: Any) -> None:
+    """Write small text that is centred at a point."""
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "size": 8} | options)
+
+
+def grid(
+    axes: Any,
+    cells: Mapping[tuple[int, int], tuple[Any, str]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+) -> None:
+    """Draw a table of squares, each with its colour and its text, and name its rows and columns."""
+    for (row, column), (background, text) in cells.items():
+        corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
+        axes.fill(*corners, facecolor=background, edgecolor="white", linewidth=1.2)
+        label(axes, column + 0.5, row + 0.5, text, color=ink(background))
+    axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), aspect="equal")
+    axes.set_xticks([k + 0.5 for k in range(len(columns))], columns, size=8)
+    axes.set_yticks([k + 0.5 for k in range(len(rows))], rows, size=8)
+    axes.tick_params(length=0)
+    bare(axes)
 
 
 def scale(largest: int | float) -> tuple[float, str]:
@@ -64,9 +87,12 @@ def scale(largest: int | float) -> tuple[float, str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows as lines of text with their columns aligned: so many of them to the left, the others to the right."""
+    """Rows as lines of aligned text: the first `left` columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    side = lambda k, cell: cell.ljust(widths[k]) if k < left else cell.rjust(widths[k])
-    return "\n".join(
-        "  ".join(side(k, cell) for k, cell in enumerate(row)).rstrip() for row in rows
-    )
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        padded += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, rows))

@@ -1,9 +1,9 @@
-"""How many microbatches each stage holds over the time of a schedule: the memory that its timetable costs."""
+"""How many microbatches each stage holds over the time of a schedule: the memory that it costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from parallax.draw import canvas
-from parallax.draw.schedules import lockstep, width
+from parallax.draw.schedules import width
 from parallax.schedule import Cost, Schedule, Span
 from parallax.schedule.table import backward_cost
 
@@ -17,28 +17,28 @@ def in_flight(
     forward: Cost = 1,
     backward: Cost | None = None,
     weight: Cost = 1,
-    run: Callable[..., tuple[Span, ...]] = lockstep,
 ) -> str:
-    """The microbatches whose residuals each stage holds, as text: the most, and the mean over the time of the schedule.
+    """The microbatches whose residuals each stage holds in lockstep: the most, and the mean over time.
 
-    A job's residuals are held from the start of its forward pass to the end of its last gradient, and those of one of v chunks
-    count 1/v. With a `path`, also as a picture there, as wide as that of `timeline`: a panel for each stage.
+    Residuals are held from the start of the forward job to the end of the last gradient's; those of
+    one of v chunks count 1/v. With a `path`, also draws a panel for each stage there, as wide as
+    `timeline`'s picture.
 
     Args:
-        forward: the time of a microbatch's F through a whole stage, above 0; so `backward` and `weight`.
-        path: of a PNG, SVG or PDF file.
-        run: when each job runs, as `timeline` takes it.
+        forward: the time of one microbatch through a stage's F, above 0; also `backward`, `weight`.
+        path: the PNG, SVG or PDF file to write.
 
     Raises:
         ValueError: a cost is not above 0.
-        ImportError: with a `path`, where matplotlib is not installed.
+        ImportError: with a `path`, if matplotlib is not installed.
     """
     backward = backward_cost(schedule, backward)
     if min(forward, backward, weight) <= 0:
         raise ValueError(
-            f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. Give each job its time."
+            f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. "
+            "Give each job its time."
         )
-    spans = run(schedule, forward, backward, weight)
+    spans = schedule.lockstep(forward, backward, weight)
     end = max(span.stop for span in spans)
     curves = [
         _curve(schedule, [span for span in spans if span.stage == stage])
@@ -53,44 +53,39 @@ def in_flight(
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
-    """What one stage holds, from 0 on: the residuals of a job that ends are free for one that begins then."""
-    last = list(schedule.lanes)[-1]
-    begun = [(span.start, 1) for span in spans if span.lane == "forward"]
-    ended = [(span.stop, -1) for span in spans if span.lane == last]
-    held, curve = 0, [(0.0, 0.0)]
-    for time, change in sorted(begun + ended):
-        held += change
-        curve.append((time, held / schedule.chunks))
-    return [
-        point
-        for point, after in zip(curve, [*curve[1:], None], strict=True)
-        if after is None or after[0] > point[0]
-    ]
+    """The microbatches that one stage holds, from time 0 on."""
+    last_lane = list(schedule.lanes)[-1]
+    changes = [(span.start, 1) for span in spans if span.lane == "forward"]
+    changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
+    count, at_time = 0, {0.0: 0.0}
+    # At equal times -1 sorts first: a job that begins takes the place of one that ends.
+    for time, change in sorted(changes):
+        count += change
+        at_time[time] = count / schedule.chunks
+    return list(at_time.items())
 
 
 def _mean(curve: Curve, end: float) -> float:
     stops = [time for time, _ in curve[1:]] + [end]
-    return (
-        sum(held * (stop - start) for (start, held), stop in zip(curve, stops, strict=True)) / end
-    )
+    spans = zip(curve, stops, strict=True)
+    return sum(held * (stop - start) for (start, held), stop in spans) / end
 
 
-def _picture(curves: Sequence[Curve], end: float, wide: float, path: canvas.Path) -> None:
+def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Path) -> None:
     highest = max(held for curve in curves for _, held in curve)
-    picture = canvas.figure(wide + 1.7, 0.5 * len(curves) + 1.3)
+    picture = canvas.figure(inches + 1.7, 0.5 * len(curves) + 1.3)
     panels = picture.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for stage, (axes, curve) in enumerate(zip(panels, curves, strict=True)):
-        times, held = zip(*[*curve, (end, curve[-1][1])], strict=True)
+        times, counts = zip(*[*curve, (end, curve[-1][1])], strict=True)
         axes.axhspan(0, highest, color=canvas.GREY, linewidth=0)
-        axes.fill_between(times, 0, held, step="post", color=canvas.COLOURS[0], linewidth=0)
-        most = max(held)
-        axes.set(xlim=(0, end), ylim=(0, highest), yticks=[most], ylabel=f"{stage}")
-        axes.set_yticklabels([f"{most:g}"])
+        axes.fill_between(times, 0, counts, step="post", color=canvas.COLOURS[0], linewidth=0)
+        axes.set(xlim=(0, end), ylim=(0, highest), ylabel=f"{stage}")
+        axes.set_yticks([max(counts)], [f"{max(counts):g}"])
         axes.yaxis.tick_right()
         axes.yaxis.label.set(rotation=0, va="center", ha="right")
         axes.tick_params(bottom=axes is panels[-1])
         canvas.bare(axes)
-    panels[-1].set_xlabel("time, in units of the costs given")
+    panels[-1].set_xlabel("time")
     picture.supylabel("stage", size=10)
-    picture.suptitle("microbatches in flight, and at most on the right", size=10)
+    picture.suptitle("microbatches in flight; the most on the right", size=10)
     canvas.save(picture, path)

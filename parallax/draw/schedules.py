@@ -1,56 +1,46 @@
-"""Look at a schedule: as text, as a picture (PNG, SVG) of stages by time, or as a trace for Perfetto or chrome://tracing.
+"""A schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`."""
 
-The costs of F, B (or I) and W are those of `Schedule.makespan`. `Schedule.lockstep` is what one program on all devices does;
-pass `run=Schedule.asynchronous` (or a `functools.partial` of it with its `hop`) to see stages that wait for messages alone.
-"""
+from collections.abc import Sequence
 
-import json
-import os
-from collections.abc import Callable, Sequence
-
+from parallax.draw import canvas
 from parallax.schedule import Cost, Schedule, Span, job_name
 from parallax.schedule.table import backward_cost
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
-COLOURS = {
+COLOURS = {  # Okabe and Ito's blue, vermilion and green, as red, green and blue
     "forward": (0.00, 0.45, 0.70),
     "backward": (0.84, 0.37, 0.00),
     "weight": (0.00, 0.62, 0.45),
-}  # Okabe and Ito's
-
-
-def lockstep(
-    schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
-) -> tuple[Span, ...]:
-    """When every job runs in one program on all devices: `schedule.lockstep`."""
-    return schedule.lockstep(forward, backward_cost(schedule, backward), weight)
+}
+POINT = 0.075  # the width in inches of a digit of size 8
 
 
 def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
-    """One line of sizes, makespan, bubble and the in-flight peak."""
-    backward = backward_cost(schedule, backward)
-    makespan, bubble = (f(forward, backward, weight) for f in (schedule.makespan, schedule.bubble))
+    """One line of sizes, makespan, bubble and the most microbatches in flight."""
+    costs = (forward, backward, weight)
+    makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     share = f" ({bubble / makespan:.0%})" if makespan else ""
     return (
-        f"{schedule.stages} stages{chunks}, {schedule.microbatches} microbatches: time {makespan:g}, bubble {bubble:g}{share}, "
+        f"{schedule.stages} stages{chunks}, {schedule.microbatches} microbatches: "
+        f"time {makespan:g}, bubble {bubble:g}{share}, "
         f"at most {schedule.in_flight.max():g} microbatches in flight"
     )
 
 
 def text(schedule: Schedule) -> str:
-    """The tables as lines of text: a column a tick, for each stage a line a lane, the microbatch (or microbatch.chunk) or a dot.
+    """The tables as text: a column for each tick, and a line for each lane of each stage.
 
-    The second line names the lanes that run anywhere in a tick: where it changes, a new phase begins.
+    A cell is a microbatch (with chunks, microbatch.chunk) or a dot. The second line names the lanes
+    that run anywhere in a tick; where it changes, a new phase begins.
     """
     names = _letters(schedule)
-    runs = {
-        names[lane]: [bool((jobs >= 0).any()) for jobs in table]
-        for lane, table in schedule.lanes.items()
-    }
-    running = ["".join(name for name in runs if runs[name][tick]) for tick in range(schedule.ticks)]
+    running = []
+    for tick in range(schedule.ticks):
+        lanes = [lane for lane, table in schedule.lanes.items() if (table[tick] >= 0).any()]
+        running.append("".join(names[lane] for lane in lanes))
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
         for lane, table in schedule.lanes.items():
@@ -66,166 +56,75 @@ def text(schedule: Schedule) -> str:
 
 def timeline(
     schedule: Schedule,
-    path: str | os.PathLike[str],
+    path: canvas.Path,
     *,
     forward: Cost = 1,
     backward: Cost | None = None,
     weight: Cost = 1,
-    run: Callable[..., tuple[Span, ...]] = lockstep,
 ) -> None:
-    """Write a picture of stages by time to `path` (its suffix says PNG, SVG or PDF): jobs coloured by lane, shaded by chunk.
+    """Draw stages by time to `path` (PNG, SVG or PDF): jobs coloured by lane and shaded by chunk.
 
-    Each box holds its microbatch's number where there is room; what stays grey is the bubble. The right margin tells how many
-    microbatches each stage holds at most. Raises `ImportError` where matplotlib is not installed.
+    A box holds its microbatch's number where there is room. The bubble stays grey. The right margin
+    gives the most microbatches that each stage holds. Jobs run in lockstep.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    backward = backward_cost(schedule, backward)
-    spans = run(schedule, forward, backward, weight)
-    end = max(span.stop for span in spans)
-    inches = width(spans)
-    lanes, names, P = list(schedule.lanes), _letters(schedule), schedule.stages
-    # SVG keeps its text as text, and one schedule always gives the same bytes.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
-        figure = Figure(figsize=(inches + 1.7, 0.44 * P + 1.7), layout="constrained")
-        axes = figure.add_subplot()
-        axes.barh(range(P), end, height=0.86, color="0.88")
-        colours = [_shade(span.lane, span.chunk, schedule.chunks) for span in spans]
-        lengths = [span.stop - span.start for span in spans]
-        axes.barh(
-            [span.stage for span in spans],
-            lengths,
-            left=[span.start for span in spans],
-            height=0.86,
-            color=colours,
-            edgecolor="white",
-            linewidth=0.8,
-        )
-        longest = len(str(schedule.microbatches - 1))
-        for span, length, colour in zip(spans, lengths, colours, strict=True):
-            if (
-                length / end * inches > 0.075 * longest + 0.02
-            ):  # inches: so wide are digits of size 8
-                middle, ink = (
-                    (span.start + span.stop) / 2,
-                    "white" if sum(colour) < 1.6 else "black",
-                )
-                axes.text(
-                    middle,
-                    span.stage,
-                    str(span.microbatch),
-                    ha="center",
-                    va="center",
-                    size=8,
-                    color=ink,
-                )
-        axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
-        costs = dict(zip(LETTERS, (forward, backward, weight), strict=True))
-        units = ", ".join(f"{names[lane]} {costs[lane]:g}" for lane in lanes)
-        axes.set_xlabel(
-            f"time, in units of the costs given (a microbatch through a whole stage: {units})"
-        )
-        title = summary(schedule, forward, backward, weight)
-        if run not in (lockstep, Schedule.lockstep):
-            work = schedule.makespan(forward, backward, weight) - schedule.bubble(
-                forward, backward, weight
+    costs = (forward, backward_cost(schedule, backward), weight)
+    spans = schedule.lockstep(*costs)
+    end, inches, P = max(span.stop for span in spans), width(spans), schedule.stages
+    picture = canvas.figure(inches + 1.7, 0.44 * P + 1.7)
+    axes = picture.add_subplot()
+    axes.barh(range(P), end, height=0.86, color=canvas.GREY, label="bubble")
+    for lane in schedule.lanes:
+        for chunk in range(schedule.chunks):
+            shade = _shade(lane, chunk, schedule.chunks)
+            jobs = [span for span in spans if (span.lane, span.chunk) == (lane, chunk)]
+            axes.barh(
+                [job.stage for job in jobs],
+                [job.stop - job.start for job in jobs],
+                left=[job.start for job in jobs],
+                height=0.86,
+                color=shade,
+                edgecolor="white",
+                linewidth=0.8,
+                label=_legend(schedule, lane, chunk),
             )
-            title = f"{title}\n(this in lockstep; drawn here: time {end:g}, bubble {end - work:g})"
-        figure.suptitle(title, size=10)
-        held = axes.secondary_yaxis("right")
-        held.set_yticks(range(P), [f"{count:g}" for count in schedule.in_flight])
-        held.set_ylabel("in flight, at most")
-        for spine in (*axes.spines.values(), *held.spines.values()):
-            spine.set_visible(False)
-        handles = [
-            Patch(color=_shade(lane, c, schedule.chunks), label=_legend(schedule, lane, c))
-            for lane in lanes
-            for c in range(schedule.chunks)
-        ]
-        handles.append(Patch(color="0.88", label="bubble"))
-        figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=min(len(handles), 5),
-            frameon=False,
-            fontsize=8,
-        )
-        figure.savefig(
-            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
-        )
+            for job in jobs:
+                room = (job.stop - job.start) / end * inches
+                if room > POINT * len(str(schedule.microbatches - 1)) + 0.02:
+                    middle, number = (job.start + job.stop) / 2, str(job.microbatch)
+                    canvas.label(axes, middle, job.stage, number, color=canvas.ink(shade))
+    axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
+    named = zip(_letters(schedule).values(), costs, strict=True)
+    units = ", ".join(f"{letter} {cost:g}" for letter, cost in list(named)[: len(schedule.lanes)])
+    axes.set_xlabel(f"time; one microbatch through a whole stage takes {units}")
+    picture.suptitle(summary(schedule, *costs), size=10)
+    in_flight = axes.secondary_yaxis("right")
+    in_flight.set_yticks(range(P), [f"{count:g}" for count in schedule.in_flight])
+    in_flight.set_ylabel("in flight, at most")
+    canvas.bare(axes)
+    canvas.bare(in_flight)
+    picture.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    canvas.save(picture, path)
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Inches across the time of a picture, enough for the shortest job to show its number."""
+    """The inches that a picture's time needs so that the shortest job has room for its number."""
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
 
 
-def trace(
-    schedule: Schedule,
-    path: str | os.PathLike[str],
-    *,
-    forward: Cost = 1,
-    backward: Cost | None = None,
-    weight: Cost = 1,
-) -> None:
-    """Write a Chrome trace to `path`: a process for lockstep and one for asynchronous, a thread a stage; a cost of 1 is 1 ms."""
-    events: list[dict] = []
-    for process, run in enumerate((lockstep, Schedule.asynchronous)):
-        name = f"{schedule.stages}-stage pipeline, {run.__name__}"
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        for s in range(schedule.stages):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": process,
-                    "tid": s,
-                    "args": {"name": f"stage {s}"},
-                }
-            )
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "pid": process,
-                    "tid": s,
-                    "args": {"sort_index": s},
-                }
-            )
-        events += [
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": span.stage,
-                "name": f"{_letters(schedule)[span.lane]} {job_name(span.microbatch, span.chunk, schedule.chunks)}",
-                "cat": span.lane,
-                "ts": 1000 * span.start,
-                "dur": 1000 * (span.stop - span.start),
-                "args": {"microbatch": span.microbatch, "chunk": span.chunk},
-            }
-            for span in run(schedule, forward, backward, weight)
-        ]
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
 def _letters(schedule: Schedule) -> dict[str, str]:
-    """F, B and W; the backward lane beside a weight lane is I."""
+    """F, B and W; the backward lane next to a weight lane is I."""
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
-    word = (
-        "input gradient"
-        if _letters(schedule)[lane] == "I"
-        else {"weight": "weight gradient"}.get(lane, lane)
-    )
-    return f"{word} ({_letters(schedule)[lane]})" + (
-        f", chunk {chunk}" if schedule.chunks > 1 else ""
-    )
+    letter = _letters(schedule)[lane]
+    word = {"I": "input gradient", "W": "weight gradient"}.get(letter, lane)
+    suffix = f", chunk {chunk}" if schedule.chunks > 1 else ""
+    return f"{word} ({letter}){suffix}"
 
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:

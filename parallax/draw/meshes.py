@@ -1,0 +1,58 @@
+"""A mesh: which device stands where. JAX shows an array's blocks: `jax.debug.visualize_array_sharding`."""
+
+import math
+
+import numpy as np
+from jax.sharding import Mesh
+
+from parallax.draw import canvas
+
+
+def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
+    """The number of each device as a table: the last axis in columns, the others in rows.
+
+    With a `path`, also draws a picture there, with a panel for each index of the first axes.
+
+    Raises:
+        ImportError: with a `path`, if matplotlib is not installed.
+    """
+    names, sizes = list(devices.shape), tuple(devices.shape.values())
+    numbers = np.vectorize(_number, otypes=[object])(devices.devices)
+    kind = devices.devices.flat[0].platform.upper()
+    shape = " x ".join(f"{name}={size}" for name, size in devices.shape.items())
+    title = f"{shape}: {math.prod(sizes)} {kind} devices"
+    rows = [[*names[:-1], *(f"{names[-1]} {k}" for k in range(sizes[-1]))]]
+    rows += [[*map(str, index), *numbers[index]] for index in np.ndindex(sizes[:-1])]
+    if path is not None:
+        _picture(numbers, names, title, path)
+    return f"{title}\n{canvas.columns(rows, left=0)}"
+
+
+def _number(device) -> str:
+    return str(device.id)
+
+
+def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Path) -> None:
+    if len(names) == 1:
+        names, numbers = ["", *names], numbers[None]
+    panels = list(np.ndindex(numbers.shape[:-2]))
+    rows, columns = numbers.shape[-2:]
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    cell = 0.62 if max(rows, columns) <= 16 else 9 / max(rows, columns)
+    width = max(across * (cell * columns + 0.9), 0.085 * len(title) + 2.0)
+    picture = canvas.figure(width, down * (cell * rows + 0.75) + 0.4)
+    subplots = picture.subplots(down, across, squeeze=False).flat
+    for axes in subplots[len(panels) :]:
+        axes.set_axis_off()
+    row_names = [str(k) for k in range(rows)] if names[-2] else [""]
+    for k, index in enumerate(panels):
+        shade, axes = canvas.colour(k, len(panels)), subplots[k]
+        cells = {place: (shade, number) for place, number in np.ndenumerate(numbers[index])}
+        canvas.grid(axes, cells, row_names, [str(column) for column in range(columns)])
+        fixed = [f"{name} {i}" for name, i in zip(names, index, strict=False)]
+        axes.set_title(", ".join(fixed), size=9)
+        axes.set_xlabel(names[-1], size=9)
+        axes.set_ylabel(names[-2], size=9)
+    picture.suptitle(f"{title}, by number", size=10)
+    canvas.save(picture, path)
