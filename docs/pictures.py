@@ -51,8 +51,10 @@ LARGE = 10**6  # bytes: a smaller part of the traffic is invisible in its pictur
 
 
 def planned(**layout: int) -> plan.Plan:
-    """The plan of GPT-2 small on eight A100s."""
-    return plan.plan(gpt2.SMALL, Layout(**layout), hardware.A100, batch=16)
+    """The plan of GPT-2 small on eight A100s, with rings, whose bytes per device are exact."""
+    parallel = Layout(**layout)
+    axes = {axis: ring(axis) for axis in parallel.axes}
+    return plan.plan(gpt2.SMALL, parallel, hardware.A100, batch=16, axes=axes)
 
 
 def by_purpose(traffic: Sequence[Any]) -> dict[str, int]:
