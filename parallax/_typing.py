@@ -1,4 +1,5 @@
-"""Trees and devices as types: checked at run time, and unknown to type checkers, which read `Any`."""
+"""Trees and devices as types: checked at run time, and unknown to type checkers, which read
+`Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias

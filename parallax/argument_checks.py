@@ -1,4 +1,5 @@
-"""What a caller gives, held against what is needed before anything is computed, so that the refusal is a sentence."""
+"""What a caller gives, held against what is needed before anything is computed, so that the refusal
+is a sentence."""
 
 import operator
 from typing import Any
@@ -13,7 +14,8 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """The `numbers` as Python's integers, NumPy's among them; `where` begins the message. 1.0 is no whole number here.
+    """The `numbers` as Python's integers, NumPy's among them; `where` begins the message. 1.0 is no
+    whole number here.
 
     Raises:
         ValueError: one of them is something else.
@@ -30,7 +32,8 @@ def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
 
 
 def check_not_deleted(where: str, tree: PyTree) -> None:
-    """Refuse a `tree` with a leaf that is None, or an array that is deleted, as after a step that donates its state.
+    """Refuse a `tree` with a leaf that is None, or an array that is deleted, as after a step that
+    donates its state.
 
     Raises:
         ValueError: there is one; the message names its leaf.
@@ -38,32 +41,36 @@ def check_not_deleted(where: str, tree: PyTree) -> None:
     for path, leaf in tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]:
         if leaf is None:
             raise ValueError(
-                f"{where}: {keystr(path) or 'the array'} is None, where an array was needed. If the tree was filtered or "
-                "partitioned, join it with eqx.combine first."
+                f"{where}: {keystr(path) or 'the array'} is None, where an array was needed. If "
+                "the tree was filtered or partitioned, join it with eqx.combine first."
             )
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{where}: {keystr(path) or 'the array'} of shape {leaf.shape} was deleted: a step that donates its state takes "
-                "its arrays with it. Use what the step returned."
+                f"{where}: {keystr(path) or 'the array'} of shape {leaf.shape} was deleted: a step "
+                "that donates its state takes its arrays with it. Use what the step returned."
             )
 
 
 def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> None:
-    """Refuse windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary where these are known.
+    """Refuse windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary
+    where these are known.
 
-    Inside a compiled program they are not: there the ids are taken, and the embedding gives nan. With `weights`, of each token
-    after the first, an id is taken if it and all after it in its sequence have a weight of 0.
+    Inside a compiled program they are not: there the ids are taken, and the embedding gives nan.
+    With `weights`, of each token after the first, an id is taken if it and all after it in its
+    sequence have a weight of 0.
 
     Raises:
         ValueError: the ids are not whole numbers in two dims, or one is outside.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
         raise ValueError(
-            f"{where} needs an array of tokens, [batch, tokens]; got a {type(ids).__name__}. Use jnp.asarray."
+            f"{where} needs an array of tokens, [batch, tokens]; got a {type(ids).__name__}. Use "
+            "jnp.asarray."
         )
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"{where} needs whole numbers, [batch, tokens]; got {ids.dtype}{list(ids.shape)}. Encode a text."
+            f"{where} needs whole numbers, [batch, tokens]; got {ids.dtype}{list(ids.shape)}. "
+            "Encode a text."
         )
     if not (_known(ids) and _known(weights)):
         return
@@ -78,11 +85,13 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     if outside.any():
         place = tuple(map(int, np.argwhere(outside)[0]))
         raise ValueError(
-            f"{where} needs tokens from 0 to {vocabulary - 1}; got {ids[place]} at {list(place)}. Encode the text with the "
-            "model's tokenizer; what is to be ignored, such as -100, needs weights of 0, there and after it in its sequence."
+            f"{where} needs tokens from 0 to {vocabulary - 1}; got {ids[place]} at {list(place)}. "
+            "Encode the text with the model's tokenizer; what is to be ignored, such as -100, "
+            "needs weights of 0, there and after it in its sequence."
         )
 
 
 def _known(array: Any) -> bool:
-    """Whether the values can be read here: they are not those of a program that is being traced, or of other processes."""
+    """Whether the values can be read here: they are not those of a program that is being traced, or
+    of other processes."""
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -1,10 +1,13 @@
-"""The cross-entropy of a language model's head, without its logits: a block of tokens at a time, the gradient on the way.
+"""The cross-entropy of a language model's head, without its logits: a block of tokens at a time,
+the gradient on the way.
 
-The logits `x · table^T` are B T V numbers, often more than all the rest of the model. A block of tokens needs only its own, and
-what it leaves behind is small: a loss, the gradient of its `x`, and its term of the table's gradient. All three are made while
-the block's logits are there, so the backward pass has nothing left to do but to scale.
+The logits `x · table^T` are B T V numbers, often more than all the rest of the model. A block of
+tokens needs only its own, and what it leaves behind is small: a loss, the gradient of its `x`, and
+its term of the table's gradient. All three are made while the block's logits are there, so the
+backward pass has nothing left to do but to scale.
 
-Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989), section 3.2.
+Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989),
+section 3.2.
 """
 
 import jax
@@ -27,44 +30,54 @@ def mean(
     vocabulary: int | None = None,
     block_tokens: int = 512,
 ) -> Float[Array, ""]:
-    """The mean of -log softmax(x · table^T)[targets] in nats: `x[B, D], W[V_X, D], targets[B] -> scalar`.
+    """The mean of -log softmax(x · table^T)[targets] in nats:
+    `x[B, D], W[V_X, D], targets[B] -> scalar`.
 
-    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`, with three matrix products for
-    value and gradient, as there, and one for the value alone. The products' terms are of `x`'s type, their sums, the softmax
-    and the loss in float32 or wider.
+    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
+    with three matrix products for value and gradient, as there, and one for the value alone. The
+    products' terms are of `x`'s type, their sums, the softmax and the loss in float32 or wider.
 
-    It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes these, so that blocks
-    of some hundred tokens cost no time. What moves over `axis` is that of `tensor.cross_entropy`, block by block.
+    It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes
+    these, so that blocks of some hundred tokens cost no time. What moves over `axis` is that of
+    `tensor.cross_entropy`, block by block.
 
-    Backwards, as after `tensor.copy_to`, the cotangent of `x` is this device's share. There is no forward-mode derivative.
+    Backwards, as after `tensor.copy_to`, the cotangent of `x` is this device's share. There is no
+    forward-mode derivative.
 
     Args:
         x: what the head multiplies, after `tensor.copy_to`.
         table: the rows of the vocabulary, or this device's, split over `axis`.
-        targets: they count over the whole vocabulary. One outside it makes the loss nan, unless its weight is 0.
+        targets: they count over the whole vocabulary. One outside it makes the loss nan, unless its
+            weight is 0.
         axis: the axis or axes that the rows are split over; `()` where the table is whole.
-        weights: each token's loss is multiplied by its weight, and still divided by the number of tokens; constants, that are
-            not differentiated. Pass `normalized` ones for a mean over the weighted tokens.
-        vocabulary: rows from here on are padding: their logits are minus infinity, their gradients zero.
+        weights: each token's loss is multiplied by its weight, and still divided by the number of
+            tokens; constants, that are not differentiated. Pass `normalized` ones for a mean over
+            the weighted tokens.
+        vocabulary: rows from here on are padding: their logits are minus infinity, their gradients
+            zero.
         block_tokens: at most so many tokens' logits are there at once.
 
     Raises:
-        ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are no targets.
+        ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
+            no targets.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis.names!r}, since its gradient does; this one, of shape "
-            f"{x.shape}, is the same along {sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
+            f"cross_entropy.mean needs an x that differs along {axis.names!r}, since its gradient "
+            f"does; this one, of shape {x.shape}, is the same along {sorted(same)}. Pass "
+            f"tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
     if not targets.size:
         raise ValueError(
-            f"cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape {targets.shape}."
+            "cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape "
+            f"{targets.shape}."
         )
-    # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds up.
+    # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds
+    # up.
     each = (
         (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     )  # what else a token has
@@ -124,11 +137,13 @@ def mean(
 
 
 def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
-    """`weights` over their mean in the global batch: a mean over tokens, times these, is Σ weight · loss / Σ weight.
+    """`weights` over their mean in the global batch: a mean over tokens, times these, is Σ weight ·
+    loss / Σ weight.
 
-    A weighted mean is no mean of means: devices and microbatches have different sums of weights. Divided by the global mean
-    once, before the gradient function, the weights can go through `mean`, `grads.accumulated`, `grads.averaged`,
-    `zero.reduce_scattered` and a pipeline, which all take means of equal parts. One scalar moves.
+    A weighted mean is no mean of means: devices and microbatches have different sums of weights.
+    Divided by the global mean once, before the gradient function, the weights can go through
+    `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and a pipeline, which all
+    take means of equal parts. One scalar moves.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -1,4 +1,5 @@
-"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and the caller's line."""
+"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and the caller's
+line."""
 
 import functools
 import operator
@@ -87,7 +88,8 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or `checkpoint`'s; else None."""
+    """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or
+    `checkpoint`'s; else None."""
     found = inner(eqn)
     fits = (
         len(found) == 1
@@ -98,7 +100,8 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation does more than compute its results. To name a mesh axis, as JAX's sums do, is nothing more."""
+    """Whether an equation does more than compute its results. To name a mesh axis, as JAX's sums
+    do, is nothing more."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -126,7 +129,8 @@ COLLECTIVES = frozenset(
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
-    """The axes of the collectives that an equation is, or has inside. One of this library is opened, inside its map."""
+    """The axes of the collectives that an equation is, or has inside. One of this library is
+    opened, inside its map."""
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
         if eqn.primitive is collective_types.linear_p
@@ -161,7 +165,8 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether it does.
-        unsent: whether it meets data on a way to the result that has no collective, so that no other device's part joins it.
+        unsent: whether it meets data on a way to the result that has no collective, so that no
+            other device's part joins it.
     """
 
     reached: list[bool]
@@ -169,11 +174,12 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """For each result of a program, what becomes of its arguments on the way; `data` says which arguments meet the others.
+    """For each result of a program, what becomes of its arguments on the way; `data` says which
+    arguments meet the others.
 
-    Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a penalty on weights is no use of
-    them. An argument that goes into a `ppermute` counts as sent on all ways: a ring written by hand leaves a device's own block
-    in its place.
+    Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a
+    penalty on weights is no use of them. An argument that goes into a `ppermute` counts as sent on
+    all ways: a ring written by hand leaves a device's own block in its place.
     """
     jaxpr = opened(closed)
     count = len(jaxpr.invars)
@@ -189,7 +195,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
 
 
 class Following:
-    """Follows what is known of values through a program; what is known of two values is joined by `|`.
+    """Follows what is known of values through a program; what is known of two values is joined by
+    `|`.
 
     Attributes:
         unknown: what is known of any value.
@@ -209,7 +216,8 @@ class Following:
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
-        """What is known of a result of the type `aval`, of an equation that calls no function which takes its operands."""
+        """What is known of a result of the type `aval`, of an equation that calls no function which
+        takes its operands."""
         raise NotImplementedError
 
     def met(self, operands: Sequence[Any]) -> Any:
@@ -299,7 +307,8 @@ class _Ways(Following):
             joined = Reach(joined.at_all)
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
-        # What is the same on all devices holds no device's own share, such as the condition by which `cpu.sequence_after` waits.
+        # What is the same on all devices holds no device's own share, such as the condition by
+        # which `cpu.sequence_after` waits.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
@@ -316,7 +325,8 @@ def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants and carries; the rest it slices, one dim off each.
+    """How many of a scan's operands are constants and carries; the rest it slices, one dim off
+    each.
 
     The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
     """
@@ -340,7 +350,8 @@ def is_literal(atom: Any) -> bool:
 
 
 def source(eqn: JaxprEqn) -> str:
-    """The line that an equation is from, "file.py:12": the caller's innermost, or else the one of this library that made it."""
+    """The line that an equation is from, "file.py:12": the caller's innermost, or else the one of
+    this library that made it."""
     ours = UNKNOWN
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
@@ -359,7 +370,8 @@ def source(eqn: JaxprEqn) -> str:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """The line that made an equation, wherever it is but in JAX: "clipping.py:77"; "" where that is unknown."""
+    """The line that made an equation, wherever it is but in JAX: "clipping.py:77"; "" where that is
+    unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if frame.file_name.endswith(".py") and not frame.file_name.startswith(
@@ -370,7 +382,8 @@ def origin(eqn: JaxprEqn) -> str:
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """The file of the innermost function round an equation that is not of JAX; "" where that is unknown."""
+    """The file of the innermost function round an equation that is not of JAX; "" where that is
+    unknown."""
     traceback = eqn.source_info.traceback
     names = [
         frame.file_name
@@ -389,7 +402,8 @@ def is_of_optax(file_name: str) -> bool:
 
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
-    """Whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of an earlier call."""
+    """Whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of an
+    earlier call."""
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES)
 
 
@@ -409,8 +423,10 @@ def is_float(aval: Any) -> bool:
 
 
 def counted_scope(name: str, *, runs: int, of: int) -> str:
-    """A name for the `jax.named_scope` of a loop of one trip or of none: so many trips in so many rounds of the loop around it.
+    """A name for the `jax.named_scope` of a loop of one trip or of none: so many trips in so many
+    rounds of the loop around it.
 
-    A table says in which rounds, so the compiler does not know the number. Readers of the compiled program find it in this name.
+    A table says in which rounds, so the compiler does not know the number. Readers of the compiled
+    program find it in this name.
     """
     return f"{name}.{runs}_of_{of}"

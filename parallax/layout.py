@@ -3,7 +3,8 @@
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-It imports nothing of the core. `models.recipe` reads it from top to bottom, `validate` refuses sizes that do not fit.
+It imports nothing of the core. `models.recipe` reads it from top to bottom, `validate` refuses
+sizes that do not fit.
 """
 
 import dataclasses
@@ -33,47 +34,54 @@ __all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 class Layout:
     """The sizes of a parallel run.
 
-    What it leaves open, the recipe of `models.decoder` chooses by the devices of the mesh; `Compute` has other choices:
+    The recipe of `models.decoder` chooses the rest by the devices of the mesh; `Compute` overrides
+    it:
 
     | | CPU, GPU | TPU |
     |---|---|---|
-    | attention | the family's plain function | a kernel that keeps no scores, `models.flash.attention` |
-    | layers in a loop's body, ZeRO-3 | 2 | 1, as with two the compiler copies all that is kept |
-    | what `remat` keeps | behind `jax.checkpoint`'s barrier | without it, or it is copied out of the loop's stacks |
-    | a pipeline's slots | zeros on CPUs | as they are |
+    | attention | the family's plain function | `models.flash.attention`, which keeps no scores |
+    | layers in a loop's body, ZeRO-3 | 2 | 1: with two the compiler copies all that is kept |
+    | `jax.checkpoint`'s barrier for `remat` | yes | no: what is kept would be copied |
+    | a pipeline's first slots | zeros on CPUs | as they are |
 
     Args:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
-        replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients are reduced inside a group,
-            and then their shares between groups, 1/n of the bytes. For groups that a slower network joins (HSDP).
-        expert: devices, each of which sees a part of the batch too, among which each layer's experts are split: tokens travel to
-            their experts. All else is the same on them, as on `data`; ZeRO's shares are among `data` and `context` alone. See
-            `parallax.experts`.
-        context: devices among which the tokens of each sequence are split; attention goes round them. See `parallax.context`.
-        microbatches: parts of a replica's batch, one after another (or, with stages, one behind another); their gradients
-            are accumulated.
-        chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a smaller bubble.
-        zero: what the replicas split instead of holding copies of: 1 the optimizer's state, 2 the sums of gradients too, 3 the
-            parameters too.
+        replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients
+            are reduced inside a group, and then their shares between groups, 1/n of the bytes. For
+            groups that a slower network joins (HSDP).
+        expert: devices, each of which sees a part of the batch too, among which each layer's
+            experts are split: tokens travel to their experts. All else is the same on them, as on
+            `data`; ZeRO's shares are among `data` and `context` alone. See `parallax.experts`.
+        context: devices among which the tokens of each sequence are split; attention goes round
+            them. See `parallax.context`.
+        microbatches: parts of a replica's batch, one after another (or, with stages, one behind
+            another); their gradients are accumulated.
+        chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a
+            smaller bubble.
+        zero: what the replicas split instead of holding copies of: 1 the optimizer's state, 2 the
+            sums of gradients too, 3 the parameters too.
         sequence: whether the residual stream is split by tokens over the tensor axis.
-        precision: the type that the model computes in: that of its parameters (`full`), or `bfloat16` or `float16` beside them.
-        remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was gathered over devices),
-            `attention`, all but the `products` with weights, all but a `block`'s input, or all but a `stage`'s. See
-            `parallax.remat`.
-        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved), `gpipe`,
-            `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring inside a stage, `one_f_one_b` or
-            `zero_bubble`. The default allows any collectives in a stage, chunks, and recomputation, which makes the others
-            slower; docs/pipeline.md has the measured times of all.
-        split_sends: whether each of the t devices of the tensor axis, which all have what goes from stage to stage, sends 1/t of
-            it, and gathers what came: for stages on different machines. See `pipeline.split_over`.
+        precision: the type that the model computes in: that of its parameters (`full`), or
+            `bfloat16` or `float16` beside them.
+        remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was
+            gathered over devices), `attention`, all but the `products` with weights, all but a
+            `block`'s input, or all but a `stage`'s. See `parallax.remat`.
+        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
+            `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
+            inside a stage, `one_f_one_b` or `zero_bubble`. The default allows any collectives in a
+            stage, chunks, and recomputation, which makes the others slower; docs/pipeline.md has
+            the measured times of all.
+        split_sends: whether each of the t devices of the tensor axis, which all have what goes from
+            stage to stage, sends 1/t of it, and gathers what came: for stages on different
+            machines. See `pipeline.split_over`.
         processes: that drive the devices, each as many as the others.
 
     Raises:
-        ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act on; chunks and microbatches
-            that are no multiple of the stages; processes that do not divide the devices. The message proposes the nearest layout
-            that works.
+        ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act
+            on; chunks and microbatches that are no multiple of the stages; processes that do not
+            divide the devices. The message proposes the nearest layout that works.
     """
 
     data: int = 1
@@ -101,7 +109,8 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and each other axis above 1."""
+        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and each other
+        axis above 1."""
         sizes = {name: getattr(self, name) for name in AXES}
         return {name: size for name, size in sizes.items() if name in ALWAYS or size > 1}
 
@@ -112,16 +121,19 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model (but for the experts that it splits), each of which sees a part of the batch."""
+        """Copies of the model (but for the experts that it splits), each of which sees a part of
+        the batch."""
         return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch by sequences, for its `PartitionSpec`: `P(layout.batch_axes)`."""
+        """The axes that split the batch by sequences, for its `PartitionSpec`:
+        `P(layout.batch_axes)`."""
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """The place of a device along each axis. Devices are numbered with the last axis fastest, as in a mesh.
+        """The place of a device along each axis. Devices are numbered with the last axis fastest,
+        as in a mesh.
 
         Raises:
             ValueError: there is no such device.
@@ -137,7 +149,8 @@ class Layout:
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """The devices that `device` works with along these axes, itself among them, in the order of their ring.
+        """The devices that `device` works with along these axes, itself among them, in the order of
+        their ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -213,10 +226,12 @@ class Layout:
         devices: int | None = None,
         processes: int | None = None,
     ) -> None:
-        """Refuse a model, a global batch (in sequences of `tokens`) or a machine that this layout does not fit.
+        """Refuse a model, a global batch (in sequences of `tokens`) or a machine that this layout
+        does not fit.
 
         Raises:
-            ValueError: what was needed, what came, and the nearest sizes that work in every respect.
+            ValueError: what was needed, what came, and the nearest sizes that work in every
+                respect.
         """
         sizes = {
             "layers": layers,
@@ -254,7 +269,8 @@ class Layout:
             wording: of the message; by default it proposes the whole text.
 
         Raises:
-            ValueError: a part that is no `name=value`, an unknown name or value, a name twice; or as `Layout` does.
+            ValueError: a part that is no `name=value`, an unknown name or value, a name twice; or
+                as `Layout` does.
         """
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
@@ -287,7 +303,8 @@ class Layout:
             ) from error
         if not isinstance(values, dict):
             raise ValueError(
-                f"Layout.from_json needs an object; got {values!r}. Take one such as {Layout().to_json()}"
+                f"Layout.from_json needs an object; got {values!r}. Take one such as "
+                f"{Layout().to_json()}"
             )
         misread: list[str] = []
         fields = {_known_name(name, misread): value for name, value in values.items()}
@@ -297,7 +314,8 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """The layout of the fields that were read; `misread` are the faults of the text that they already mend."""
+        """The layout of the fields that were read; `misread` are the faults of the text that they
+        already mend."""
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -333,7 +351,8 @@ def _value_of_bare(name: str) -> Any:
 
 
 def _known_name(name: str, misread: list[str]) -> str:
-    """The field of this `name`; else the one with the closest spelling, with a fault added to `misread`."""
+    """The field of this `name`; else the one with the closest spelling, with a fault added to
+    `misread`."""
     if name in DEFAULTS:
         return name
     misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")

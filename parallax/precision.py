@@ -1,13 +1,14 @@
 """Which floating-point type a number is kept in: weights wide, products narrow, sums wide.
 
-In mixed precision the parameters and the optimizer's state stay in float32, `mixed` runs the model in bfloat16 or float16, and
-whatever is added up (gradients over microbatches and devices, norms, softmax, the loss) is added in `wide` types.
+In mixed precision the parameters and the optimizer's state stay in float32, `mixed` runs the model
+in bfloat16 or float16, and whatever is added up (gradients over microbatches and devices, norms,
+softmax, the loss) is added in `wide` types.
 
-float16 ends at 65,504 and loses what is below 6e-8, so there the loss is multiplied by a number before it is differentiated.
-`Scale` is that number and its history, part of a step's state: it falls when a gradient overflows, and that step is skipped;
-it rises when none has for a while.
+float16 ends at 65,504 and loses what is below 6e-8, so there the loss is multiplied by a number
+before it is differentiated. `Scale` is that number and its history, part of a step's state: it
+falls when a gradient overflows, and that step is skipped; it rises when none has for a while.
 
-    def grad_of(scale):                                                         # scale: a traced scalar
+    def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
         return precision.unscaled(grads.averaged(grad, ring("data")), scale)
 
@@ -40,8 +41,9 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """`grad` computed in `dtype`, with gradients in the types of the parameters: mixed precision.
 
-    The parameters are cast once a call: stand outside `grads.accumulated` and `pipeline.value_and_grad`, whose sums are
-    `wide` to the end, and inside `grads.averaged`, which then reduces wide gradients. The loss is `wide` too.
+    The parameters are cast once a call: stand outside `grads.accumulated` and
+    `pipeline.value_and_grad`, whose sums are `wide` to the end, and inside `grads.averaged`, which
+    then reduces wide gradients. The loss is `wide` too.
     """
 
     def wrapped(params, batch):
@@ -57,7 +59,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline. Auxiliary values stay as they are."""
+    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline.
+    Auxiliary values stay as they are."""
 
     def wrapped(*arguments):
         times = lambda value: (
@@ -70,7 +73,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in `wide` types.
+    """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in
+    `wide` types.
 
     Stand inside whatever looks at the size of gradients, such as `grads.clipped`.
 
@@ -114,13 +118,16 @@ class Scale(eqx.Module):
 def adjusted(
     scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0
 ) -> Scale:
-    """The `Scale` of the next step: over `factor` after an overflow, times it after `interval` steps without one.
+    """The `Scale` of the next step: over `factor` after an overflow, times it after `interval`
+    steps without one.
 
-    It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well, and the scale itself is finite.
+    It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well,
+    and the scale itself is finite.
 
     Args:
         scale: this step's.
-        finite: whether this step's gradients all were: the same on all devices, as `jnp.isfinite(grads.norm(gradients))` is.
+        finite: whether this step's gradients all were: the same on all devices, as
+            `jnp.isfinite(grads.norm(gradients))` is.
         interval: steps without an overflow before the scale is raised.
         factor: a power of two, so that scaling rounds nothing.
     """
@@ -138,7 +145,8 @@ def adjusted(
 
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then holds: a skipped step."""
+    """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then
+    holds: a skipped step."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if trees.is_array(a) else a, new, old)
 
 

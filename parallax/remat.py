@@ -1,19 +1,20 @@
-"""What the backward pass computes again instead of keeping. Each function takes a block of layers and returns one that computes
-the same.
+"""Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
-`gpt2.loss(..., remat=remat.products)` and the like. Per block of B x T tokens, width D, feed-forward F, over t devices:
+Each function takes a block of layers and returns one that computes the same, as in
+`gpt2.loss(..., remat=remat.products)`. Per block of B x T tokens, width D, H heads:
 
-    none       keeps every intermediate result                    34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
-    gathers    keeps all but what was gathered over devices       the gathers run twice
-    products   keeps the results of products with weights         attention, norms and activation run twice
-    block      keeps the block's input                            everything runs twice: a third more arithmetic
+    none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
+    gathers    keeps all but the results gathered over devices; the gathers run twice
+    products   keeps the products with weights; attention, norms and activation run twice
+    block      keeps the block's input; everything runs twice, a third more arithmetic
 
 `prevent_cse` is that of `jax.checkpoint`; see `in_a_loop`.
 
 To compute attention alone again, wrap the attention function: `attend=jax.checkpoint(attend)`.
 
-Sources: Chen et al., Training deep nets with sublinear memory cost (arXiv 1604.06174); Korthikanti et al., Reducing activation
-recomputation in large transformer models (arXiv 2205.05198), section 5, for attention alone.
+Sources: Chen et al., Training deep nets with sublinear memory cost (arXiv 1604.06174); Korthikanti
+et al., Reducing activation recomputation in large transformer models (arXiv 2205.05198), section 5,
+for attention alone.
 """
 
 import functools
@@ -30,11 +31,13 @@ GATHERED = (
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
-    """`remat`, one of these functions, without `jax.checkpoint`'s barrier round what is kept: for a block that a loop runs.
+    """`remat`, one of these functions, without `jax.checkpoint`'s barrier round what is kept: for a
+    block that a loop runs.
 
-    The barrier stops XLA from taking from the forward pass what the backward pass computes again. It cannot where each has a
-    loop of its own. And behind the barrier an accelerator copies what is kept out of the loop's stacks, instead of reading it
-    where it is used. Another function stays as it is.
+    The barrier stops XLA from taking from the forward pass what the backward pass computes again.
+    It cannot where each has a loop of its own. And behind the barrier an accelerator copies what is
+    kept out of the loop's stacks, instead of reading it where it is used. Another function stays as
+    it is.
     """
     return (
         functools.partial(remat, prevent_cse=False)
@@ -49,7 +52,8 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens (sequence parallelism)."""
+    """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens
+    (sequence parallelism)."""
     kept = lambda primitive, *_, **params: (
         not (primitive is linear_p and params["name"] == GATHERED)
     )

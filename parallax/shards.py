@@ -1,6 +1,7 @@
 """A device's shard of a leaf, and the way from it to the whole leaf and back.
 
-Which dims of a leaf are split, and over which axes, is a list of `Split`s; an empty list is a leaf that is whole.
+Which dims of a leaf are split, and over which axes, is a list of `Split`s; an empty list is a leaf
+that is whole.
 """
 
 from collections.abc import Sequence
@@ -35,10 +36,10 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
-                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, the last of "
-                f"them innermost, and gathered or scattered over {inside!r}. A device's blocks would not lie "
-                f"one after another. Name those axes last, {(*outside, *inside)!r}, or split another dim over "
-                "them."
+                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, "
+                f"the last of them innermost, and gathered or scattered over {inside!r}. A "
+                "device's blocks would not lie one after another. Name those axes last, "
+                f"{(*outside, *inside)!r}, or split another dim over them."
             )
         if inside:
             splits.append(Split(dim, axis.over(inside)))
@@ -78,7 +79,8 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def runs_over(axis: Axis) -> bool:
-    """Whether this code runs inside a map over `axis`, on blocks, and not outside, on global arrays."""
+    """Whether this code runs inside a map over `axis`, on blocks, and not outside, on global
+    arrays."""
     try:
         lax.axis_size(axis.names)
     except NameError:

@@ -22,7 +22,8 @@ from parallax.optimizers.elementwise import checked, with_extra
 
 
 class State(eqx.Module):
-    """All that a step changes, and all that a run needs to go on. A tree of specs has this form too.
+    """All that a step changes, and all that a run needs to go on. A tree of specs has this form
+    too.
 
     Attributes:
         model: the parameters, in a tree that may have leaves of other kinds.
@@ -43,9 +44,9 @@ class Info(NamedTuple):
     Attributes:
         loss: of the global batch, in the unit of the gradient function's: a scalar.
         gradient_norm: of all gradients together, before `make` clips them: a scalar.
-        skipped: whether one of the two, or a number that the step would have changed in the model or the
-            optimizer's state, was not finite, or the loss was above the limit: model and optimizer are then as
-            they were. A scalar.
+        skipped: whether one of the two, or a number that the step would have changed in the model
+            or the optimizer's state, was not finite, or the loss was above the limit: model and
+            optimizer are then as they were. A scalar.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -80,31 +81,34 @@ def make(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as it is on one device.
+    """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as
+    it is on one device.
 
-    A step that would make the loss, the gradient norm, or a finite number of the model or of the optimizer's
-    state infinite or NaN changes nothing but the step's number, and its `Info` says so. `step(state, batch,
-    limit)`, with a scalar, also skips a step whose loss is above `limit` (`run.spikes` gives one). A leaf
-    without a gradient stays as it is.
+    A step that would make the loss, the gradient norm, or a finite number of the model or of the
+    optimizer's state infinite or NaN changes nothing but the step's number, and its `Info` says so.
+    `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
+    (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
     Args:
         grad: a gradient function whose gradients are reduced already.
-        optimizer: one that acts element by element, since each device updates its own shards, or one of
-            `parallax.optimizers`.
-        max_norm: scale the gradients down to this global norm, over all shards, where they exceed it.
-        reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares are added; by
-            default `jax.lax` adds them.
-        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such as batch
-            statistics.
+        optimizer: one that acts element by element, since each device updates its own shards, or
+            one of `parallax.optimizers`.
+        max_norm: scale the gradients down to this global norm, over all shards, where they exceed
+            it.
+        reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares
+            are added; by default `jax.lax` adds them.
+        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such
+            as batch statistics.
         extra_args: the extra arguments of `optimizer.update`, from the step's `Info`.
-        specs: of the model. With them it is known which dim of a leaf is split, which an optimizer's choice may
-            depend on.
+        specs: of the model. With them it is known which dim of a leaf is split, which an
+            optimizer's choice may depend on.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis along which the model is the same, since it was
-            not reduced; a gradient is the same where its parameter differs, or is that of a Python number; the
-            auxiliary values differ between devices; the optimizer is not right on these shards, or does not fit
-            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
+        ValueError: the loss or a gradient varies along an axis along which the model is the same,
+            since it was not reduced; a gradient is the same where its parameter differs, or is that
+            of a Python number; the auxiliary values differ between devices; the optimizer is not
+            right on these shards, or does not fit the gradients
+            (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
             model, or a leaf of it that is no array.
     """
     return make_scaled(
@@ -128,11 +132,12 @@ def make_scaled(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """`make` of a gradient function that depends on the loss scale, as float16 needs: `grad_of(scale)`.
+    """`make` of a gradient function that depends on the loss scale, as float16 needs:
+    `grad_of(scale)`.
 
-    Its gradients are unscaled. The state's `scale`, a `precision.Scale`, is adjusted after each step
-    (`precision.adjusted`). Where the state has none, `grad_of` is given None. Arguments and errors are otherwise
-    those of `make`.
+    Its gradients are unscaled. The state's `scale`, a `precision.Scale`, is adjusted after each
+    step (`precision.adjusted`). Where the state has none, `grad_of` is given None. Arguments and
+    errors are otherwise those of `make`.
     """
     by_path = {} if specs is None else trees.by_path(specs)
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
@@ -176,7 +181,8 @@ def make_scaled(
 def _lost(
     new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]
 ) -> Bool[Array, ""]:
-    """Whether a number that was finite is not any more, on any device: one scalar, over all axes in use.
+    """Whether a number that was finite is not any more, on any device: one scalar, over all axes in
+    use.
 
     A number that never was finite, such as a mask of -inf, may stay so.
     """
@@ -191,7 +197,8 @@ def _lost(
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
-    """Refuse gradients that are each device's own, and gradients that were summed over different shards."""
+    """Refuse gradients that are each device's own, and gradients that were summed over different
+    shards."""
 
     def check(path, gradient, weight):
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
@@ -201,21 +208,24 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
         )
         if local and gradient.shape == weight.shape:
             raise ValueError(
-                f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs along {local}, where "
-                f"the parameter is the same. Wrap the gradient function in {REDUCING}."
+                f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs "
+                f"along {local}, where the parameter is the same. Wrap the gradient function in "
+                f"{REDUCING}."
             )
         if mixed:
             raise ValueError(
-                f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its gradient is the same there, so "
-                "the gradients of different shards were summed. Reduce it along the axes alone along which the parameter is the "
-                "same, as grads.averaged and grads.summed do."
+                f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its "
+                "gradient is the same there, so the gradients of different shards were summed. "
+                "Reduce it along the axes alone along which the parameter is the same, as "
+                "grads.averaged and grads.summed do."
             )
 
     jax.tree.map_with_path(check, gradients, weights)
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuse a loss that is each device's own, where something of the state is the same on all of them."""
+    """Refuse a loss that is each device's own, where something of the state is the same on all of
+    them."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
@@ -225,8 +235,8 @@ def _check_own(loss: Array, state: State) -> None:
     ]
     if local:
         raise ValueError(
-            f"step.make: the loss differs along {local}, so it is that of one device's rows, and the model is the same there. "
-            f"Wrap the gradient function in {REDUCING} over that axis."
+            f"step.make: the loss differs along {local}, so it is that of one device's rows, and "
+            f"the model is the same there. Wrap the gradient function in {REDUCING} over that axis."
         )
 
 
@@ -235,20 +245,23 @@ def _check_joined(aux: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
         if local := grads.axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
-                f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along {local}, and Info is the same on "
-                f"all devices. Join it: grads.averaged(grad, axis, aux=...) takes a function of the values and the axis."
+                f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
+                f"{local}, and Info is the same on all devices. Join it: grads.averaged(grad, "
+                "axis, aux=...) takes a function of the values and the axis."
             )
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """`model`, which `after_update` returned: refused where a leaf is of another form than before."""
+    """`model`, which `after_update` returned: refused where a leaf is of another form than
+    before."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
         apart = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
         raise ValueError(
-            "step.make: after_update must return a model of the structure that it takes, as eqx.tree_at does; of what it "
-            f"returned {', '.join(apart[:3]) or 'the static fields or the containers differ'}."
+            "step.make: after_update must return a model of the structure that it takes, as "
+            "eqx.tree_at does; of what it returned "
+            f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
         )
     for path, leaf in old.items():
         _check_form(trees.dotted(path) or "the model", new[path], leaf)
@@ -263,14 +276,16 @@ def _check_form(path: str, new: Any, old: Any) -> None:
             f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
         )
         raise ValueError(
-            f"step.make: after_update must keep {path}, which is {shown(old)}; it returned {shown(new)}. A leaf that is no array "
-            "is static: it is part of the program, and no step changes it. Make it an array in the model, so that it can change."
+            f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
+            f"{shown(new)}. A leaf that is no array is static: it is part of the program, and no "
+            "step changes it. Make it an array in the model, so that it can change."
         )
     form = lambda x: (jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x))
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
-            f"step.make: after_update must keep the form of {path}, (shape, type, axes along which it differs) = {form(old)}; it "
-            f"returned {form(new)}. Take means over the axes first: aux=... of grads.averaged does."
+            f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
+            f"it differs) = {form(old)}; it returned {form(new)}. Take means over the axes first: "
+            "aux=... of grads.averaged does."
         )
 
 
@@ -285,21 +300,25 @@ def init(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
-    """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its specs.
+    """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its
+    specs.
 
     Args:
         make_model: makes the model from nothing: a function of no arguments, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy's too, go to the devices; other leaves (functions,
-            Python numbers, None) stay as they are.
+            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy's too, go to the
+            devices; other leaves (functions, Python numbers, None) stay as they are.
         rule: the sharding rule of the model, for `rules.specs`.
-        optimizer_rule: the rule that the optimizer's state follows, where it is split further (ZeRO-1); by default `rule`.
+        optimizer_rule: the rule that the optimizer's state follows, where it is split further
+            (ZeRO-1); by default `rule`.
         scale: the first loss scale, for `make_scaled`.
-        trainable: which leaves the optimizer has state for: a function of a leaf (an array or its shape), or a tree of truth
-            values, a prefix of the model. The gradient function gives None for the others.
+        trainable: which leaves the optimizer has state for: a function of a leaf (an array or its
+            shape), or a tree of truth values, a prefix of the model. The gradient function gives
+            None for the others.
         batch_axes: the mesh axes that split the batch, for `rules.specs`.
 
     Raises:
-        ValueError: as `rules.specs` and `rules.optimizer_specs` do, of the model and of the optimizer's state.
+        ValueError: as `rules.specs` and `rules.optimizer_specs` do, of the model and of the
+            optimizer's state.
     """
     plan = planned(
         make_model,
@@ -318,8 +337,10 @@ class Planned(NamedTuple):
     """A state that can be made.
 
     Attributes:
-        init: makes it, in its place; `init(model)` makes it of the arrays of that model, which is whole.
-        shapes: its `jax.ShapeDtypeStruct`s, with their shardings; leaves that are no arrays are those of the state.
+        init: makes it, in its place; `init(model)` makes it of the arrays of that model, which is
+            whole.
+        shapes: its `jax.ShapeDtypeStruct`s, with their shardings; leaves that are no arrays are
+            those of the state.
         specs: the spec of each array.
     """
 
@@ -373,7 +394,8 @@ def planned(
     shapes = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed
     )
-    # As leaves: a model whose static fields are functions made anew by each `make_model()` has another structure each time.
+    # As leaves: a model whose static fields are functions made anew by each `make_model()` has
+    # another structure each time.
     places = jax.tree.leaves(placed)
     make = jax.jit(lambda: jax.tree.leaves(state_of(make_arrays())), out_shardings=places)
     begin = jax.jit(
@@ -391,19 +413,22 @@ def planned(
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """The arrays of `given`, in the places of `shapes`. Each process has them all. Raises `ValueError` for others."""
+    """The arrays of `given`, in the places of `shapes`. Each process has them all. Raises
+    `ValueError` for others."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that was prepared."
+            f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that "
+            "was prepared."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is {leaf.shape} and "
-                f"{leaf.dtype}. Prepare for the configuration and the dtype of this model."
+                f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
+                f"{leaf.shape} and {leaf.dtype}. Prepare for the configuration and the dtype of "
+                "this model."
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
             placed.append(jax.device_put(leaf, like.sharding))

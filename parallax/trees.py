@@ -16,17 +16,20 @@ AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over 
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python numbers stay static."""
+    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python
+    numbers stay static."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their shapes."""
+    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their
+    shapes."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_spec(leaf: Any) -> bool:
-    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an `is_leaf`)."""
+    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an
+    `is_leaf`)."""
     return isinstance(leaf, PartitionSpec)
 
 
@@ -49,7 +52,10 @@ def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     return dict(named)
 
 
-RENAME = "rename one of them, such as a dict's key that has a dot in it, since leaves are told apart by path"
+RENAME = (
+    "rename one of them, such as a dict's key that has a dot in it, since leaves are told apart "
+    "by path"
+)
 
 
 def twice(paths: Sequence[str]) -> list[str]:
@@ -68,7 +74,8 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the longest that ends its own."""
+    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the
+    longest that ends its own."""
     fitting = [
         i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)
     ]

@@ -1,7 +1,8 @@
 """Whether the sizes of a run fit together, and what to change where they do not.
 
-Plain dicts go in: `fields` are those of a `layout.Layout`, `sizes` are those of the model, the batch and the machine. A proposal
-starts from the change that cures the first fault, and is repaired fault by fault until nothing is wrong any more.
+Plain dicts go in: `fields` are those of a `layout.Layout`, `sizes` are those of the model, the
+batch and the machine. A proposal starts from the change that cures the first fault, and is repaired
+fault by fault until nothing is wrong any more.
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -53,7 +54,8 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: what was needed and what came, as a sentence; a name in braces stands for that name with its value.
+        needed: what was needed and what came, as a sentence; a name in braces stands for that name
+            with its value.
         changes: cures, the best first: new values by name.
         note: words behind the first cure in the message.
     """
@@ -117,11 +119,13 @@ def refusal(
     written: Fields | None = None,
     misread: str = "",
 ) -> str | None:
-    """Why a layout of `fields` cannot be, or does not fit `sizes`, and what to take instead; None if it fits.
+    """Why a layout of `fields` cannot be, or does not fit `sizes`, and what to take instead; None
+    if it fits.
 
     Args:
         fields: a layout's fields by name.
-        sizes: none; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and processes.
+        sizes: none; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and
+            processes.
         wording: of the message.
         written: those of the fields that the caller wrote.
         misread: a fault of the text that the caller wrote, which `fields` already mends.
@@ -142,7 +146,8 @@ def refusal(
 
 
 def proposal(texts: Sequence[str], note: str = "") -> str:
-    """The sentence that proposes the first of `texts`, which works as it is typed, and the others in brackets."""
+    """The sentence that proposes the first of `texts`, which works as it is typed, and the others
+    in brackets."""
     first, *others = texts
     alternatives = "".join(f" (or {other})" for other in others)
     return f"Take {first}{note}{alternatives}."
@@ -156,7 +161,8 @@ def fits(fields: Fields, sizes: Fields) -> bool:
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """`change`, and what else must then change so that nothing is wrong; None where that would need a size that is `fixed`."""
+    """`change`, and what else must then change so that nothing is wrong; None where that would need
+    a size that is `fixed`."""
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
@@ -181,7 +187,8 @@ def repaired(
 def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
     """All that is wrong, in the order in which a reader would mend it.
 
-    To repair one fault after another, what decides the number of devices comes before what must divide by it.
+    To repair one fault after another, what decides the number of devices comes before what must
+    divide by it.
     """
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
     if unreadable:
@@ -224,9 +231,9 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if devices % processes:
         more_devices = -(-devices // processes) * processes
         yield Fault(
-            "Layout: each process must have as many devices as the others; the run has "
-            f"{devices} devices and {processes} processes. Start {closest_divisor(devices, processes)}, "
-            f"or take {more_devices} devices.",
+            f"Layout: each process must have as many devices as the others; the run has {devices} "
+            f"devices and {processes} processes. Start {closest_divisor(devices, processes)}, or "
+            f"take {more_devices} devices.",
             (),
         )
 
@@ -274,7 +281,10 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         yield Fault(needed, ({"schedule": default},))
     for name in ("stage", "tensor"):
         if fields["split_sends"] and fields[name] == 1:
-            needed = f"Layout: {{split_sends}} shares what goes from stage to stage among the tensor axis; got {{{name}}}."
+            needed = (
+                "Layout: {split_sends} shares what goes from stage to stage among the tensor "
+                f"axis; got {{{name}}}."
+            )
             yield Fault(needed, ({"split_sends": False}, {name: 2}))
     if fields["sequence"] and fields["split_sends"]:
         needed = (
@@ -282,7 +292,10 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         )
         yield Fault(needed, ({"split_sends": False},))
     if fields["chunks"] > 1 and M % P:
-        needed = "Layout: with {chunks} the microbatches must be a multiple of the stages; got {microbatches} and {stage}."
+        needed = (
+            "Layout: with {chunks} the microbatches must be a multiple of the stages; got "
+            "{microbatches} and {stage}."
+        )
         yield Fault(needed, _multiples("microbatches", M, P))
 
 
@@ -334,7 +347,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """The number by which a sequence's tokens must divide, and the sentence for tokens that do not."""
+    """The number by which a sequence's tokens must divide, and the sentence for tokens that do
+    not."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -342,7 +356,8 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             t,
             "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
         )
-    # Each of the c devices holds two chunks of the sequence, and splits them by tokens over the tensor axis.
+    # Each of the c devices holds two chunks of the sequence, and splits them by tokens over the
+    # tensor axis.
     if t <= 2:
         factors = "2 x {context}"
     elif t % 2 == 0:
@@ -372,13 +387,15 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     data = fields["data"]
     more_devices = _multiples("data", data, processes // math.gcd(others, processes))
     yield Fault(
-        f"Layout: each process must have as many devices as the others; got {{processes}} for {devices} devices.",
+        "Layout: each process must have as many devices as the others; got {processes} for "
+        f"{devices} devices.",
         more_devices[::-1] if "processes" in sizes else (fewer_processes,),
     )
 
 
 def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Axes that do not multiply to the devices, and another number of processes than the run has."""
+    """Axes that do not multiply to the devices, and another number of processes than the run
+    has."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
         names = [name for name in AXES if name in ALWAYS or fields[name] > 1]
@@ -396,7 +413,8 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Sizes of the axes that multiply to the machine's devices: `data` takes what the others leave.
 
-    Where the others do not divide the devices, each becomes the closest divisor that the model can be split by.
+    Where the others do not divide the devices, each becomes the closest divisor that the model can
+    be split by.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -448,14 +466,16 @@ def escaped(text: str) -> str:
 
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
-    """The multiples of `divisor` next to `size`: the one above, and the one below unless it is 0."""
+    """The multiples of `divisor` next to `size`: the one above, and the one below unless it is
+    0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor
     return ({name: above}, {name: below}) if below else ({name: above},)
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """The value that one of another type may have been meant for; the default where that is not plain."""
+    """The value that one of another type may have been meant for; the default where that is not
+    plain."""
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")

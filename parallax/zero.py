@@ -1,23 +1,26 @@
-"""ZeRO: the optimizer's state, the gradients and the parameters themselves split over the replicas, which would each hold all.
+"""ZeRO: the replicas split the optimizer's state, the gradients and the parameters among them.
 
-n devices of the axis split the batch. Where plain data parallelism all-reduces every gradient and keeps n equal copies, here
+The n devices of an axis split the batch. Plain data parallelism all-reduces every gradient and
+keeps n equal copies of everything. Here each device keeps a share:
 
-    ZeRO-1   `reduce_scattered` round `accumulated`, and `sharded` optimizer      state 1/n
-    ZeRO-2   `accumulated` round `reduce_scattered`, and `sharded` optimizer      state and sums of gradients 1/n
-    ZeRO-3   `gathered` blocks, `gathered_once` rest, round it `averaged`      state, gradients and parameters 1/n
+    ZeRO-1  `reduce_scattered` around `accumulated`; `sharded` optimizer   state 1/n
+    ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
+    ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
 
-The first moves what data parallelism moves, 2 (n - 1)/n of the parameters' bytes a step, as one reduce-scatter and one
-all-gather; the second scatters once a microbatch; the third gathers twice (again in the backward pass) and scatters once a
-microbatch.
+ZeRO-1 moves the bytes of data parallelism, 2 (n - 1)/n of the parameters' bytes per step, as one
+reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
+microbatch (again in the backward pass) and scatters once.
 
-Which dim of a leaf is split is told by a tree of specs, as `rules.specs` makes with `rules.fsdp`: the dim whose entry names
-the axis. A leaf without one stays whole (`rules.explain` says why) and is all-reduced. Sums are taken in float32 or wider.
-With a tuple of axes each leaf is scattered over those that its spec names, summed over the others, and left alone along
-those that split the parameter itself (experts); a mean divides by the size of all of them.
+A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of a leaf is split: the
+one whose entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and
+is all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
+those that its spec names, summed over the others, and left alone along those that split the
+parameter itself (experts); a mean divides by the size of all of them.
 
-`ZeRO` says it once: of a stage, an axis and the model's rule it makes all of these, which must agree.
+`ZeRO` makes all of these, which must agree, from a stage, an axis and the model's rule.
 
-Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (arXiv 1910.02054).
+Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
+(arXiv 1910.02054).
 """
 
 import functools
@@ -42,8 +45,8 @@ from parallax.grads import (
     axes_of,
     matching_parameters,
     mean_over_devices,
-    over_devices,
     replicated_axes,
+    with_sums_over,
 )
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import has_unknown_sizes, vouched_for, vouched_for_as
@@ -57,15 +60,18 @@ def reduce_scattered(
     *,
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
-    """The mean of `grad` over the devices of `axis`, of which each keeps its share: `A[I] {U_X} -> A[I_X]`.
+    """The mean of `grad` over the devices of `axis`, of which each keeps its share:
+    `A[I] {U_X} -> A[I_X]`.
 
-    (n - 1)/n of the parameters' bytes move, half of what `grads.averaged` moves. Leaves that stay whole are all-reduced, as is
-    the loss. Gradients that `reduce_scatter` has split inside `grad` already are divided only.
+    (n - 1)/n of the parameters' bytes move, half of what `grads.averaged` moves. Leaves that stay
+    whole are all-reduced, as is the loss. Gradients that `reduce_scatter` has split inside `grad`
+    already are divided only.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
-        specs: of the shares, a tree like the parameters, as `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
+        specs: of the shares, a tree like the parameters, as
+            `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
         aux: as in `grads.averaged`.
 
     Raises:
@@ -94,15 +100,16 @@ def reduce_scattered(
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
 
-    return over_devices(grad, axis, mean, aux=aux, scatter=scatter)
+    return with_sums_over(grad, axis, mean, aux=aux, scatter=scatter)
 
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
-    """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay whole are left local.
+    """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay
+    whole are left local.
 
-    It is the half of `reduce_scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with `reduce_scattered` round
-    it. `axis` is that of the shares alone: an axis along which a parameter is split itself, such as
-    that of experts, is not one of them.
+    It is the half of `reduce_scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with
+    `reduce_scattered` round it. `axis` is that of the shares alone: an axis along which a parameter
+    is split itself, such as that of experts, is not one of them.
     """
     axis = Axis.of(axis)
     found = trees.by_path(specs)
@@ -116,19 +123,23 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that acts element by element.
+    """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that
+    acts element by element.
 
-    Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that share of the parameters, and
-    gathers the updates: (n - 1)/n of the parameters' bytes. Local gradients of full shape it first averages and scatters itself,
-    and of gradients averaged already it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
+    Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
+    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes. Local
+    gradients of full shape it first averages and scatters itself, and of gradients averaged already
+    it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
     arrays are global, the whole, to be placed by `rules.optimizer_specs(optimizer, params, specs)`.
 
-    Arguments are those of `reduce_scattered`. An optimizer that looks at more than one element at a time would see the
-    shares alone, and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or
-    `grads.clipped`, which know shares from wholes.
+    Arguments are those of `reduce_scattered`. An optimizer that looks at more than one element at a
+    time would see the shares alone, and is refused: wrap it in `optimizers.whole` or
+    `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`, which know shares from
+    wholes.
 
     Raises:
-        ValueError: `update` is called without the parameters; or the optimizer mixes the elements of a leaf that is split.
+        ValueError: `update` is called without the parameters; or the optimizer mixes the elements
+            of a leaf that is split.
     """
 
     axis, optimizer, by_path = Axis.of(axis), with_extra(optimizer), trees.by_path(specs)
@@ -162,7 +173,8 @@ def sharded(
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
-                "zero.sharded: update needs the parameters, whose shapes tell shares from wholes. Pass params."
+                "zero.sharded: update needs the parameters, whose shapes tell shares from wholes. "
+                "Pass params."
             )
         weights = matching_parameters(updates, params)
         if has_unknown_sizes(
@@ -188,7 +200,8 @@ def _mean_share(
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # Along axes that split the parameter itself, such as that of experts, its gradient is a sum already.
+    # Along axes that split the parameter itself, such as that of experts, its gradient is a sum
+    # already.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -197,11 +210,13 @@ def gathered(
     axis: AxisLike,
     specs: Specs,
 ) -> Callable[..., Any]:
-    """`function(params, ...)` of parameters that live as shares: gathered before it, their gradients scattered after it. ZeRO-3.
+    """`function(params, ...)` of parameters that live as shares: gathered before it, their
+    gradients scattered after it. ZeRO-3.
 
-    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the reduce-scattered sum. Round a block
-    that a loop runs, it gathers layer by layer; with `remat.gathers` or another of `remat` round it, again in the backward
-    pass, so that no gathered layer is kept:
+    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
+    reduce-scattered sum. Round a block that a loop runs, it gathers layer by layer; with
+    `remat.gathers` or another of `remat` round it, again in the backward pass, so that no gathered
+    layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
@@ -211,7 +226,8 @@ def gathered(
         axis: the axis that splits the batch.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis: then what is gathered is not one block.
+        ValueError: a dim is split over `axis` and, inside that, over another axis: then what is
+            gathered is not one block.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -227,10 +243,12 @@ def gathered_once(
     axis: AxisLike,
     specs: Specs,
 ) -> Grad:
-    """`grad` of parameters that live as shares: gathered once before it, their gradients summed and scattered after it.
+    """`grad` of parameters that live as shares: gathered once before it, their gradients summed and
+    scattered after it.
 
-    For what is needed in all microbatches and too small to be gathered in each, such as embeddings beside `gathered` blocks.
-    Leaves whose spec is None or does not name `axis` pass as they are. Wrap it in `grads.averaged`.
+    For what is needed in all microbatches and too small to be gathered in each, such as embeddings
+    beside `gathered` blocks. Leaves whose spec is None or does not name `axis` pass as they are.
+    Wrap it in `grads.averaged`.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -252,8 +270,10 @@ class PartSpecs(NamedTuple):
     """The specs that the parts of a model need whose parameters live as shares.
 
     Attributes:
-        ends: of what is needed in all microbatches, with None for the blocks: for `gathered_once`, or `gathered` round the loss.
-        stage: of the blocks as a stage of a pipeline sees them, [layers, ...]; without a pipeline, as the model has them.
+        ends: of what is needed in all microbatches, with None for the blocks: for `gathered_once`,
+            or `gathered` round the loss.
+        stage: of the blocks as a stage of a pipeline sees them, [layers, ...]; without a pipeline,
+            as the model has them.
         layer: of one layer: for `gathered` round the block that a loop runs.
     """
 
@@ -269,17 +289,19 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """The specs for `gathered_once` and `gathered` from those of the whole model, whose blocks are stacked.
+    """The specs for `gathered_once` and `gathered` from those of the whole model, whose blocks are
+    stacked.
 
     Args:
         specs: of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
         blocks: picks the blocks.
-        loops: how many first dims of the blocks' arrays are looped over: 1, the layers, or 2, the chunks and layers of a
-            pipeline.
+        loops: how many first dims of the blocks' arrays are looped over: 1, the layers, or 2, the
+            chunks and layers of a pipeline.
 
     Raises:
-        ValueError: a dim that is looped over is split over `axis`: each device would run some of the layers.
+        ValueError: a dim that is looped over is split over `axis`: each device would run some of
+            the layers.
     """
     names = set(axes_of(Axis.of(axis)))
 
@@ -292,9 +314,10 @@ def part_specs(
             ]
             if split:
                 raise ValueError(
-                    f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, which is looped over, is split "
-                    f"over {axis!r} by {spec}, so each device would run some of the layers. Spare it: "
-                    f"rules.fsdp(..., keep={{'blocks.**': {tuple(range(loops))}}})."
+                    f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, "
+                    f"which is looped over, is split over {axis!r} by {spec}, so each device would "
+                    "run some of the layers. Spare it: rules.fsdp(..., "
+                    f"keep={{'blocks.**': {tuple(range(loops))}}})."
                 )
             return PartitionSpec(*spec[count:])
 
@@ -325,17 +348,25 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
 
 @dataclass(frozen=True, eq=False)
 class ZeRO:
-    """ZeRO said once: its stage, the axis of the replicas and the model's own rule, and all that must agree follows from them.
+    """All the parts of ZeRO, which must agree, from its stage, its axis and the model's own rule.
 
-        sharing = zero.ZeRO(1, ring("data"), rule, eqx.filter_eval_shape(make_model), devices)
-        state, specs = step.init(make_model, optimizer, sharing.rule, devices, optimizer_rule=sharing.optimizer_rule)
-        grad = sharing.grad(eqx.filter_value_and_grad(sharing.loss(loss)))
-        train = step.make(grad, sharing.optimizer(optimizer))
+        >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
+        >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> sharing = zero.ZeRO(1, "data", rule, jax.eval_shape(make_model), devices)
+        >>> places = {"rule": sharing.rule, "optimizer_rule": sharing.optimizer_rule}
+        >>> state, specs = step.init(make_model, optimizer, mesh=devices, **places)
+        >>> grad = sharing.grad(jax.value_and_grad(sharing.loss(loss)))
+        >>> train = step.make(grad, sharing.optimizer(optimizer))
+        >>> splits = {"in_specs": (specs, P("data")), "out_specs": (specs, P())}
+        >>> train = jax.jit(mesh.spmd(train, mesh=devices, **splits))
+        >>> print(train(state, jnp.ones((8, 16)))[1].loss)
+        256.0
 
     Args:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
-        inside: the rule of the model without ZeRO, such as `tensor.rule(model)` and P() for what that does not know.
+        inside: the rule of the model without ZeRO, such as `tensor.rule(model)` and P() for what
+            that does not know.
         model: its arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
         min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
@@ -363,11 +394,13 @@ class ZeRO:
         names = axes_of(Axis.of(self.axis))
         if self.stage not in (1, 2, 3):
             raise ValueError(
-                f"ZeRO has the stages 1, 2 and 3; got stage={self.stage!r}. Data parallelism is grads.averaged."
+                f"ZeRO has the stages 1, 2 and 3; got stage={self.stage!r}. Data parallelism is "
+                "grads.averaged."
             )
         if strange := [name for name in names if name not in self.mesh.shape]:
             raise ValueError(
-                f"ZeRO over {strange[0]!r} needs that axis, and the mesh has {dict(self.mesh.shape)}. Use one of those."
+                f"ZeRO over {strange[0]!r} needs that axis, and the mesh has "
+                f"{dict(self.mesh.shape)}. Use one of those."
             )
         size = math.prod(self.mesh.shape[name] for name in names)
         over = names[0] if len(names) == 1 else names
@@ -381,11 +414,13 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """Where the parameters live, for `step.init`: in stage 3 as shares, otherwise as `inside` says."""
+        """Where the parameters live, for `step.init`: in stage 3 as shares, otherwise as `inside`
+        says."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they are."""
+        """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they
+        are."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -393,9 +428,11 @@ class ZeRO:
         )
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
-        """The mean of `grad` over microbatches and over the devices of the axis, of which each keeps its share.
+        """The mean of `grad` over microbatches and over the devices of the axis, of which each
+        keeps its share.
 
-        In stage 2 each microbatch's gradients are scattered before they are added up, in stage 1 their sum is.
+        In stage 2 each microbatch's gradients are scattered before they are added up, in stage 1
+        their sum is.
         """
 
         def scattered_grad(params, batch):
@@ -427,15 +464,16 @@ class ZeRO:
         def check(path, shape):
             if path not in wholes:
                 raise ValueError(
-                    f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO was given has none. "
-                    "Give it the shapes of the model that is trained."
+                    f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
+                    "was given has none. Give it the shapes of the model that is trained."
                 )
             needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
             if shape != needed:
                 raise ValueError(
-                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of {path or 'the parameter'}, "
-                    f"{wholes[path]} as a whole, by {specs[path]}; got {shape}. Give step.init this object's rule, "
-                    f"ZeRO.rule, and run the step on its mesh, {dict(self.mesh.shape)}."
+                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of "
+                    f"{path or 'the parameter'}, {wholes[path]} as a whole, by {specs[path]}; got "
+                    f"{shape}. Give step.init this object's rule, ZeRO.rule, and run the step on "
+                    f"its mesh, {dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):

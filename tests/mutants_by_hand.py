@@ -345,19 +345,24 @@ LAYERS = (
         "test_tuples.py::test_experts_over_data_and_expert",
     ),
     Mutant(
-        "over_devices",
+        "with_sums_over",
         " if name in differs)",
         ")",
         "test_reduced_in_backward.py::test_gradients_are_those_of_one_device",
     ),
     Mutant(
-        "over_devices",
+        "with_sums_over",
         "{*varying_axes(gradient), *varying_axes(declared)}",
         "set()",
         "test_grads.py",
     ),
-    Mutant("copied", " or name in declared)", ")", f"{WRAPPED} -k inner_mean_under_jit"),
-    Mutant("local", " if name not in outside.declared}", "}", f"{WRAPPED} -k inner_mean_under_jit"),
+    Mutant("axes_of_copies", " or name in declared)", ")", f"{WRAPPED} -k inner_mean_under_jit"),
+    Mutant(
+        "local_gradients",
+        " if name not in enclosing.declared}",
+        "}",
+        f"{WRAPPED} -k inner_mean_under_jit",
+    ),
     Mutant("_Program.check", "loss and differ and", "loss and", f"{WRAPPED} -k reduced_together"),
     Mutant(
         "_Program.check",
@@ -372,7 +377,7 @@ LAYERS = (
         f"{WRAPPED} -k does_not_tell",
     ),
     Mutant(
-        "norm", "OUTSIDE.value.declared & set(split)", "set()", f"{WRAPPED} -k that_clips_inside"
+        "norm", "ENCLOSING.value.declared & set(names)", "set()", f"{WRAPPED} -k that_clips_inside"
     ),
     Mutant(
         "refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"
@@ -421,7 +426,9 @@ LAYERS = (
         "_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"
     ),
     Mutant("_Sums.loop", "anew(sliced)", "sliced", f"{WRAPPED} -k 'a_head_sums'"),
-    Mutant("local", "except TypeError", "except KeyError", f"{WRAPPED} -k does_not_fit"),
+    Mutant(
+        "_program_with_shares", "except TypeError", "except KeyError", f"{WRAPPED} -k does_not_fit"
+    ),
     Mutant(
         "Following.results",
         'name in COLLECTIVES or name == "optimization_barrier"',
@@ -498,8 +505,8 @@ LAYERS = (
     ),
     Mutant(
         "summed_over",
-        "if of_leaf == group",
-        "if set(of_leaf) <= set(group)",
+        "if names_of_leaf == group",
+        "if set(names_of_leaf) <= set(group)",
         "test_tuples.py::test_hybrid_shares",
     ),
     Mutant("splits_of", "names[-len(inside) :] != inside", "False", "test_tuples.py -k outer"),

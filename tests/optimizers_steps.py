@@ -56,7 +56,8 @@ EXTRA = {"sam": lambda info: {}}  # its `update` takes no extra argument, so `va
 
 
 def loss(params, batch):
-    """The mean over the batch of a sum over all elements. No gradient is zero by theory, so its sign is no rounding's."""
+    """The mean over the batch of a sum over all elements. No gradient is zero by theory, so its
+    sign is no rounding's."""
     part = lambda w, targets: (
         jnp.sum((w[None] - targets) ** 2 / 2 + jnp.sin(w)[None]) / len(targets)
     )
@@ -136,7 +137,8 @@ def steps_on_shards(way, table, specs=None, *, live=None, told=True, extra=step.
         way: how.
         table: the optimizers.
         specs: of what the optimizers see; by default those of the way.
-        live: the specs of the parameters; by default `specs` if they are shares, or else nothing is split.
+        live: the specs of the parameters; by default `specs` if they are shares, or else nothing is
+            split.
         told: whether `step.make` knows them.
         extra: of `step.make`.
         sizes: of the mesh axes; by default four devices on the way's.
@@ -193,7 +195,8 @@ def assert_names_leaf_axis_and_cure(message, axis):
 
 
 def shards(tree, lead=0):
-    """The first and the second device's shard of each leaf, of two devices, along the dims of `SPECS["tensor"]`."""
+    """The first and the second device's shard of each leaf, of two devices, along the dims of
+    `SPECS["tensor"]`."""
 
     def half(leaf, spec, which):
         dims = [dim for dim, entry in enumerate(spec) if entry is not None]
@@ -206,7 +209,8 @@ def shards(tree, lead=0):
 
 
 def each_shard_alone(optimizer):
-    """Parameters and state of two devices that know the loss of both, and nothing else of each other."""
+    """Parameters and state of two devices that know the loss of both, and nothing else of each
+    other."""
     optimizer = optax.with_extra_args_support(optimizer)
     parts = shards(PARAMS)
 
@@ -236,7 +240,8 @@ def equal(found, expected):
 
 
 def assert_trains_something_else(table, plain):
-    """On one of two devices at least the parameters are not the shard of one device's, or the numbers in the state are others."""
+    """On one of two devices at least the parameters are not the shard of one device's, or the
+    numbers in the state are others."""
     runs = {}
     for name, each in table.items():
         try:

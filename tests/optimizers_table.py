@@ -1,4 +1,4 @@
-"""All that optax exports: what trains shards as it is, what needs a wrapper there, and what cannot be used."""
+"""All that optax exports: usable on shards as it is, usable in a wrapper, or not usable."""
 
 import functools
 import warnings
@@ -46,7 +46,6 @@ def of_leaves(update):
     return downhill(optax.stateless(lambda updates, params: jax.tree.map(update, updates, params)))
 
 
-# fmt: off
 # Transformations, which chains are made of
 ELEMENTWISE = {
     "add_decayed_weights": optax.add_decayed_weights(0.1, mask=matrices),
@@ -87,7 +86,9 @@ MIXING = {
     "scale_by_factored_rms": optax.scale_by_factored_rms(min_dim_size_to_factor=4),
     "scale_by_galore": contrib.scale_by_galore(rank=2, update_proj_gap=2),
     "scale_by_lbfgs": optax.scale_by_lbfgs(memory_size=3),
-    "scale_by_muon": optax.masked(contrib.scale_by_muon(weight_dimension_numbers=last_two), matrices),
+    "scale_by_muon": optax.masked(
+        contrib.scale_by_muon(weight_dimension_numbers=last_two), matrices
+    ),
     "scale_by_novograd": optax.scale_by_novograd(),
     "scale_by_param_block_norm": optax.scale_by_param_block_norm(),
     "scale_by_param_block_rms": optax.scale_by_param_block_rms(),
@@ -114,8 +115,12 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "cocob": contrib.cocob(1.0, weight_decay=0.1),
     "conditionally_mask": optax.conditionally_mask(optax.adam(RATE), every_other_step),
     "conditionally_transform": optax.conditionally_transform(optax.adam(RATE), every_other_step),
-    "freeze": optax.chain(optax.adam(RATE), optax.freeze({"blocks": False, "head": True, "scale": False})),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(RATE, 0.0, 9), weight_decay=0.1),
+    "freeze": optax.chain(
+        optax.adam(RATE), optax.freeze({"blocks": False, "head": True, "scale": False})
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(
+        optax.linear_schedule(RATE, 0.0, 9), weight_decay=0.1
+    ),
     "inject_stateful_hyperparams": by_its_old_name(
         lambda: optax.inject_stateful_hyperparams(optax.adamw)(optax.linear_schedule(RATE, 0.0, 9))
     ),
@@ -124,7 +129,9 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "madgrad": contrib.madgrad(RATE),
     "masked": optax.chain(optax.masked(optax.trace(0.9), matrices), optax.sgd(RATE)),
     "MultiSteps": optax.MultiSteps(optax.adam(RATE), 2),
-    "multi_transform": optax.multi_transform({"matrix": optax.adam(RATE), "rest": optax.sgd(RATE)}, labels),
+    "multi_transform": optax.multi_transform(
+        {"matrix": optax.adam(RATE), "rest": optax.sgd(RATE)}, labels
+    ),
     "nadam": optax.nadam(RATE),
     "nadamw": optax.nadamw(RATE),
     "named_chain": optax.named_chain(("clip", optax.clip(0.5)), ("adam", optax.adam(RATE))),
@@ -133,7 +140,9 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "optimistic_gradient_descent": optax.optimistic_gradient_descent(RATE),
     "partition": optax.partition({"matrix": optax.adam(RATE), "rest": optax.sgd(RATE)}, labels),
     "radam": optax.radam(RATE),
-    "reduce_on_plateau": optax.chain(optax.adam(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.5)),
+    "reduce_on_plateau": optax.chain(
+        optax.adam(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.5)
+    ),
     "rmsprop": optax.rmsprop(RATE, centered=True, momentum=0.9),
     "rprop": optax.rprop(RATE),
     "scale": optax.scale(-RATE),
@@ -142,7 +151,8 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "scale_by_madgrad": contrib.scale_by_madgrad(RATE),
     "scale_by_rprop": optax.scale_by_rprop(RATE),
     "schedule_free": contrib.schedule_free(optax.sgd(RATE), RATE),
-    # Its warm-up is computed in float32, which two programs may round differently: here every number of it is exact.
+    # Its warm-up is computed in float32, which two programs may round differently. Here every
+    # number of it is exact.
     "schedule_free_adamw": contrib.schedule_free_adamw(2**-4, warmup_steps=4),
     "schedule_free_sgd": contrib.schedule_free_sgd(RATE),
     "selective_transform": optax.selective_transform(optax.adam(RATE), freeze_mask=matrices),
@@ -152,7 +162,9 @@ BARE = {name: downhill(each) for name, each in ELEMENTWISE.items()} | {
     "signum": optax.signum(RATE),
     "simplified_ademamix": contrib.simplified_ademamix(RATE),
     "split_real_and_imaginary": contrib.split_real_and_imaginary(optax.adam(RATE)),
-    "stateless": optax.stateless(lambda updates, params: jax.tree.map(lambda g, w: -RATE * jnp.tanh(g + w), updates, params)),
+    "stateless": optax.stateless(
+        lambda updates, params: jax.tree.map(lambda g, w: -RATE * jnp.tanh(g + w), updates, params)
+    ),
     "stateless_with_tree_map": optax.stateless_with_tree_map(lambda g, w: -RATE * jnp.tanh(g + w)),
     "with_extra_args_support": optax.with_extra_args_support(optax.adam(RATE)),
     "yogi": optax.yogi(RATE),
@@ -178,9 +190,14 @@ WRAPPED = {name: downhill(each) for name, each in MIXING.items()} | {
     "polyak_sgd": optax.polyak_sgd(1.0),
     "prodigy": contrib.prodigy(),
     "sam": contrib.sam(optax.sgd(RATE), optax.chain(contrib.normalize(), optax.sgd(RATE))),
-    "skip_large_updates": optax.MultiSteps(optax.adam(RATE), 2, should_skip_update_fn=functools.partial(
-        optax.skip_large_updates, max_squared_norm=300.0)),
-    "skip_not_finite": optax.MultiSteps(optax.adam(RATE), 2, should_skip_update_fn=optax.skip_not_finite),
+    "skip_large_updates": optax.MultiSteps(
+        optax.adam(RATE),
+        2,
+        should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=300.0),
+    ),
+    "skip_not_finite": optax.MultiSteps(
+        optax.adam(RATE), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
     "sm3": optax.sm3(RATE),
     "snapshot": optax.chain(optax.adam(RATE), optax.snapshot("norm", optax.tree.norm)),
 }
@@ -195,5 +212,4 @@ UNUSABLE = {
     "scale_by_zoom_linesearch": "needs the loss as a function",
     "sophia": "needs the loss as a function",
 }
-# fmt: on
 TABLE = BARE | WRAPPED

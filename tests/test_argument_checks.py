@@ -1,4 +1,5 @@
-"""What is no number, no token and no text at all is refused in a sentence that says what was needed.
+"""What is no number, no token and no text at all is refused in a sentence that says what was
+needed.
 
 In a process of its own: here beartype would refuse it first.
 """
@@ -24,7 +25,9 @@ def batch(tokens=TOKENS, **given):
 """
 CASES = {
     **{
-        f"batch({name}={value})": rf"data\.batch needs a whole number as {name}; got {re.escape(shown)}\. Give an int"
+        f"batch({name}={value})": (
+            rf"data\.batch needs a whole number as {name}; got {re.escape(shown)}\. Give an int"
+        )
         for name in ("seed", "step", "size", "length")
         for value, shown in (
             ("1.9", "1.9"),
@@ -41,35 +44,58 @@ CASES = {
     "batch(np.ones((20, 2), int))": r"its windows are int64\[4, 6, 2\]",
     "batch([0.5] * 20)": r"its windows are float64\[4, 6\]",
     "list(data.held_out_batches(TOKENS / 2, size=2, length=5))": r"its windows are float64\[2, 6\]",
-    "data.held_out_batches(TOKENS, size=2, length=5, limit=1.5)": r"held_out_batches needs a whole number as limit; got 1\.5",
-    "data.held_out_batches(TOKENS, size=1.0, length=5)": r"held_out_batches needs a whole number as size; got 1\.0",
-    "data.placed(TOKENS, None, seed=0, step=0, size=8.0, length=5)": r"data\.placed needs a whole number as size; got 8\.0",
+    "data.held_out_batches(TOKENS, "
+    "size=2, length=5, limit=1.5)": r"held_out_batches needs a whole number as limit; got 1\.5",
+    "data.held_out_batches(TOKENS, "
+    "size=1.0, length=5)": r"held_out_batches needs a whole number as size; got 1\.0",
+    "data.placed(TOKENS, None, seed=0, "
+    "step=0, size=8.0, length=5)": r"data\.placed needs a whole number as size; got 8\.0",
     "data.Prefetched(print, 0.5, 3)": r"Prefetched needs a whole number as start; got 0\.5",
     "data.Prefetched(print, 0, 3.0)": r"Prefetched needs a whole number as stop; got 3\.0",
-    "data.Prefetched(print, 0, 3, ahead=1.5)": r"Prefetched needs a whole number as ahead; got 1\.5",
-    "data.write('a.bin', TOKENS, vocabulary=256.0)": r"data\.write needs a whole number as vocabulary; got 256\.0",
-    "data.write('a.bin', TOKENS / 2, vocabulary=256)": r"one dim of one or more whole numbers, got float64\[20\]",
-    "data.write('a.bin', ['a', 'b'], vocabulary=256)": r"one dim of one or more whole numbers, got <U1\[2\]",
-    "data.read('a.bin', vocabulary='256')": r"a token file needs a whole number as vocabulary; got '256'",
-    "shards.write('a', [TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
-    "shards.read('a', vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
+    "data.Prefetched(print, 0, 3, "
+    "ahead=1.5)": r"Prefetched needs a whole number as ahead; got 1\.5",
+    "data.write('a.bin', TOKENS, "
+    "vocabulary=256.0)": r"data\.write needs a whole number as vocabulary; got 256\.0",
+    "data.write('a.bin', TOKENS / 2, "
+    "vocabulary=256)": r"one dim of one or more whole numbers, got float64\[20\]",
+    "data.write('a.bin', ['a', 'b'], "
+    "vocabulary=256)": r"one dim of one or more whole numbers, got <U1\[2\]",
+    "data.read('a.bin', "
+    "vocabulary='256')": r"a token file needs a whole number as vocabulary; got '256'",
+    "shards.write('a', "
+    "[TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
+    "shards.read('a', "
+    "vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
     "data.unigram(TOKENS, TOKENS, 30.5)": r"train needs a whole number as vocabulary; got 30\.5",
     "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Take data=2\.",
     "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Take data=2\.",
     "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Take data=1\.",
     "Layout(data=True)": r"Layout needs data to be a whole number; got True\. Take data=1\.",
     "Layout(data=2, zero=1.0)": r"Layout needs zero to be a whole number; got 1\.0\. Take zero=1\.",
-    "Layout(tensor=2, sequence='yes')": r"Layout needs sequence to be True or False; got 'yes'\. Take sequence=True\.",
-    "Layout(remat=['block'])": r"Layout needs remat to be a word; got \['block'\]\. Take remat='none'\.",
-    "Layout(data=10**400)": r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. Take data=1\.",
-    "Layout().check(**FITTING | {'batch': '48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Take batch=1\.",
+    "Layout(tensor=2, sequence='yes')": (
+        r"Layout needs sequence to be True or False; got 'yes'\. Take sequence=True\."
+    ),
+    "Layout(remat=['block'])": (
+        r"Layout needs remat to be a word; got \['block'\]\. Take remat='none'\."
+    ),
+    "Layout(data=10**400)": (
+        r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. "
+        r"Take data=1\."
+    ),
+    "Layout().check(**FITTING "
+    "| {'batch': "
+    "'48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Take batch=1\.",
     "Layout(data=4).check(**FITTING, processes=3)": r"the run has 3\. Take data=3,processes=3\.",
-    "data.bytes_tokenizer().decode([1.5])": r"ids to decode: needed one dim of one or more whole numbers, got float64\[1\]",
+    "data.bytes_tokenizer().decode([1.5])": (
+        r"ids to decode: needed one dim of one or more whole numbers, got float64\[1\]"
+    ),
 }
 NUMPYS = {
-    "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), sequence=np.True_).to_json()).sequence": "True",
+    "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), "
+    "sequence=np.True_).to_json()).sequence": "True",
     "type(Layout(data=np.int64(2)).data)": "<class 'int'>",
-    "Layout(data=np.int64(2)).check(**{name: np.int32(size) for name, size in FITTING.items()})": "None",
+    "Layout(data=np.int64(2)).check(**{name: np.int32(size) for name, size in "
+    "FITTING.items()})": "None",
 }
 RUN = """
 import json, sys

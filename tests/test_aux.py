@@ -1,4 +1,5 @@
-"""Auxiliary values of a loss go through every wrapper of a grad arrow, and `after` updates the model with them."""
+"""Auxiliary values of a loss go through every wrapper of a grad arrow, and `after` updates the
+model with them."""
 
 from typing import Any, NamedTuple
 
@@ -152,7 +153,10 @@ def test_auxiliary_values_that_differ_are_refused():
     grad = grads.averaged(WITH_AUX, "data", aux=lambda aux, axis: aux)
     with pytest.raises(
         ValueError,
-        match=r"step.make: the auxiliary value row differs along \['data'\], and Info is the same on",
+        match=(
+            r"step.make: the auxiliary value row differs along \['data'\], and Info is the same "
+            r"on"
+        ),
     ):
         step_of(grad=grad)
 
@@ -223,7 +227,8 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     [
         (
             lambda model, aux: {**model, "mean": aux["mean"].astype(jnp.float32)},
-            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* dtype.'float32'",
+            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* "
+            "dtype.'float32'",
         ),
         (
             lambda model, aux: {**model, "mean": aux["mean"][:4]},
@@ -250,11 +255,13 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
                 "weight": model["w"],
                 **{name: model[name] for name in model if name != "w"},
             },
-            "after_update must return a model of the structure that it takes, .* w is gone, weight is new",
+            "after_update must return a model of the structure that it takes, .* w is gone, "
+            "weight is new",
         ),
         (
             lambda model, aux: None,
-            "after_update must return a model of the structure that it takes, .* call is gone, mean is gone, rate is",
+            "after_update must return a model of the structure that it takes, .* call is gone, "
+            "mean is gone, rate is",
         ),
     ],
 )
@@ -272,6 +279,9 @@ def test_after_that_makes_replicas_differ_is_refused():
         return {**model, "mean": varying(model["mean"], "data")}
 
     state, train = counting(own_rows, mesh.make(data=8))
-    message = r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take means over the axes first"
+    message = (
+        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take "
+        r"means over the axes first"
+    )
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
         train(state, np.zeros((16, 8)))

@@ -1,4 +1,5 @@
-"""Optimizers of matrices on shards: shares of shards, one matrix at a time, and the bytes that each way sends."""
+"""Optimizers of matrices on shards: shares of shards, one matrix at a time, and the bytes that each
+way sends."""
 
 import functools
 import re
@@ -112,7 +113,8 @@ def stacked(tree):
 
 @functools.cache
 def matrices_on_one_device():
-    """Five steps of each, whose layers are leaves of two dims, as optimizers of matrices want them; and LAMB's moments."""
+    """Five steps of each, whose layers are leaves of two dims, as optimizers of matrices want them;
+    and LAMB's moments."""
     runs = on_one_device(BY_MATRIX, layer_by_layer(PARAMS), layer_by_layer(BATCHES, lead=2))
     return {name: stacked(params) for name, (params, _) in runs.items()}, stacked(
         runs["lamb"][1][0].mu
@@ -182,8 +184,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     init = optimizers.by_matrix(BY_MATRIX["muon"], "tensor", specs, layers=LAYERS).init
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
-        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must divide by the 8 devices that "
-        "own some each. Take optimizers.whole, or other axes."
+        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
+        "divide by the 8 devices that own some each. Take optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)
@@ -191,8 +193,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
 
 def test_by_matrix_refuses_outer_layers_that_are_split():
     assert_refused_by_matrix(
-        "optimizers.by_matrix: blocks.weight has 2 dims of layers, and dim 0 of them is split over 'tensor'. Split dim 1, or a "
-        "dim of the matrices.",
+        "optimizers.by_matrix: blocks.weight has 2 dims of layers, and dim 0 of them is split "
+        "over 'tensor'. Split dim 1, or a dim of the matrices.",
         BY_MATRIX["lars"],
         SPLIT["layers"]("tensor"),
         layers={"blocks.weight": 2, "blocks.bias": 1},
@@ -201,8 +203,9 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
-        "optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes 'blocks.bias' from "
-        "'blocks.weight'. Take optimizers.whole, or join leaves elsewhere: step.make and grads.clipped clip by the norm.",
+        "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
+        "optimizer makes 'blocks.bias' from 'blocks.weight'. Take optimizers.whole, or join "
+        "leaves elsewhere: step.make and grads.clipped clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
 
@@ -219,8 +222,9 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
 @pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
 def test_by_matrix_refuses_what_draws_noise(noise):
     assert_refused_by_matrix(
-        "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones in every layer. Take "
-        "optimizers.whole, which draws them for whole leaves, as one device does.",
+        "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones "
+        "in every layer. Take optimizers.whole, which draws them for whole leaves, as one device "
+        "does.",
         WRAPPED[noise],
     )
 
@@ -268,7 +272,8 @@ def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     [((4, 8, 3, 3), P(None, "tensor"), 0), ((4, 8, 4, 2), P(None, "tensor"), 1)],
 )
 def test_more_than_three_dims_need_a_number_of_layers(shape, spec, lead):
-    """A convolution has no dim of layers, attention weights [L, D, H, K] have one: the shape does not tell."""
+    """A convolution has no dim of layers, attention weights [L, D, H, K] have one: the shape does
+    not tell."""
     params, specs = {"w": jnp.ones(shape)}, {"w": spec}
     with pytest.raises(
         ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."

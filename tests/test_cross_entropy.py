@@ -1,4 +1,5 @@
-"""The loss without logits equals the plain one, in value and gradients, split or whole, and holds and sends what it says."""
+"""The loss without logits equals the plain one, in value and gradients, split or whole, and holds
+and sends what it says."""
 
 import functools
 import re
@@ -20,7 +21,9 @@ from parallax import cross_entropy, grads, mesh, pipeline, schedule, tensor
 from parallax.collectives import ring, xla
 
 ALGORITHMS = {"ring": ring, "psum": xla}
-LAYOUTS = {  # the mesh's sizes, the axes over which the table's rows are split, and the block; the batch is split over "data"
+# The mesh's sizes, the axes over which the table's rows are split, and the block. The batch is split
+# over "data".
+LAYOUTS = {
     "one": ({"data": 1}, (), 512),
     "tokens one by one": ({"data": 1}, (), 1),
     "data": ({"data": 2}, (), 3),  # ten tokens, in blocks of 3, 3, 3 and 1
@@ -63,7 +66,8 @@ def over(layout, f, in_specs, out_specs):
 
 @functools.cache
 def blocked(layout, algorithm, wrap=lambda f: f):
-    """The loss and its gradients of `x` and of the table, as a head takes them, and the loss alone."""
+    """The loss and its gradients of `x` and of the table, as a head takes them, and the loss
+    alone."""
     _, axis, block_tokens = LAYOUTS[layout]
     parallel = {"axis": ALGORITHMS[algorithm](axis)}
 
@@ -146,7 +150,8 @@ def test_equals_it_under_checkpoint(layout, data):
 
 @every_mover
 def test_of_logits_beyond_the_reach_of_exp(algorithm):
-    """Logits of 1e4 and more, where float64's exp ends at 709: the softmax is one-hot, and the gradients are whole."""
+    """Logits of 1e4 and more, where float64's exp ends at 709: the softmax is one-hot, and the
+    gradients are whole."""
     x, table = np.ones((B, T, D)), np.zeros((V, D))
     table[2], targets = 1e4, np.full((B, T), 2, np.int32)
     targets[0, 0] = 3
@@ -281,8 +286,8 @@ def test_refusals():
         cross_entropy.mean(x, table, targets, (), block_tokens=0)
     loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor")
     said = (
-        "cross_entropy.mean needs an x that differs along 'tensor', since its gradient does; this one, of shape (2, 2, 3), is "
-        "the same along ['tensor']. Pass tensor.copy_to(x, 'tensor')."
+        "cross_entropy.mean needs an x that differs along 'tensor', since its gradient does; this "
+        "one, of shape (2, 2, 3), is the same along ['tensor']. Pass tensor.copy_to(x, 'tensor')."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)
@@ -295,7 +300,8 @@ IGNORED = -100
 
 @functools.cache
 def weighted(layout):
-    """Loss and gradients of a weighted batch, its weights normalised: as `blocked`, in two microbatches."""
+    """Loss and gradients of a weighted batch, its weights normalised: as `blocked`, in two
+    microbatches."""
     _, axis, block_tokens = LAYOUTS[layout]
 
     def loss(params, batch):
@@ -330,7 +336,8 @@ def plain_weighted(params, x, targets, weights):
 @settings(max_examples=5)
 @given(data=st.data())
 def test_a_weighted_mean_is_that_of_the_whole_batch(layout, data):
-    """No mean of means: microbatches and devices have different sums of weights. Ignored targets may be anything."""
+    """No mean of means: microbatches and devices have different sums of weights. Ignored targets
+    may be anything."""
     x, table, targets = drawn(data)
     shape = targets.shape
     weights = data.draw(

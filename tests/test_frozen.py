@@ -1,4 +1,5 @@
-"""Leaves that are not trained have no gradient and no optimizer state, move no bytes, and stay as they are."""
+"""Leaves that are not trained have no gradient and no optimizer state, move no bytes, and stay as
+they are."""
 
 import collections
 
@@ -27,9 +28,9 @@ from user_models import (
 from parallax import grads, mesh, precision, rules, zero
 
 TRAINED = 8 * (2 * 64 * LOW + 64)  # bytes
-# Each: the grad arrow from the specs of shares, the rule that those are of, whether parameters and gradients are shares, and the
-# bytes that each collective gives a device. A loss is 8 bytes. Of what ZeRO gathers, the frozen leaves are a gather without a
-# scatter.
+# Each: the grad arrow from the specs of shares, the rule that those are of, whether parameters and
+# gradients are shares, and the bytes that each collective gives a device. A loss is 8 bytes. Of
+# what ZeRO gathers, the frozen leaves are a gather without a scatter.
 ARROWS = {
     "averaged": (
         lambda s: grads.averaged(PLAIN, "data"),
@@ -180,11 +181,13 @@ def test_frozen_leaves_have_no_state_and_the_step_moves_no_bytes_for_them(sharde
     [
         (
             {**FEW, "bias": False},
-            "step.make: bias has a gradient, and no state in the optimizer. The leaves that the gradient function",
+            "step.make: bias has a gradient, and no state in the optimizer. The leaves that the "
+            "gradient function",
         ),
         (
             {**FEW, "base": True},
-            "step.make: base has optimizer state, and no gradient. The leaves that the gradient function",
+            "step.make: base has optimizer state, and no gradient. The leaves that the gradient "
+            "function",
         ),
     ],
 )

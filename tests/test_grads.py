@@ -137,7 +137,8 @@ PROBLEM = (
 
 
 def test_the_order_of_wrapping_is_the_cost():
-    """Outside accumulation the loss and each gradient are reduced once a step; inside it, once a microbatch."""
+    """Outside accumulation the loss and each gradient are reduced once a step; inside it, once a
+    microbatch."""
     averaged = functools.partial(grads.averaged, axis="data")
     accumulated = functools.partial(grads.accumulated, microbatches=4)
     for arrow, times in ((averaged(accumulated(grad)), 1), (accumulated(averaged(grad)), 4)):
@@ -238,13 +239,14 @@ ERRORS = {
     "accumulated needs microbatches of 1 or more; got 0.": lambda: grads.accumulated(
         grad, microbatches=0
     ),
-    "The batch's leaf ['y'] has 6 rows on each device, which must divide by microbatches=4. Take a batch that is a "
+    "The batch's leaf ['y'] has 6 rows on each "
+    "device, which must divide by "
+    "microbatches=4. Use a batch that is a "
     "multiple of it, or fewer microbatches.": lambda: grads.accumulated(grad, microbatches=4)(
         {}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}
     ),
-    "The batch's leaf itself has 3 rows on each device, which must divide by microbatches=2.": lambda: (
-        grads.accumulated(grad, microbatches=2)({}, jnp.ones(3))
-    ),
+    "The batch's leaf itself has 3 rows on each device, which must divide by "
+    "microbatches=2.": lambda: grads.accumulated(grad, microbatches=2)({}, jnp.ones(3)),
 }
 
 

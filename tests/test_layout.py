@@ -1,4 +1,5 @@
-"""What does not fit is refused, with a sentence whose every proposal works; layouts travel as text and as JSON."""
+"""What does not fit is refused, with a sentence whose every proposal works; layouts travel as text
+and as JSON."""
 
 import ast
 import dataclasses
@@ -112,16 +113,19 @@ def test_the_schedule_is_a_table():
         ({"data": 2, "zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4. Take zero=3."),
         (
             {"precision": "bf16"},
-            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take precision='bfloat16'.",
+            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take "
+            "precision='bfloat16'.",
         ),
         (
             {"remat": "blocks"},
-            "Layout needs remat to be one of none, gathers, attention, products, block, stage; got 'blocks'. Take remat='block'.",
+            "Layout needs remat to be one of none, gathers, attention, products, block, stage; "
+            "got 'blocks'. Take remat='block'.",
         ),
         (
             {"schedule": "1f1b"},
-            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble; got "
-            "'1f1b'. Take schedule='one_f_one_b_lockstep'.",
+            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, "
+            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '1f1b'. Take "
+            "schedule='one_f_one_b_lockstep'.",
         ),
         (
             {"zero": 2},
@@ -129,20 +133,23 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"sequence": True},
-            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take sequence=False (or tensor=2).",
+            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take "
+            "sequence=False (or tensor=2).",
         ),
         (
             {"tensor": 2, "split_sends": True},
-            "Layout: split_sends=True shares what goes from stage to stage among the tensor axis; got stage=1. "
-            "Take split_sends=False (or stage=2).",
+            "Layout: split_sends=True shares what goes from stage to stage among the tensor "
+            "axis; got stage=1. Take split_sends=False (or stage=2).",
         ),
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
-            "Layout: split_sends=True has nothing to split where sequence=True has split it by tokens. Take split_sends=False.",
+            "Layout: split_sends=True has nothing to split where sequence=True has split it by "
+            "tokens. Take split_sends=False.",
         ),
         (
             {"replica": 2, "data": 2},
-            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits nothing. Take replica=1 (or zero=1).",
+            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits "
+            "nothing. Take replica=1 (or zero=1).",
         ),
         (
             {"remat": "stage"},
@@ -150,7 +157,8 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
-            "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither is on. Take remat='none'.",
+            "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither "
+            "is on. Take remat='none'.",
         ),
         (
             {"chunks": 2},
@@ -163,26 +171,29 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
-            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take schedule='one_f_one_b_lockstep'.",
+            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take "
+            "schedule='one_f_one_b_lockstep'.",
         ),
         (
             {"data": 6, "processes": 4},
-            "Layout: each process must have as many devices as the others; got processes=4 for 6 devices. Take processes=3.",
+            "Layout: each process must have as many devices as the others; got processes=4 for 6 "
+            "devices. Take processes=3.",
         ),
         (
             {"stage": 4, "microbatches": 6, "chunks": 2},
-            "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=6 and stage=4. "
-            "Take microbatches=8 (or microbatches=4).",
+            "Layout: with chunks=2 the microbatches must be a multiple of the stages; got "
+            "microbatches=6 and stage=4. Take microbatches=8 (or microbatches=4).",
         ),
         (
             {"stage": 4, "microbatches": 3, "chunks": 2},
-            "Layout: with chunks=2 the microbatches must be a multiple of the stages; got microbatches=3 and stage=4. "
-            "Take microbatches=4.",
+            "Layout: with chunks=2 the microbatches must be a multiple of the stages; got "
+            "microbatches=3 and stage=4. Take microbatches=4.",
         ),
         (
             {"schedule": "{x}"},
-            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble; got "
-            "'{x}'. Take schedule='one_f_one_b_lockstep'.",
+            "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, "
+            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '{x}'. Take "
+            "schedule='one_f_one_b_lockstep'.",
         ),
         ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
         (
@@ -202,17 +213,20 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(tensor=5),
             {},
-            "Layout: the model's heads (heads=12) must divide by tensor=5. Take tensor=4, which divides it.",
+            "Layout: the model's heads (heads=12) must divide by tensor=5. Take tensor=4, which "
+            "divides it.",
         ),
         (
             Layout(tensor=4),
             {"hidden": 42},
-            "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Take tensor=3, which divides it.",
+            "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Take "
+            "tensor=3, which divides it.",
         ),
         (
             Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take layers=16 (or layers=8).",
+            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take "
+            "layers=16 (or layers=8).",
         ),
         (
             Layout(stage=4, tensor=3),
@@ -223,33 +237,38 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=4, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. Take batch=64.",
+            "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. "
+            "Take batch=64.",
         ),
         (
             Layout(replica=2, data=2, zero=2, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by replica=2 x data=2 x microbatches=16. Take batch=64.",
+            "Layout: the batch's sequences (batch=48) must divide by replica=2 x data=2 x "
+            "microbatches=16. Take batch=64.",
         ),
         (
             Layout(tensor=4, sequence=True),
             {"tokens": 50},
-            "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by tensor=4. "
-            "Take tokens=52 (or tokens=48).",
+            "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by "
+            "tensor=4. Take tokens=52 (or tokens=48).",
         ),
         (
             Layout(tensor=5, sequence=True),
             {"heads": 7},
-            "Layout: the model's heads (heads=7) must divide by tensor=5. Take tensor=1,sequence=False, which divides it.",
+            "Layout: the model's heads (heads=7) must divide by tensor=5. Take "
+            "tensor=1,sequence=False, which divides it.",
         ),
         (
             Layout(data=4),
             {"devices": 6},
-            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Take data=6.",
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Take "
+            "data=6.",
         ),
         (
             Layout(data=4),
             {"devices": 10},
-            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. Take data=10,batch=50.",
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. Take "
+            "data=10,batch=50.",
         ),
         (
             Layout(data=4),
@@ -277,8 +296,8 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=4),
             {"devices": 4, "processes": 3},
-            "Layout: each process must have as many devices as the others; the run has 4 devices and 3 processes. "
-            "Start 2, or take 6 devices.",
+            "Layout: each process must have as many devices as the others; the run has 4 devices "
+            "and 3 processes. Start 2, or take 6 devices.",
         ),
         (
             Layout(data=2),
@@ -288,17 +307,20 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(expert=8),
             {},
-            "Layout: the model's experts (experts=12) must divide by expert=8. Take expert=6, which divides it.",
+            "Layout: the model's experts (experts=12) must divide by expert=8. Take expert=6, "
+            "which divides it.",
         ),
         (
             Layout(data=2, expert=2, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by data=2 x expert=2 x microbatches=16. Take batch=64.",
+            "Layout: the batch's sequences (batch=48) must divide by data=2 x expert=2 x "
+            "microbatches=16. Take batch=64.",
         ),
         (
             Layout(context=4),
             {"tokens": 1020},
-            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take tokens=1024 (or tokens=1016).",
+            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take "
+            "tokens=1024 (or tokens=1016).",
         ),
         (
             Layout(context=2, tensor=3, sequence=True),
@@ -309,7 +331,8 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(context=3, data=2),
             {"devices": 12},
-            "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 devices. Take data=4.",
+            "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 "
+            "devices. Take data=4.",
         ),
         (
             Layout(),
@@ -381,11 +404,20 @@ def refused(fields, sizes) -> str | None:
 
 
 small = st.integers(1, 12)
+any_counts = dict.fromkeys(validate.COUNTS, st.integers(-1, 12)) | {
+    "processes": st.sampled_from([1, 1, 2, 3])
+}
+
+
+def any_choice(known):
+    """A known choice, twice as often as one that may be unknown."""
+    unknown = "other" if isinstance(known[0], str) else known[-1]
+    return st.sampled_from([*known, *known, known[0], unknown])
+
+
 any_fields = st.fixed_dictionaries(
-    {name: st.integers(-1, 12) if name != "processes" else st.sampled_from([1, 1, 2, 3]) for name in validate.COUNTS}
-    | {name: st.sampled_from([*known, *known, known[0], "other" if isinstance(known[0], str) else known[-1]])
-       for name, known in validate.CHOICES.items()}
-)  # fmt: skip
+    any_counts | {name: any_choice(known) for name, known in validate.CHOICES.items()}
+)
 good_fields = st.fixed_dictionaries(
     {"data": small, "stage": small, "tensor": small, "microbatches": small},
     optional={
@@ -415,7 +447,8 @@ machines = (
     sizes=st.just({}) | st.builds(dict.__or__, model_sizes, machines),
 )
 def test_what_a_refusal_proposes_works(fields, sizes):
-    """Refused exactly where it does not fit, by our error; and each proposal, taken, fits in every respect."""
+    """Refused exactly where it does not fit, by our error; and each proposal, taken, fits in every
+    respect."""
     fields = FIELDS | fields
     sizes = (
         {} if refused(fields, {}) else sizes
@@ -485,7 +518,8 @@ def test_text_is_short():
         ),
         (
             "tensor=2,zero=1",
-            r"Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 \(or tensor=2,zero=1,data=2\).",
+            r"Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 \(or "
+            r"tensor=2,zero=1,data=2\).",
         ),
     ],
 )

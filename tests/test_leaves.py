@@ -84,7 +84,10 @@ def test_a_python_number_that_jit_makes_an_array_is_refused():
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(eqx.filter_value_and_grad(floats_loss), "data"), sgd)
     spmd = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
-    message = r"0.model.scale: the specs have None, as for a leaf that is no array .*, and an array came, float64\[\]. jax.jit makes"
+    message = (
+        r"0.model.scale: the specs have None, as for a leaf that is no array .*, and an array "
+        r"came, float64\[\]. jax.jit makes"
+    )
     with pytest.raises(ValueError, match=message):
         jax.jit(spmd)(state, batch)
     new, _ = eqx.filter_jit(spmd)(state, batch)
@@ -96,7 +99,10 @@ def test_a_gradient_of_a_python_number_is_refused():
     world, sgd = mesh.make(data=8), optax.sgd(10.0)
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(jax.value_and_grad(floats_loss), "data"), sgd)
-    message = "The gradients have a leaf 'scale', and that parameter is 2.0, which is no array, so it is not trained. Take eqx"
+    message = (
+        "The gradients have a leaf 'scale', and that parameter is 2.0, which is no array, so it "
+        "is not trained. Take eqx"
+    )
     with pytest.raises(ValueError, match=message):
         on(world, train, (specs, P("data")), (specs, P()))(state, np.ones((16, 8)))
 
@@ -166,7 +172,10 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
 
 def test_two_leaves_of_one_path_are_refused():
     tree = {"a.b": jnp.ones((8, 2)), "a": {"b": jnp.ones(4)}, "c": jnp.ones(8)}
-    message = r"a.b: each leaf needs a path of its own, and this one is that of leaves of shape \(4,\) and \(8, 2\); rename one"
+    message = (
+        r"a.b: each leaf needs a path of its own, and this one is that of leaves of shape \(4,\) "
+        r"and \(8, 2\); rename one"
+    )
     for asked in (
         lambda: rules.specs(tree, rules.match("**", P())),
         lambda: rules.explain(tree, rules.match("**", P())),
@@ -185,7 +194,10 @@ def test_two_leaves_of_one_path_are_refused():
 def test_a_scalar_in_the_batch_is_refused_by_its_path():
     grad = grads.accumulated(lambda model, batch: (jnp.sum(model), model), microbatches=2)
     for scalar in (jnp.ones(()), np.float64(1.0), 1.0):
-        message = r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, and every leaf has the sequences"
+        message = (
+            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, and the first dim "
+            r"of every leaf must be the sequences"
+        )
         with pytest.raises(ValueError, match=message):
             grad(jnp.ones(3), {"x": jnp.ones((4, 2)), "weights": {"temperature": scalar}})
 

@@ -1,4 +1,5 @@
-"""Every optimizer of optax trains on shards what it trains on one device, or is refused and cured by a wrapper."""
+"""Every optimizer of optax trains on shards what it trains on one device, or is refused and cured
+by a wrapper."""
 
 import functools
 import inspect
@@ -94,7 +95,8 @@ def test_five_steps_are_those_of_one_device(way, part):
 
 # Each shard trained alone: what is refused would train something else
 
-# These act together where a gradient is not finite; then `step.make` skips the step, before or after them.
+# These act together where a gradient is not finite; then `step.make` skips the step, before or
+# after them.
 OF_WHAT_IS_NOT_FINITE = ("apply_if_finite", "skip_not_finite", "zero_nans")
 
 

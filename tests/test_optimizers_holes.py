@@ -1,4 +1,4 @@
-"""Optimizers that only seem to act element by element are refused, and those that are right on shards are not."""
+"""Optimizers that only seem to act element by element are refused; those right on shards are not."""
 
 import functools
 import re
@@ -131,37 +131,52 @@ def halved_until_small(g):
 
 HOST = lambda f: lambda g, w: jax.pure_callback(f, jax.ShapeDtypeStruct(g.shape, g.dtype), g)
 KEY = jax.random.key(0)
-# fmt: off
 HOLES = {
-    "a sum that appears at some sizes": of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 100 else g),
+    "a sum that appears at some sizes": of_leaves(
+        lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 100 else g
+    ),
     "factored from some size on": downhill(optax.scale_by_factored_rms(min_dim_size_to_factor=8)),
     "masked by size": downhill(optax.masked(optax.scale(3.0), large)),
     "masked by size, with a state": downhill(optax.masked(optax.trace(0.9), large)),
     "a rate by the shape": of_leaves(lambda g, w: g / g.shape[-1]),
     "a power by the shape": of_leaves(lambda g, w: jnp.tanh(g) ** g.shape[-1]),
-    "a branch by the shape": of_leaves(lambda g, w: lax.cond(g.shape[-1] > 5, jnp.tanh, jnp.sin, g)),
+    "a branch by the shape": of_leaves(
+        lambda g, w: lax.cond(g.shape[-1] > 5, jnp.tanh, jnp.sin, g)
+    ),
     "sums in the next step": sums_in_the_next_step(),
     "a state of one row": state_of(lambda w: (w.shape[0], *[1] * (w.ndim - 1))),
     "rows": of_leaves(lambda g, w: rows(g)),
     "a loop until": of_leaves(lambda g, w: halved_until_small(g)),
-    "a branch by elements": of_leaves(lambda g, w: lax.cond(jnp.max(g) > 2.5, jnp.tanh, jnp.sin, g)),
+    "a branch by elements": of_leaves(
+        lambda g, w: lax.cond(jnp.max(g) > 2.5, jnp.tanh, jnp.sin, g)
+    ),
     "a roll": of_leaves(lambda g, w: jnp.roll(g, 1, axis=-1)),
     "a reversal": of_leaves(lambda g, w: g[..., ::-1]),
     "a sort": of_leaves(lambda g, w: jnp.sort(g, axis=-1)),
     "a running sum": of_leaves(lambda g, w: jnp.cumsum(g, axis=-1)),
     "the largest": of_leaves(lambda g, w: jnp.where(g == jnp.max(g), g, 0)),
     "an indexed update": of_leaves(lambda g, w: g.at[0].multiply(3.0)),
-    "a reshape that reorders": of_leaves(lambda g, w: lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])),
+    "a reshape that reorders": of_leaves(
+        lambda g, w: lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])
+    ),
     "a callback": of_leaves(HOST(lambda g: np.asarray(g) / np.sum(np.abs(g)))),
     "noise": of_leaves(lambda g, w: g + jax.random.normal(jax.random.key(0), g.shape, g.dtype)),
-    "noise of a key from outside": of_leaves(lambda g, w: g + jax.random.normal(KEY, g.shape, g.dtype)),
+    "noise of a key from outside": of_leaves(
+        lambda g, w: g + jax.random.normal(KEY, g.shape, g.dtype)
+    ),
     "a count of ones": of_leaves(lambda g, w: g / jnp.sum(jnp.ones_like(g))),
     "positions": of_leaves(lambda g, w: g * lax.broadcasted_iota(g.dtype, g.shape, g.ndim - 1)),
-    "constants of a leaf's shape": of_leaves(lambda g, w: g * np.linspace(0, 1, g.size).reshape(g.shape)),
+    "constants of a leaf's shape": of_leaves(
+        lambda g, w: g * np.linspace(0, 1, g.size).reshape(g.shape)
+    ),
     "constants that broadcast": of_leaves(lambda g, w: g * np.linspace(0, 1, g.shape[-1])),
-    "a product with the transpose": of_leaves(lambda g, w: jnp.einsum("...ij,...kj,...kl->...il", g, g, g) if g.ndim > 1 else g),
-} | {f"a rate by {name}": of_leaves(lambda g, w, rate=rate: g * rate(g)) for name, rate in RATES.items()}
-# fmt: on
+    "a product with the transpose": of_leaves(
+        lambda g, w: jnp.einsum("...ij,...kj,...kl->...il", g, g, g) if g.ndim > 1 else g
+    ),
+} | {
+    f"a rate by {name}": of_leaves(lambda g, w, rate=rate: g * rate(g))
+    for name, rate in RATES.items()
+}
 LEFT_FOR_SHAPES = {
     "head": P(None, "tensor")
 }  # in place of its first dim, so that each hole above sees a split of the last
@@ -299,7 +314,7 @@ def test_a_wrapper_vouches_for_itself_alone():
 
 @pytest.mark.parametrize("way", ["zero-1", "tensor"])
 def test_what_stands_behind_a_wrapper_may_look_at_the_parameters(way):
-    """The updates of ZeRO-1 are whole on every device, as the parameters are; those of `whole` are shards, as those are."""
+    """In ZeRO-1 updates and parameters are whole on every device; in `whole` both are shards."""
     first = split_up if way == "zero-1" else functools.partial(whole, WAYS[way])
     behind = (optax.add_decayed_weights(0.1), optax.scale(-1e-2))
     plain = on_one_device({"": optax.chain(optax.scale_by_adam(), *behind)})
@@ -333,7 +348,10 @@ def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, ax
     model = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
     optimizer = wrapper(optax.adam(RATE), axis, specs)
     rule = rules.first(rules.match("w", P("tensor")), rules.match("b", P()))
-    message = r"^optimizers: the optimizer joins shares along 'tensr', and the mesh has 'data', 'tensor'\. Give "
+    message = (
+        r"^optimizers: the optimizer joins shares along 'tensr', and the mesh has 'data', "
+        r"'tensor'\. Give "
+    )
     with pytest.raises(ValueError, match=message):
         step.planned(lambda: model, optimizer, rule, axes)
     with pytest.raises(ValueError, match=message):

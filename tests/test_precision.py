@@ -1,4 +1,5 @@
-"""Weights wide, products narrow, sums wide: read from the lowered program; and the loss scale that float16 needs."""
+"""Weights wide, products narrow, sums wide: read from the lowered program; and the loss scale that
+float16 needs."""
 
 import functools
 import re
@@ -39,7 +40,8 @@ class Stages(NamedTuple):
 
 
 def assert_no_wide_product(lowered, dtype):
-    """No matrix product of a lowered program, before any backend rewrites it, multiplies anything but `dtype`."""
+    """No matrix product of a lowered program, before any backend rewrites it, multiplies anything
+    but `dtype`."""
     pairs = DOT.findall(lowered.as_text())
     assert pairs
     assert {operand for pair in pairs for operand in pair} == {dtype}
@@ -140,7 +142,8 @@ def test_mixed_casts_in_and_back(dtype):
 
 
 def test_sums_are_wide_to_the_end():
-    """1 and 255 times 2^-8 are added up in float32, and the mean is rounded nowhere before it is reduced over devices."""
+    """1 and 255 times 2^-8 are added up in float32, and the mean is rounded nowhere before it is
+    reduced over devices."""
     batch = jnp.asarray([1.0] + 255 * [2.0**-8], jnp.bfloat16)
     grad = grads.accumulated(jax.value_and_grad(lambda w, x: jnp.sum(w * x)), microbatches=256)
     _, mean = precision.mixed(grad, jnp.bfloat16)(jnp.ones((), jnp.float32), batch)
@@ -193,7 +196,8 @@ def test_scaled_then_unscaled_is_the_same_bits(scale, x):
 
 @pytest.mark.bits
 def test_a_pipeline_takes_a_scaled_head():
-    """Its scale is a traced number, as in a step's state; scaled by a power of two, the gradients have the same bits."""
+    """Its scale is a traced number, as in a step's state; scaled by a power of two, the gradients
+    have the same bits."""
     params, x = (
         Stages(jnp.full((3, 3), 0.5), jnp.linspace(-1.0, 1.0, 18).reshape(1, 2, 3, 3)),
         jnp.linspace(0.0, 1.0, 12),
@@ -278,7 +282,8 @@ def test_the_scale_is_a_power_of_two_within_its_bounds(finite, start):
 
 @pytest.mark.parametrize("limit", [2.0**4, 2.0**9])
 def test_the_scale_settles_below_what_overflows(limit):
-    """With an overflow above `limit`, it ends at `limit`, and one step in `interval` is lost to trying more."""
+    """With an overflow above `limit`, it ends at `limit`, and one step in `interval` is lost to
+    trying more."""
     scale, lost = precision.Scale(2.0**15), []
     for _ in range(200):
         finite = scale.value <= limit

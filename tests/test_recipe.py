@@ -69,7 +69,8 @@ def test_a_copy_with_another_order_of_the_same_sums_trains_the_same(layout):
 
 @pytest.mark.sweep(30, "steps")
 def test_a_copy_with_a_line_changed_does_as_it_says():
-    """Gradients of half the size: with clipping off, SGD takes half the step; here the losses begin the same and then differ."""
+    """Gradients of half the size: with clipping off, SGD takes half the step; here the losses begin
+    the same and then differ."""
     layout = Layout(data=2)
     halved = copied(
         ("    return _with_aux_by_layer(grad)", "    return _with_gradients(grad, _halved)")

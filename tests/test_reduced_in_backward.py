@@ -1,4 +1,5 @@
-"""Gradients summed where they are made equal those summed at the end, with the same bytes, sent inside the loop of the layers."""
+"""Gradients summed where they are made equal those summed at the end, with the same bytes, sent
+inside the loop of the layers."""
 
 import collections
 import functools
@@ -92,7 +93,8 @@ def test_gradients_are_those_of_one_device(algorithm, again):
 
 
 def test_over_a_tuple_of_axes_inside_another_mean():
-    """Groups of replicas: each sums as its gradients are made, and the mean over groups is taken at the end."""
+    """Groups of replicas: each sums as its gradients are made, and the mean over groups is taken at
+    the end."""
     axis, split = ring(("a", "b")), ("group", "a", "b")
     inner = grads.averaged(
         eqx.filter_value_and_grad(
@@ -113,7 +115,8 @@ def test_over_a_tuple_of_axes_inside_another_mean():
 
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "left"])
 def test_one_without_the_other_changes_no_gradient(wraps):
-    """A block that nobody leaves to `reduced_in_backward`, and one that is left to it and not wrapped."""
+    """A block that nobody leaves to `reduced_in_backward`, and one that is left to it and not
+    wrapped."""
     axis = ring("data")
     wrap = (lambda block: grads.reduced_in_backward(block, axis)) if wraps else None
     found = eqx.filter_jit(step(axis, wrap, made=None if wraps else blocks, data=8))(Model(), BATCH)
@@ -247,7 +250,10 @@ def test_products_while_tokens_travel_gather_nothing():
     assert hops["collective-permute"]
 
 
-SUMS = "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
+SUMS = (
+    "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs "
+    "stage=1, microbatches=1 and "
+)
 SUMS += "zero=0"
 REFUSED = {
     "data=2,microbatches=2": (

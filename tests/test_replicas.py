@@ -1,4 +1,5 @@
-"""Groups of replicas with a copy each of what ZeRO splits inside a group (HSDP): the same steps, and 1/n of the bytes between."""
+"""Groups of replicas with a copy each of what ZeRO splits inside a group (HSDP): the same steps,
+and 1/n of the bytes between."""
 
 import functools
 import json
@@ -74,7 +75,8 @@ SIZES = [
 def test_they_do_whatever_is_combined(sizes, zero, microbatches, algorithm):
     replica, data, stage, tensor = sizes
     trains_as_one_device(
-        f"replica={replica},data={data},stage={stage},tensor={tensor},zero={zero},microbatches={microbatches}",
+        f"replica={replica},data={data},stage={stage},tensor={tensor},zero={zero},"
+        f"microbatches={microbatches}",
         algorithm,
     )
 
@@ -121,7 +123,8 @@ def sent_along(text):
     ],
 )
 def test_between_groups_the_shares_move(zero):
-    """An all-reduce between 2 groups of n = 4: of 1/n of what is split, of what is whole, and of the loss."""
+    """An all-reduce between 2 groups of n = 4: of 1/n of what is split, of what is whole, and of
+    the loss."""
     found, planned, config = sent_along(f"replica=2,data=4,zero={zero}")
     assert found == planned
     shapes = jax.eval_shape(functools.partial(gpt2.GPT2, config, key=jax.random.key(0)))

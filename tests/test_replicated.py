@@ -1,4 +1,5 @@
-"""The two primitives that JAX's types lack: a cast that is honest, and a linear function with a stated transpose."""
+"""The two primitives that JAX's types lack: a cast that is honest, and a linear function with a
+stated transpose."""
 
 import functools
 
@@ -181,7 +182,8 @@ def test_varying_takes_equinox_trees():
 
 
 def test_ordered_keeps_values_and_types():
-    """What waits for a sum over "x" stays as it was, leaf by leaf, though the barrier itself mixes their types."""
+    """What waits for a sum over "x" stays as it was, leaf by leaf, though the barrier itself mixes
+    their types."""
 
     def body(x):
         first = lax.psum(x, "x")
@@ -203,7 +205,8 @@ def test_ordered_keeps_values_and_types():
 
 
 def test_ordered_keeps_a_collective_behind_a_loop():
-    """A compiled program shows it: without, nothing binds the sum of y to the loop, which multiplies and sends."""
+    """A compiled program shows it: without, nothing binds the sum of y to the loop, which
+    multiplies and sends."""
 
     def body(wait, x, y):
         turned = lax.scan(lambda x, _: (send_next(x @ x, "x"), None), x, length=3)[0]
@@ -249,7 +252,8 @@ class Unknown:
 
 def test_a_jax_that_no_longer_fits(monkeypatch):
     fits_no_longer = (
-        r"parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 \(`jax.typeof\(x\).mat.varying`\), and JAX "
+        r"parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 "
+        r"\(`jax.typeof\(x\).mat.varying`\), and JAX "
         rf"{jax.__version__} has others. Install a JAX in that range, or a newer parallax-jax."
     )
     for function in (varying_axes, reduction_state, lambda x: ring.all_reduce(x, "x")):

@@ -1,4 +1,5 @@
-"""Rules: what they give, what they refuse and in which words, and that the specs place real trees."""
+"""Rules: what they give, what they refuse and in which words, and that the specs place real
+trees."""
 
 import re
 
@@ -268,7 +269,10 @@ def test_explain_says_what_stays_whole_and_why():
         "blocks.bias": "P(): match('blocks.bias', P())",
         "head.norms.0": f"P(): {whole}; fsdp('data', size=4) adds no split: "
         "no free dim of shape (16,) divides by 4 (keep spares [0])",
-        "head.norms.1": f"P(): {whole}; fsdp('data', size=4) adds no split: 6 elements are fewer than min_size=10",
+        "head.norms.1": (
+            f"P(): {whole}; fsdp('data', size=4) adds no split: 6 elements are fewer than "
+            "min_size=10"
+        ),
         "head.weight": f"{P('data')}: {whole}; fsdp('data', size=4) splits dim 0 of shape (16, 8)",
     }
 
@@ -300,8 +304,8 @@ def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
 REFUSALS = {
     "uncovered": (
         rules.match("a.**", P()),
-        "b: each leaf needs a rule, but none of the 1 rules (the nearest is match('a.**', P())) covers this leaf of shape (8,); "
-        "add one, such as match('b', P()) to keep it whole.",
+        "b: each leaf needs a rule, but none of the 1 rules (the nearest is match('a.**', P())) "
+        "covers this leaf of shape (8,); add one, such as match('b', P()) to keep it whole.",
     ),
     "no rules": (
         rules.first(),
@@ -316,22 +320,23 @@ REFUSALS = {
                 inside=rules.first(rules.match("a.v.w", P()), rules.match("**", P())),
             ),
         ),
-        "rule match('a.v.w', P()) inside fsdp('data', size=4) matches none of the 2 leaves (the nearest is a.w); "
-        "correct the pattern, or remove the rule.",
+        "rule match('a.v.w', P()) inside fsdp('data', size=4) matches none of the 2 leaves (the "
+        "nearest is a.w); correct the pattern, or remove the rule.",
     ),
     "no match in keep": (
         rules.fsdp("data", size=4, keep={"block.**": (0,)}),
-        "keep pattern 'block.**' of rule fsdp('data', size=4) matches none of the 2 leaves (the nearest is b); "
-        "correct the pattern.",
+        "keep pattern 'block.**' of rule fsdp('data', size=4) matches none of the 2 leaves (the "
+        "nearest is b); correct the pattern.",
     ),
     "shadowed": (
         rules.first(rules.match("**", P()), rules.first(rules.match("a.w", P("tensor")))),
-        f"rule match('a.w', {P('tensor')}) places no leaf: all that it matches (1 of 2) are taken by earlier rules (a.w by "
-        "match('**', P())); put it before them, or remove it.",
+        f"rule match('a.w', {P('tensor')}) places no leaf: all that it matches (1 of 2) are taken "
+        "by earlier rules (a.w by match('**', P())); put it before them, or remove it.",
     ),
     "idle function": (
         rules.first(rules.match("**.w", P()), lambda path, leaf: None, rules.match("b", P())),
-        "<lambda> gives None for all leaves that earlier rules leave (1 of 2); change or remove it.",
+        "<lambda> gives None for all leaves that earlier rules leave (1 of 2); change or remove "
+        "it.",
     ),
     "no spec": (
         lambda path, leaf: ("tensor",),
@@ -339,8 +344,9 @@ REFUSALS = {
     ),
     "too long": (
         rules.match("**", P(None, "tensor")),
-        f"b: a spec has at most one entry for each dim, but {P(None, 'tensor')} (rule match('**', {P(None, 'tensor')})) has 2 "
-        "for shape (8,), which has 1; drop entries, or replicate this leaf with P().",
+        f"b: a spec has at most one entry for each dim, but {P(None, 'tensor')} (rule match('**', "
+        f"{P(None, 'tensor')})) has 2 for shape (8,), which has 1; drop entries, or replicate "
+        "this leaf with P().",
     ),
     "too long inside fsdp": (
         rules.fsdp("data", size=4, min_size=0, inside=rules.match("**", P(None, "tensor"))),
@@ -360,9 +366,11 @@ REFUSALS = {
     ),
     "data": (
         rules.first(B, rules.match("**", P(None, ("tensor", "data")))),
-        "a.w: dim 1 of shape (6, 8) is split over mesh axis 'data', which splits the batch, by rule match('**', ",
-        "so each replica would train a different model; split it with fsdp('data', size=...) instead, or with rules.experts if "
-        "tokens travel to it, or over another axis, or leave 'data' out of batch_axes=('data',) if it does not split the batch.",
+        "a.w: dim 1 of shape (6, 8) is split over mesh axis 'data', which splits the batch, by "
+        "rule match('**', ",
+        "so each replica would train a different model; split it with fsdp('data', size=...) "
+        "instead, or with rules.experts if tokens travel to it, or over another axis, or leave "
+        "'data' out of batch_axes=('data',) if it does not split the batch.",
     ),
     "data inside fsdp": (
         rules.fsdp("stage", size=2, inside=a_plain_rule),
@@ -373,12 +381,13 @@ REFUSALS = {
 REFUSALS_WITH_A_MESH = {
     "no such axis": (
         rules.first(B, rules.match("a.*", P("tensr"))),
-        f"a.w: dim 0 of shape (6, 8) (rule match('a.*', {P('tensr')})): there is no axis 'tensr' in the mesh, whose axes are "
-        "'data' of size 4, 'tensor' of size 2; use one of these.",
+        f"a.w: dim 0 of shape (6, 8) (rule match('a.*', {P('tensr')})): there is no axis 'tensr' "
+        "in the mesh, whose axes are 'data' of size 4, 'tensor' of size 2; use one of these.",
     ),
     "no such axis in fsdp": (
         rules.fsdp("dta", size=4),
-        "rule fsdp('dta', size=4): there is no axis 'dta' in the mesh, whose axes are 'data' of size 4",
+        "rule fsdp('dta', size=4): there is no axis 'dta' in the mesh, whose axes are 'data' of "
+        "size 4",
     ),
     "fsdp of another size": (
         rules.fsdp("data", size=2),
@@ -386,12 +395,14 @@ REFUSALS_WITH_A_MESH = {
     ),
     "does not divide": (
         rules.first(B, lambda path, leaf: P(("tensor", "data"))),
-        "a.w: dim 0 of shape (6, 8) must divide by 8, the size of its mesh axes ('tensor' of size 2 x 'data' of size 4; rule ",
+        "a.w: dim 0 of shape (6, 8) must divide by 8, the size of its mesh axes ('tensor' of "
+        "size 2 x 'data' of size 4; rule ",
         "); split dim 1, which does, or replicate this leaf with P().",
     ),
     "nothing divides": (
         rules.first(rules.match("a.w", P("data", "tensor")), B),
-        "a.w: dim 0 of shape (6, 8) must divide by 4, the size of its mesh axes ('data' of size 4; rule match('a.w', ",
+        "a.w: dim 0 of shape (6, 8) must divide by 4, the size of its mesh axes ('data' of size "
+        "4; rule match('a.w', ",
         "no other dim that is free does, or replicate this leaf with P().",
     ),
     "data, with its size": (
@@ -576,7 +587,9 @@ def test_state_of_a_foreign_shape_is_refused_unless_its_parameter_is_whole():
     assert rules.optimizer_specs(optimizer, params, {"w": P(None)}) == {"w": P()}
     with pytest.raises(
         ValueError,
-        match=r"^w: the optimizer keeps an array of shape \(8, 8\) for this leaf of shape \(8, 16\)",
+        match=(
+            r"^w: the optimizer keeps an array of shape \(8, 8\) for this leaf of shape \(8, 16\)"
+        ),
     ):
         rules.optimizer_specs(optimizer, params, {"w": P("tensor")})
 

@@ -1,4 +1,5 @@
-"""Many files read as one array: the same batches; and what is wrong with a file is said before the first step, or in a line."""
+"""Many files read as one array: the same batches; and what is wrong with a file is said before the
+first step, or in a line."""
 
 import copy
 import errno
@@ -138,7 +139,8 @@ def text(folder):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_every_format_that_there_ever_was_is_read(tmp_path, number):
-    """The fixtures were written by the program of their time (`tests/fixtures/make_tokens_fixture.py`)."""
+    """The fixtures were written by the program of their time
+    (`tests/fixtures/make_tokens_fixture.py`)."""
     with zipfile.ZipFile(
         Path(__file__).parent / "fixtures" / f"tokens_format_{number}.zip"
     ) as stored:
@@ -156,7 +158,8 @@ def test_every_format_that_there_ever_was_is_read(tmp_path, number):
     [
         (
             {"format": 3},
-            r"json: it is of format 3, and this program reads formats up to 2\. Install a newer one\.",
+            r"json: it is of format 3, and this program reads formats up to 2\. Install a newer "
+            r"one\.",
         ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
         ({"format": True}, "needed the number of a format, got True"),
@@ -247,7 +250,10 @@ def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
         os.truncate(each, 0)
     np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
     for source, name, size in ((found, "00004", 300), (of_text, "text", 2000)):
-        line = rf"{name}\.bin: needed the file of {size} bytes that was checked; it was cut short or written to since"
+        line = (
+            rf"{name}\.bin: needed the file of {size} bytes that was checked; it was cut short "
+            r"or written to since"
+        )
         with pytest.raises(manifest.Damaged, match=line):
             source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
 

@@ -1,4 +1,5 @@
-"""Every layout trains the same GPT-2, with the collectives that theory says, and the step compiles once."""
+"""Every layout trains the same GPT-2, with the collectives that theory says, and the step compiles
+once."""
 
 import collections
 import dataclasses
@@ -107,7 +108,8 @@ def test_twenty_steps_are_those_of_one_device_wherever(
 
 
 def reductions(config, layout, state):
-    """What theory says a step all-reduces, on each device: (devices on the axis, elements), as often as it happens."""
+    """What theory says a step all-reduces, on each device: (devices on the axis, elements), as
+    often as it happens."""
     tokens = BATCH // layout.data // layout.microbatches * config.context
     activation, scalar = tokens * config.width, 1
     over_tensor = [
@@ -131,7 +133,8 @@ def reductions(config, layout, state):
 
 
 def count(config, layout, algorithm):
-    """The collectives in the compiled step, every one of them with its bytes, and those of theory."""
+    """The collectives in the compiled step, every one of them with its bytes, and those of
+    theory."""
     state, train = adamw_step(config, layout, algorithm)
     windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
@@ -211,7 +214,8 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     [((1, 8, 1), "float32"), pytest.param((2, 2, 2), "float64", marks=pytest.mark.long)],
 )
 def test_a_model_is_born_in_its_place(sizes, dtype):
-    """Each device holds the blocks that the specs say, of the model that one device would make, bit for bit."""
+    """Each device holds the blocks that the specs say, of the model that one device would make, bit
+    for bit."""
     config, dtype = (
         gpt2.Config(layers=8, heads=8, width=16, context=8, vocabulary=100, vocabulary_multiple=8),
         jnp.dtype(dtype),
@@ -258,7 +262,8 @@ def test_no_device_ever_holds_the_whole_model():
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_make_clips_as_optax_does(max_norm):
-    """On one device, and on eight with a weight split: `optax.chain(clip_by_global_norm(...), ...)` on the whole tree."""
+    """On one device, and on eight with a weight split: `optax.chain(clip_by_global_norm(...), ...)`
+    on the whole tree."""
     params, x = (
         {"split": jnp.arange(16.0).reshape(8, 2) / 7, "same": jnp.asarray([0.3, -2.0])},
         jnp.asarray(1.5),
@@ -304,7 +309,8 @@ MIXED = {"data": halving, "stage": two_rings, "tensor": ring}
 
 @pytest.mark.long
 def test_each_axis_may_have_a_mover_of_its_own():
-    """Sums over stage and tensor go along one after the other; what is sent is what the plan says."""
+    """Sums over stage and tensor go along one after the other; what is sent is what the plan
+    says."""
     layout, axes = (
         Layout(data=2, stage=2, tensor=2, microbatches=2, zero=1),
         {name: algorithm(name) for name, algorithm in MIXED.items()},
@@ -337,7 +343,10 @@ def test_each_axis_may_have_a_mover_of_its_own():
 def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError,
-        match=r"axes needs algorithms along data, stage, tensor, such as axes={'data': ring\('data'\)}; got",
+        match=(
+            r"axes needs algorithms along data, stage, tensor, such as axes={'data': "
+            r"ring\('data'\)}; got"
+        ),
     ):
         recipe.axes_with_algorithms(Layout(), decoder.Compute(axes=axes))
 
@@ -376,7 +385,8 @@ def test_evaluation_is_the_loss_without_dropout(layout, algorithm):
     ids=str,
 )
 def test_weighted_tokens(layout):
-    """The loss is the mean over the tokens that the weights leave in, wherever those are: three steps are those of one device."""
+    """The loss is the mean over the tokens that the weights leave in, wherever those are: three
+    steps are those of one device."""
     config = dataclasses.replace(SHAPES[0], dropout=0.0, attention_dropout=0.0)
     state, train = adamw_step(config, layout)
     theirs = jax.jit(
@@ -427,22 +437,26 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
         (
             Layout(data=4, tensor=2),
             {"data": 2, "tensor": 4},
-            "decoder: the layout has data=4, and the mesh {'data': 2, 'tensor': 4}. Make it with mesh.make(**layout.axes).",
+            "decoder: the layout has data=4, and the mesh {'data': 2, 'tensor': 4}. Make it with "
+            "mesh.make(**layout.axes).",
         ),
         (
             Layout(data=2, stage=2),
             {"data": 8},
-            "decoder: the layout has data=2, and the mesh {'data': 8}. Make it with mesh.make(**layout.axes).",
+            "decoder: the layout has data=2, and the mesh {'data': 8}. Make it with "
+            "mesh.make(**layout.axes).",
         ),
         (
             Layout(tensor=3),
             {"data": 8},
-            "Layout: the model's heads (heads=8) must divide by tensor=3. Take tensor=2, which divides it.",
+            "Layout: the model's heads (heads=8) must divide by tensor=3. Take tensor=2, which "
+            "divides it.",
         ),
         (
             Layout(data=3),
             {"data": 8},
-            "Layout: the batch's sequences (batch=32) must divide by data=3 x microbatches=1. Take batch=33 (or batch=30).",
+            "Layout: the batch's sequences (batch=32) must divide by data=3 x microbatches=1. "
+            "Take batch=33 (or batch=30).",
         ),
     ],
 )

@@ -1,6 +1,8 @@
-"""Unreduced and reduced values, `lax.pcast`'s types: every algorithm does what `jax.lax` does with them, or refuses in a sentence.
+"""Unreduced and reduced values, `lax.pcast`'s types: every algorithm does what `jax.lax` does with
+them, or refuses in a sentence.
 
-V: varying, I: invariant, U: unreduced (a sum that was not taken), R: reduced (its cotangent is unreduced).
+V: varying, I: invariant, U: unreduced (a sum that was not taken), R: reduced (its cotangent is
+unreduced).
 """
 
 import functools
@@ -76,7 +78,8 @@ def states_of(x):
 
 
 def shown(x):
-    """`x` as every device has it: a sum that was not taken is not taken, or another order would show."""
+    """`x` as every device has it: a sum that was not taken is not taken, or another order would
+    show."""
     for axis, state in states_of(x).items():
         x = (
             lax.psum(x, axis)
@@ -173,25 +176,27 @@ REFUSED = {  # (function, states, what is said)
     "a reduced sum": (
         lambda m, x: m.all_reduce(x, "x"),
         {"x": "R"},
-        "all_reduce along 'x' needs an x that varies or is the same there; this one, of shape (8,), is reduced along 'x'. "
-        "Cast it first: lax.pcast(x, 'x', to=\"varying\").",
+        "all_reduce along 'x' needs an x that varies or is the same there; this one, of shape "
+        "(8,), is reduced along 'x'. Cast it first: lax.pcast(x, 'x', to=\"varying\").",
     ),
     "an unreduced block": (
         lambda m, x: m.all_gather(x, "x"),
         {"x": "U"},
-        "all_gather along 'x' needs an x that varies or is the same there; this one, of shape (8,), is unreduced along 'x'. "
-        "Sum it first, by all_reduce or reduce_scatter.",
+        "all_gather along 'x' needs an x that varies or is the same there; this one, of shape "
+        "(8,), is unreduced along 'x'. Sum it first, by all_reduce or reduce_scatter.",
     ),
     "unreduced along one of two": (
         lambda m, x: m.reduce_scatter(x, ("x", "y"), tiled=True),
         {"x": "U", "y": "V"},
-        "reduce_scatter along ('x', 'y') needs an x that is unreduced along all of these axes or along none; this one, of shape "
-        "(8,), is unreduced along 'x'. Sum it over its unreduced axes first, and over the others then.",
+        "reduce_scatter along ('x', 'y') needs an x that is unreduced along all of these axes or "
+        "along none; this one, of shape (8,), is unreduced along 'x'. Sum it over its unreduced "
+        "axes first, and over the others then.",
     ),
     "another type": (
         lambda m, x: m.all_gather(x, "x", to="unreduced"),
         {},
-        "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got 'unreduced'.",
+        "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got "
+        "'unreduced'.",
     ),
 }
 CURES = {

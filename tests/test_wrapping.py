@@ -1,4 +1,5 @@
-"""Grad arrows put round one another, in drawn orders over drawn models: equal to one device, or refused with a sentence."""
+"""Grad arrows put round one another, in drawn orders over drawn models: equal to one device, or
+refused with a sentence."""
 
 import functools
 import inspect
@@ -161,7 +162,8 @@ def drawn(seed) -> Case:
 
 
 def wrapped(grad, chain, axis, algorithm):
-    """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of all."""
+    """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of
+    all."""
     one_by_one = lambda grad: functools.reduce(
         lambda grad, name: grads.averaged(grad, algorithm(name)), axis, grad
     )
@@ -201,7 +203,7 @@ REFUSALS = (
     "as a share does",
     "stands inside another one",
     "A norm is taken inside a function",
-    "stands round grads.clipped",
+    "stands around grads.clipped",
     "is the same along",
 )
 
@@ -232,7 +234,8 @@ def outcome(case):
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_order_is_one_device_or_refused(seed):
-    """What is right is never refused; a share that is not gathered may also meet shapes that do not fit."""
+    """What is right is never refused; a share that is not gathered may also meet shapes that do not
+    fit."""
     case = drawn(seed)
     found = outcome(case)
     if isinstance(found, str):
@@ -326,7 +329,8 @@ def all_experts(weights, x, penalty):
 
 
 def own_expert(weights, x, penalty, exchange):
-    """The same: rows go to their expert and back. The penalty sees the share alone, and the mean is over four devices."""
+    """The same: rows go to their expert and back. The penalty sees the share alone, and the mean is
+    over four devices."""
     rows = jnp.moveaxis(x.reshape(-1, 4, x.shape[-1]), 1, 0)
     made = exchange(jnp.tanh(exchange(rows) @ weights[0]))
     return jnp.mean(made**2) + 4 * penalty * jnp.sum(weights**2)
@@ -369,7 +373,8 @@ SIDE_BY_SIDE = {
 
 @pytest.mark.parametrize("how", SIDE_BY_SIDE)
 def test_a_loss_beside_gradients_is_no_use_of_the_shares(how):
-    """Gradients of experts come of the weights without a collective after them; the loss does not come of the gradients."""
+    """Gradients of experts come of the weights without a collective after them; the loss does not
+    come of the gradients."""
     exchange = lambda rows: lax.all_to_all(rows, "dp", 0, 0)
     grad = jax.value_and_grad(functools.partial(own_expert, penalty=0.0, exchange=exchange))
     beside = lambda w, x: SIDE_BY_SIDE[how](grad(varying(w, "tensor"), x))
@@ -419,7 +424,10 @@ def test_a_share_whose_shape_does_not_fit_is_named():
     )
     with pytest.raises(
         ValueError,
-        match=r"cannot be traced: dot_general.*\['square'\] are shares along \['dp'\].*zero.gathered",
+        match=(
+            r"cannot be traced: dot_general.*\['square'\] are shares along "
+            r"\['dp'\].*zero.gathered"
+        ),
     ):
         f(params, BATCH["x"])
 
@@ -441,7 +449,8 @@ def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_
 
 
 def test_an_inner_mean_under_jit_knows_whether_it_is_inside():
-    """One function, kept by `jax.jit`, of parameters that an arrow outside declared varying, and of shares."""
+    """One function, kept by `jax.jit`, of parameters that an arrow outside declared varying, and of
+    shares."""
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ GATHERS["by lax"](w, "dp")))
     plain = lambda w, x: jnp.mean(jnp.tanh(x @ w))
     inner = jax.jit(grads.averaged(jax.value_and_grad(plain), "dp"))
@@ -498,7 +507,8 @@ def test_a_loss_that_is_reduced_already_is_refused(name, sizes):
 
 
 def pair_of_means(w, x):
-    """Loss and gradients, both reduced by hand after differentiation: the same on all devices, and their mean is too."""
+    """Loss and gradients, both reduced by hand after differentiation: the same on all devices, and
+    their mean is too."""
     return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), jax.value_and_grad(squared)(w, x))
 
 
@@ -543,7 +553,8 @@ def by_stage(*weights):
 
 
 def in_a_loop(params, x, part, weights):
-    """The loss, as a weighted sum of a half and a half; each trip has its own number of the table."""
+    """The loss, as a weighted sum of a half and a half; each trip has its own number of the
+    table."""
     table = jnp.asarray([[0.0] * 2, weights])
     zero = varying(jnp.zeros(()), ("data", "stage"))
     add = lambda total, row: (total + row[lax.axis_index("stage")] * head(params, x, part), None)
@@ -809,7 +820,8 @@ FORGOTTEN = {
             lambda s: zero.reduce_scattered(PLAIN_NET, "data", s),
             lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
         ),
-        "optimizer's state has an array of shape .16, 8. for down, of which a device updates .2, 8.*optimizer_rule=",
+        "optimizer's state has an array of shape .16, 8. for down, of which a device updates .2, "
+        "8.*optimizer_rule=",
     ),
 }
 

@@ -1,4 +1,5 @@
-"""What the replicas split instead of copying: the same steps, each byte on the wire, and each byte on the devices."""
+"""What the replicas split instead of copying: the same steps, each byte on the wire, and each byte
+on the devices."""
 
 import functools
 import itertools
@@ -20,7 +21,8 @@ from parallax.collectives import matmul, ring, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 
-# Its blocks' norms and biases have fewer than the 1,024 elements from which `fsdp` splits: some leaves are split, some are not.
+# Its blocks' norms and biases have fewer than the 1,024 elements from which `fsdp` splits: some
+# leaves are split, some are not.
 CONFIG = gpt2.Config(
     layers=4,
     heads=4,
@@ -104,7 +106,8 @@ def test_five_steps_are_those_of_one_device_here_too(layout):
 
 
 def admitted():
-    """Every combination that Layout admits, over up to eight devices, one shape of microbatches each."""
+    """Every combination that Layout admits, over up to eight devices, one shape of microbatches
+    each."""
     sizes = [
         (d, s, t)
         for d, s, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
@@ -159,7 +162,8 @@ def sent(layout, config=WIRE, batch=8):
 
 
 def sizes(config, n):
-    """Elements of the leaves that are split over n replicas: of the blocks and of the rest; and of each leaf that is not."""
+    """Elements of the leaves that are split over n replicas: of the blocks and of the rest; and of
+    each leaf that is not."""
     shapes = jax.eval_shape(functools.partial(gpt2.GPT2, config, key=jax.random.key(0)))
     rule = rules.fsdp("data", size=n, keep={"blocks.**": (0,)}, inside=gpt2.rules())
     specs = dict(rules.paths(rules.specs(shapes, rule)))
@@ -206,7 +210,8 @@ def test_the_bytes_on_the_wire_are_those_of_theory(n, zero_, microbatches):
     ],
 )
 def test_tensor_and_sequence_parallelism_move_the_same(sequence, remat, times):
-    """8 b s h (t - 1)/t elements a layer: the difference of two depths. Gathering again costs 2 more."""
+    """8 b s h (t - 1)/t elements a layer: the difference of two depths. Gathering again costs 2
+    more."""
     t, batch = 4, 8
     deep, shallow = (
         sent(
@@ -251,7 +256,8 @@ def memory(layout, config, batch=8, **options):
 @pytest.mark.long
 @pytest.mark.parametrize(("zero_", "held"), [(0, 3.0), (1, 1 + 2 / 8), (2, 1 + 2 / 8), (3, 3 / 8)])
 def test_parameters_and_optimizer_state_are_held_once(zero_, held):
-    """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what stays whole."""
+    """Parameters and AdamW's two moments on each device, in parameters: 3, 1 + 2/n, 3/n, and what
+    stays whole."""
     n, config = (
         8,
         gpt2.Config(layers=4, heads=8, width=64, context=16, vocabulary=64, vocabulary_multiple=64),
@@ -283,7 +289,8 @@ def temporary(layout, layers, **sizes):
 
 @pytest.mark.long
 def test_sequence_parallelism_keeps_its_share_of_the_activations():
-    """What a layer adds to a step's memory, as the difference of two depths: 1/t of one device's."""
+    """What a layer adds to a step's memory, as the difference of two depths: 1/t of one
+    device's."""
     growth = lambda layout: temporary(layout, 8) - temporary(layout, 4)
     t, one = 4, growth(Layout())
     share = one / growth(Layout(tensor=t, sequence=True, remat="gathers"))
@@ -297,8 +304,8 @@ def test_sequence_parallelism_keeps_its_share_of_the_activations():
 def test_zero_3_holds_two_layers_beside_its_shares():
     """Of sixteen layers over eight devices: two gathered, one layer's gradient, and four shares.
 
-    Those are the gradients, and what becomes of the weights and of both moments: it is held beside them until all of it is known
-    to be finite.
+    Those are the gradients, and what becomes of the weights and of both moments: it is held beside
+    them until all of it is known to be finite.
     """
     n, layers, width = 8, 16, 256
     layer = 4 * 12 * width**2
@@ -334,7 +341,8 @@ def plain_steps(optimizer, count):
     ids=["adam", "momentum", "lion"],
 )
 def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
-    """However the gradients arrive: as shares, local, or averaged; the state is made inside the map."""
+    """However the gradients arrive: as shares, local, or averaged; the state is made inside the
+    map."""
     with jax.numpy_dtype_promotion("standard"):
         expected = plain_steps(optimizer, 3)
         sharded = zero.sharded(optimizer, "data", SHARES)
@@ -385,7 +393,8 @@ def test_a_split_inside_a_group_with_copies_across_groups():
 
 
 def test_sums_over_replicas_are_wide():
-    """One replica has a gradient of 256 and seven have 1: in bfloat16 their sum of 263 would be 256 or 264."""
+    """One replica has a gradient of 256 and seven have 1: in bfloat16 their sum of 263 would be 256
+    or 264."""
     params = {"split": jnp.zeros(8, jnp.bfloat16), "whole": jnp.zeros(8, jnp.bfloat16)}
     specs = {"split": P("data"), "whole": P()}
     grad = lambda params, batch: (batch[0], jax.tree.map(lambda w: w + batch, params))
@@ -437,8 +446,9 @@ def test_gradients_that_nobody_reduced_are_refused():
         out_specs=(P(), P()),
     )
     refused(
-        "step.make needs gradients that are reduced; that of bias differs along ['data'], where the parameter is the same. Wrap "
-        "the gradient function in grads.averaged, zero.reduce_scattered or ZeRO.grad.",
+        "step.make needs gradients that are reduced; that of bias differs along ['data'], where "
+        "the parameter is the same. Wrap the gradient function in grads.averaged, "
+        "zero.reduce_scattered or ZeRO.grad.",
         jax.jit(run),
         state,
         INPUTS,

@@ -1,4 +1,5 @@
-"""ZeRO said once: a user's program on an Equinox MLP equals one device, and each way to forget a part of it is told."""
+"""ZeRO said once: a user's program on an Equinox MLP equals one device, and each way to forget a
+part of it is told."""
 
 import functools
 import re
@@ -170,7 +171,8 @@ FORGOTTEN = {
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
-        "in stage 1 a device has (8, 8) of layers.0.linear.weight, (16, 8) as a whole, by P('tensor',); got",
+        "in stage 1 a device has (8, 8) of layers.0.linear.weight, (16, 8) as a whole, by "
+        "P('tensor',); got",
     ),
     "the rule of the split layers": (
         1,

@@ -1,7 +1,8 @@
-"""Optimizers on shards: whether one is right there, and wrappers for those that look at more than one element.
+"""Optimizers on shards: whether one is right there, and wrappers for those that look at more than
+one element.
 
-The wrappers are imported when they are first needed: a step that asks whether its optimizer is right does not
-bring them along.
+The wrappers are imported when they are first needed: a step that asks whether its optimizer is
+right does not bring them along.
 """
 
 from importlib import import_module

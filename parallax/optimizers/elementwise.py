@@ -1,10 +1,12 @@
-"""Whether an optimizer acts element by element, so that its update of a shard is the shard of its update.
+"""Whether an optimizer acts element by element, so that its update of a shard is the shard of its
+update.
 
-`checked` decides it once for each set of shapes that a step is made for. It traces the update on leaves whose
-split dims have an unknown size, and follows the program (`parallax.optimizers.programs`). An update, or a new
-state, is refused that is not computed element by element from its own leaf, and so is a program that depends
-on the size: a rate scaled by a dim of the shape, or a choice by a leaf's size that falls between a shard's and
-the whole leaf's. What is allowed is a list, since a list of what is forbidden would have holes.
+`checked` decides it once for each set of shapes that a step is made for. It traces the update on
+leaves whose split dims have an unknown size, and follows the program
+(`parallax.optimizers.programs`). An update, or a new state, is refused that is not computed element
+by element from its own leaf, and so is a program that depends on the size: a rate scaled by a dim
+of the shape, or a choice by a leaf's size that falls between a shard's and the whole leaf's. What
+is allowed is a list, since a list of what is forbidden would have holes.
 """
 
 import math
@@ -34,7 +36,8 @@ class UnfitOptimizer(ValueError):
 def with_extra(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, whose `update` takes extra arguments, and drops them where it has no use for them."""
+    """`optimizer`, whose `update` takes extra arguments, and drops them where it has no use for
+    them."""
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)
@@ -48,14 +51,14 @@ def checked(
 
     Args:
         update: that of an optimizer.
-        specs: of the parameters, by path. Where a leaf is split over an axis that its spec does not name,
-            any of its dims may be the one that is split.
+        specs: of the parameters, by path. Where a leaf is split over an axis that its spec does not
+            name, any of its dims may be the one that is split.
         at: the function that asks, for messages.
         gathered: axes along which a leaf may differ although the optimizer sees it whole.
 
     Returns:
-        `(gradients, state, params, **extra) -> (updates, state)`, where a parameter may have no gradient. It
-        raises `UnfitOptimizer`.
+        `(gradients, state, params, **extra) -> (updates, state)`, where a parameter may have no
+        gradient. It raises `UnfitOptimizer`.
     """
     decided = set()
 
@@ -169,7 +172,8 @@ class _Update:
             self.judge(follow(program, values), wholes)
 
     def of_any_size(self, whole: Sequence[tuple[int, ...]]) -> Any:
-        """The arguments, with an unknown size, from a shard's to the whole leaf's, for each dim where these differ."""
+        """The arguments, with an unknown size, from a shard's to the whole leaf's, for each dim
+        where these differ."""
 
         def size_of_state(x, owner):
             if owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient):
@@ -197,7 +201,8 @@ class _Update:
         return jax.tree.unflatten(structure, map(resized, leaves, pairs))
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """What is known of an array of the optimizer's state, which belongs to the leaf `owner`, if to any."""
+        """What is known of an array of the optimizer's state, which belongs to the leaf `owner`, if
+        to any."""
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         if owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient):
@@ -209,7 +214,8 @@ class _Update:
         return of_leaf(WHOLE)
 
     def whole_shapes(self, specs: Mapping[str, PartitionSpec]) -> list[list[tuple[int, ...]]]:
-        """The shapes of the whole leaves: several lists where `specs` leave open which dim is split."""
+        """The shapes of the whole leaves: several lists where `specs` leave open which dim is
+        split."""
 
         def factors(leaf):
             axes, ndim = self.axes(leaf.weight), np.ndim(leaf.weight)
@@ -229,7 +235,8 @@ class _Update:
         return [[shape(leaf, dim) for leaf in self.leaves] for dim in range(max([1, *open_dims]))]
 
     def judge(self, results: Sequence[Value], wholes: Sequence[Sequence[tuple[int, ...]]]) -> None:
-        """Refuse if one of the results, the updates and then the state, is not that of its leaf's shard."""
+        """Refuse if one of the results, the updates and then the state, is not that of its leaf's
+        shard."""
         owners = [owner for _, owner in self.state]
         owners += [None] * (len(results) - len(self.leaves) - len(owners))
         for i, (value, owner) in enumerate(
@@ -252,7 +259,8 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int, wholes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
-        """Whether two leaves are split along the same dim: over one axis, with equal shapes, in the one way there is."""
+        """Whether two leaves are split along the same dim: over one axis, with equal shapes, in the
+        one way there is."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and all(
             whole[i] == whole[j] for whole in wholes
@@ -265,14 +273,16 @@ class _Update:
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
         raise UnfitOptimizer(
-            f"{self.at}: each device updates its shards alone, and {fault}. Of {leaf.name}, which is split along "
-            f"{axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) updates whole leaves, and "
-            f"optimizers.by_matrix(optimizer, {axis}, specs) whole matrices, each on one device. An optimizer "
-            "that joins the shards itself is let through by optimizers.on_shards."
+            f"{self.at}: each device updates its shards alone, and {fault}. Of {leaf.name}, which "
+            f"is split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
+            f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
+            "matrices, each on one device. An optimizer that joins the shards itself is let "
+            "through by optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Refuse leaves or shapes that do not fit each other, with which the update failed. Other errors pass."""
+        """Refuse leaves or shapes that do not fit each other, with which the update failed. Other
+        errors pass."""
         paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(params)]
         moments = [
             (paths[owner], x)
@@ -288,21 +298,23 @@ class _Update:
         for leaf in self.leaves:
             if np.shape(leaf.gradient) != np.shape(leaf.weight):
                 raise UnfitOptimizer(
-                    f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, a share of "
-                    f"{np.shape(leaf.weight)} as zero.reduce_scattered makes it, and the optimizer takes whole "
-                    "gradients. Wrap it: zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and give "
-                    "step.init the rule of the shares as optimizer_rule."
+                    f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
+                    f"a share of {np.shape(leaf.weight)} as zero.reduce_scattered makes it, and "
+                    "the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, "
+                    "specs) or ZeRO.optimizer, and give step.init the rule of the shares as "
+                    "optimizer_rule."
                 ) from error
         for path, x in moments:
             leaf = with_gradient[path]
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:
                 raise UnfitOptimizer(
-                    f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for {leaf.name}, of "
-                    f"which a device updates {np.shape(leaf.gradient)}. If it is that of whole parameters, give "
-                    "step.init the rule of the shares, optimizer_rule=rules.fsdp(axis, size=n) or "
-                    "ZeRO.optimizer_rule, or make the state by this optimizer's own init inside the map. An "
-                    "optimizer that keeps other shapes than its leaves' needs "
-                    f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
+                    f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
+                    f"{leaf.name}, of which a device updates {np.shape(leaf.gradient)}. If it is "
+                    "that of whole parameters, give step.init the rule of the shares, "
+                    "optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the "
+                    "state by this optimizer's own init inside the map. An optimizer that keeps "
+                    "other shapes than its leaves' needs optimizers.whole(optimizer, "
+                    f"{_spelt(leaf.split)}, specs)."
                 ) from error
         if any(leaf.split for leaf in self.leaves):
             self.refuse(
@@ -317,17 +329,19 @@ class _Update:
         if path in with_gradient:
             has, lacks = "a gradient", "no state in the optimizer"
         message = (
-            f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The leaves that the "
-            f"gradient function differentiates ({len(with_gradient)}; it gives None for the others) must be "
-            f"those that the optimizer has state for ({len(with_state)}). Pass trainable=... to step.init, and "
-            "eqx.partition the model by the same in the gradient function."
+            f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The "
+            f"leaves that the gradient function differentiates ({len(with_gradient)}; it gives "
+            "None for the others) must be those that the optimizer has state for "
+            f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by "
+            "the same in the gradient function."
         )
         split = split_over(dict(jax.tree.leaves_with_path(params))[path])
         if not split:
             return message
         return (
-            f"{message} Or, if the optimizer chooses leaves by their size, which is another on a shard along "
-            f"{_spelt(split)}, wrap it in optimizers.whole(optimizer, {_spelt(split)}, specs)."
+            f"{message} Or, if the optimizer chooses leaves by their size, which is another on a "
+            f"shard along {_spelt(split)}, wrap it in optimizers.whole(optimizer, {_spelt(split)}, "
+            "specs)."
         )
 
 
@@ -354,7 +368,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Whether JAX or optax raised this about shapes, or about a state with other leaves, and none of our functions."""
+    """Whether JAX or optax raised this about shapes, or about a state with other leaves, and none
+    of our functions."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

@@ -1,7 +1,8 @@
-"""An optimizer's update as a program: from which leaves each value is computed, and whether element by element.
+"""An optimizer's update as a program: from which leaves each value is computed, and whether element
+by element.
 
-The program is traced on leaves whose split dims have an unknown size, JAX's symbolic dimensions. So what holds
-for it holds for the shards and for the whole leaves alike.
+The program is traced on leaves whose split dims have an unknown size, JAX's symbolic dimensions. So
+what holds for it holds for the shards and for the whole leaves alike.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ def vouched_for(tree: PyTree) -> PyTree:
 
 
 def vouched_for_as(updates: PyTree, weights: PyTree) -> PyTree:
-    """Updates of the types of `weights`, marked as right on shards where `updates` are: they are never computed."""
+    """Updates of the types of `weights`, marked as right on shards where `updates` are: they are
+    never computed."""
     return jax.tree.map(lambda x, like: _marked(x, like, RIGHT_IF_GIVEN), updates, weights)
 
 
@@ -56,8 +58,8 @@ class Value(NamedTuple):
     """What is known of a value in an optimizer's program.
 
     Attributes:
-        leaves: the numbers of the leaves that it is computed from, `WHOLE` and `RIGHT` among them. Without any,
-            it is one number, or an array of equal ones, the same on all devices.
+        leaves: the numbers of the leaves that it is computed from, `WHOLE` and `RIGHT` among them.
+            Without any, it is one number, or an array of equal ones, the same on all devices.
         mixes: why it is not computed element by element; empty where it is.
     """
 
@@ -82,7 +84,8 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def elementwise(values: Sequence[Value], operation: str, *, varies: bool) -> Value:
-    """The value of what an operation computes of these element by element; `varies`: it differs between devices."""
+    """The value of what an operation computes of these element by element; `varies`: it differs
+    between devices."""
     value = joined(values)
     # What `zero.sharded` returns is whole on every device, as the parameters are.
     both_whole = RIGHT in value.leaves and not varies
@@ -94,7 +97,8 @@ def elementwise(values: Sequence[Value], operation: str, *, varies: bool) -> Val
 def follow(
     program: Jaxpr | ClosedJaxpr, values: Sequence[Value], line: str = "an unknown line"
 ) -> list[Value]:
-    """The values of a program's results, from those of its arguments; `line` is that of the call that it is in."""
+    """The values of a program's results, from those of its arguments; `line` is that of the call
+    that it is in."""
     jaxpr = jaxprs.opened(program)
     known = dict(zip(jaxpr.constvars, map(_constant, getattr(program, "consts", ())), strict=True))
     known |= zip(jaxpr.invars, values, strict=True)
@@ -138,7 +142,8 @@ def _results(eqn: JaxprEqn, operands: Sequence[Value], line: str) -> list[Value]
 
 
 def _mixes(eqn: JaxprEqn, operands: Value, line: str) -> str:
-    """Why an equation that is not elementwise is not right on shards; empty where all that it takes is whole."""
+    """Why an equation that is not elementwise is not right on shards; empty where all that it takes
+    is whole."""
     operation = f"{eqn.primitive.name} at {line}"
     if operands.leaves - {WHOLE}:
         return f"{operation} uses more than one element"
@@ -185,7 +190,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
-    """Whether an unknown size is part of `x`: of a shape, or of what a function takes from where it was made."""
+    """Whether an unknown size is part of `x`: of a shape, or of what a function takes from where it
+    was made."""
     match x:
         case _ if id(x) in seen:
             parts = ()

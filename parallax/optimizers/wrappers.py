@@ -1,19 +1,21 @@
 """Optimizers that look at more than one element at a time, made right on shards.
 
-An update of a shard is the shard of the update only where an optimizer acts element by element, and `step.make` refuses others
-(`parallax.optimizers.elementwise`). Two wrappers cure that; both give each device what it can compute on, and its own
-share of the result:
+An update of a shard is the shard of the update only where an optimizer acts element by element, and
+`step.make` refuses others (`parallax.optimizers.elementwise`). Two wrappers gather the leaves that
+such an optimizer needs, and return each device its own share of the update:
 
     whole      every device has all leaves whole, and updates all of them
-    by_matrix  every device has some layers' matrices whole, and updates those: Muon, LARS, LAMB, Adafactor
+    by_matrix  every device has the whole matrices of some layers, and updates those
 
-Bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`:
+Bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. By matrix,
+the update moves as well:
 
-                                  whole            by_matrix
-    all three live as shares      2 (n - 1)/n S    3 (n - 1)/n² S               gradient and parameter; then the update too
-    gradients alone (ZeRO-1)      (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S   gradient; then the update too
+                                      whole            by_matrix
+    gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
+    only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-By matrix, a leaf whose layers are what is split is with its owners already: only the update of ZeRO-1 moves, as it always does.
+By matrix, a leaf that is split along its layers is where it is updated already, and only ZeRO-1
+moves its update.
 """
 
 import functools
@@ -51,11 +53,12 @@ Leads = Callable[[str, int], int]
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` on whole leaves: gathered over `axis`, updated by every device, of which each keeps its own share.
+    """`optimizer` on whole leaves: gathered over `axis`, updated by every device, of which each
+    keeps its own share.
 
-    Right for any optimizer, with any state, which is whole on each device. Gradients and parameters may both be shares (tensor
-    parallelism, ZeRO-3), or gradients alone (from `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its
-    saving).
+    Right for any optimizer, with any state, which is whole on each device. Gradients and parameters
+    may both be shares (tensor parallelism, ZeRO-3), or gradients alone (from
+    `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its saving).
 
     Args:
         optimizer: any.
@@ -63,8 +66,8 @@ def whole(
         specs: of the shares, a tree like the parameters.
 
     Raises:
-        ValueError: the leaves are split over other axes too, and the optimizer does not act element by element; or, when its
-            state is made, the mesh has no such axis.
+        ValueError: the leaves are split over other axes too, and the optimizer does not act element
+            by element; or, when its state is made, the mesh has no such axis.
     """
 
     def no_layers(path, ndim):
@@ -80,24 +83,29 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with its state.
+    """`optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with its
+    state.
 
-    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i takes layers i L/n to (i + 1) L/n - 1 whole, by one
-    all-to-all, and gives back their updates by another. The optimizer sees leaves of [I, J], one layer of all stacked leaves
-    together, so that one which takes matrices, such as `optax.contrib.muon`, sees matrices. What is not stacked is updated by
-    every device, as in `whole`.
+    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i takes layers i L/n to
+    (i + 1) L/n - 1 whole, by one all-to-all, and gives back their updates by another. The optimizer
+    sees leaves of [I, J], one layer of all stacked leaves together, so that one which takes
+    matrices, such as `optax.contrib.muon`, sees matrices. What is not stacked is updated by every
+    device, as in `whole`.
 
     Args:
-        optimizer: one that updates each leaf by itself. To use another for some leaves, put `optax.partition` round both.
+        optimizer: one that updates each leaf by itself. To use another for some leaves, put
+            `optax.partition` round both.
         axis: the axes over which leaves are split that the optimizer looks at.
         specs: of the shares, a tree like the parameters.
-        layers: for globs of paths, how many leading dims are layers; the first that matches counts. By default a leaf of three
-            dims is [L, I, J]; stacked vectors, [L, I], need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
+        layers: for globs of paths, how many leading dims are layers; the first that matches counts.
+            By default a leaf of three dims is [L, I, J]; stacked vectors, [L, I], need
+            `layers={"blocks.**": 1}`, and so does a leaf of more dims.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims of a convolution or of heads
-            might be taken for layers; the layers on a device do not divide by the devices; a dim of layers but the last is split
-            over `axis`; the optimizer joins several leaves, as clipping by the global norm does; or those of `whole`.
+        ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims
+            of a convolution or of heads might be taken for layers; the layers on a device do not
+            divide by the devices; a dim of layers but the last is split over `axis`; the optimizer
+            joins several leaves, as clipping by the global norm does; or those of `whole`.
     """
 
     def leading(path, ndim):
@@ -106,8 +114,9 @@ def by_matrix(
         ]
         if not counts and ndim > 3:
             raise ValueError(
-                f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how many of the first are layers: a "
-                f"convolution has none, attention weights [L, D, H, K] have one. Pass layers={{{path!r}: 1}}, or its number."
+                f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
+                "many of the first are layers: a convolution has none, attention weights [L, D, "
+                f"H, K] have one. Pass layers={{{path!r}: 1}}, or its number."
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
@@ -117,7 +126,8 @@ def by_matrix(
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which is right on shards though it does not act element by element: `step.make` takes your word for it.
+    """`optimizer`, which is right on shards though it does not act element by element: `step.make`
+    takes your word for it.
 
     For one that joins the shards itself, with collectives of its own.
     """
@@ -138,8 +148,8 @@ class _Way(NamedTuple):
         name: of the leaf.
         lead: how many of its first dims are layers.
         splits: the dims that `axis` splits.
-        rest: the split of the layers over the axes that split no dim. Layers are split among owners over the
-            axes of `splits`, and inside that over these.
+        rest: the split of the layers over the axes that split no dim. Layers are split among owners
+            over the axes of `splits`, and inside that over these.
     """
 
     name: str
@@ -186,7 +196,8 @@ def _on_owners(
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
-                "optimizers: update needs the parameters, whose shapes tell shares from wholes. Pass params."
+                "optimizers: update needs the parameters, whose shapes tell shares from wholes. "
+                "Pass params."
             )
         weights = matching_parameters(updates, params)
         if has_unknown_sizes(
@@ -217,7 +228,8 @@ def _on_owners(
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Along which splits `x` is a share: as `weight`, or along all, as gradients of ZeRO-1 whose `weight` is whole."""
+    """Along which splits `x` is a share: as `weight`, or along all, as gradients of ZeRO-1 whose
+    `weight` is whole."""
     if x.shape != weight.shape:
         return splits
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
@@ -275,8 +287,9 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
         if dim < lead - 1:
             names = axes_of(axis)
             raise ValueError(
-                f"optimizers.by_matrix: {name} has {lead} dims of layers, and dim {dim} of them is split over "
-                f"{(names[0] if len(names) == 1 else names)!r}. Split dim {lead - 1}, or a dim of the matrices."
+                f"optimizers.by_matrix: {name} has {lead} dims of layers, and dim {dim} of them is "
+                f"split over {(names[0] if len(names) == 1 else names)!r}. Split dim {lead - 1}, "
+                "or a dim of the matrices."
             )
 
 
@@ -287,13 +300,15 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
     owners = math.prod(split.axis.size() for split in [*inside, *way.rest])
     if shape[layers] % owners:
         raise ValueError(
-            f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim {layers} of {shape}), which must "
-            f"divide by the {owners} devices that own some each. Take optimizers.whole, or other axes."
+            f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
+            f"{layers} of {shape}), which must divide by the {owners} devices that own some each. "
+            "Take optimizers.whole, or other axes."
         )
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are shapes."""
+    """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are
+    shapes."""
     paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
     owners = [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
     program = jax.make_jaxpr(update)(weights, state, weights)
@@ -301,8 +316,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
         eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)
     ):
         raise ValueError(
-            "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones in every layer. Take "
-            "optimizers.whole, which draws them for whole leaves, as one device does."
+            "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
+            "ones in every layer. Take optimizers.whole, which draws them for whole leaves, as "
+            "one device does."
         )
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
@@ -315,6 +331,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             )
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
-                f"optimizers.by_matrix: leaves are updated apart, each on its own device, and this optimizer makes {what} from "
-                f"{names}. Take optimizers.whole, or join leaves elsewhere: step.make and grads.clipped clip by the norm."
+                "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
+                f"optimizer makes {what} from {names}. Take optimizers.whole, or join leaves "
+                "elsewhere: step.make and grads.clipped clip by the norm."
             )

@@ -1,8 +1,10 @@
-"""Where every leaf of a tree lives: a rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule.
+"""Where every leaf of a tree lives: a rule is a function (path, leaf) -> `PartitionSpec`, or None
+to leave it to another rule.
 
-`match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim of what another
-rule gave, `experts` is for what tokens travel to. Any function of your own is a rule too. `specs` asks a rule about every leaf
-and refuses what would not run, or would run and train something else.
+`match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one
+more dim of what another rule gave, `experts` is for what tokens travel to. Any function of your own
+is a rule too. `specs` asks a rule about every leaf and refuses what would not run, or would run and
+train something else.
 """
 
 from parallax._typing import Rule

@@ -1,5 +1,5 @@
-"""A rule asked about every leaf of a tree: its spec, why, and the refusal of what would not run, or would run and train
-something else."""
+"""A rule asked about every leaf of a tree: its spec, why, and the refusal of what would not run, or
+would run and train something else."""
 
 import difflib
 import math
@@ -17,9 +17,11 @@ from parallax.trees import RENAME, entry_axes, is_array, twice
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """Each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`: `[("blocks.0.weight", leaf), ...]`.
+    """Each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`:
+    `[("blocks.0.weight", leaf), ...]`.
 
-    The parts are attributes, dict keys and sequence indices. Leaves that are no arrays are listed too, so it also reads specs.
+    The parts are attributes, dict keys and sequence indices. Leaves that are no arrays are listed
+    too, so it also reads specs.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
@@ -32,16 +34,20 @@ def specs(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Specs:
-    """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None where a leaf is no array.
+    """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None
+    where a leaf is no array.
 
-    Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as the `in_specs`
-    of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
+    Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The
+    result serves as the `in_specs` of the arrays of `tree`, filtered out with `eqx.filter` or
+    `eqx.partition`.
 
-    Raises `ValueError` at the first of these (`audit` lists all): two arrays of one path; a rule or `keep` pattern that matches
-    no leaf, or only leaves that earlier rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh; then,
-    leaf by leaf, a spec with more entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
-    than `fsdp` or `experts`, since then each replica would train a different model; an axis that the mesh lacks or whose size
-    does not divide the dim. Without a mesh, what needs its sizes is not checked.
+    Raises `ValueError` at the first of these (`audit` lists all): two arrays of one path; a rule or
+    `keep` pattern that matches no leaf, or only leaves that earlier rules take; a leaf without a
+    rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a spec with more
+    entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
+    than `fsdp` or `experts`, since then each replica would train a different model; an axis that
+    the mesh lacks or whose size does not divide the dim. Without a mesh, what needs its sizes is
+    not checked.
     """
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
@@ -94,7 +100,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """For each array's path: its spec, the rule that gave it, and what each `fsdp` changed.
 
     Raises:
-        ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a leaf that gets none.
+        ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a
+            leaf that gets none.
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)
@@ -105,7 +112,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of leaves that get no spec."""
+    """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of
+    leaves that get no spec."""
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     taken: dict[int, Placement] = {}
     refusals, unplaced = (
@@ -166,7 +174,10 @@ def _placement(
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
     shapes = " and ".join(str(leaf.shape) for each, leaf in arrays if each == path)
-    what = f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape {shapes}"
+    what = (
+        f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape "
+        f"{shapes}"
+    )
     return Refusal("same-path", path, what, RENAME)
 
 
@@ -178,14 +189,15 @@ def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
 def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
     names = [name_of(*part) for part in _parts(rule)]
     what = (
-        f"{path}: each leaf needs a rule, but none of the {len(names)} rules{_nearest(path, names)} covers this leaf of shape "
-        f"{leaf.shape}"
+        f"{path}: each leaf needs a rule, but none of the {len(names)} "
+        f"rules{_nearest(path, names)} covers this leaf of shape {leaf.shape}"
     )
     return Refusal("no-rule", path, what, f"add one, such as match({path!r}, P()) to keep it whole")
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
-    """The rules at the bottom of `first` and `fsdp`, in the order in which they are asked, each with the `fsdp`s around it."""
+    """The rules at the bottom of `first` and `fsdp`, in the order in which they are asked, each
+    with the `fsdp`s around it."""
     if isinstance(rule, first):
         for part in rule.rules:
             yield from _parts(part, wrappers)
@@ -196,7 +208,8 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...]) -> bool:
-    """Whether this is `match("**", P())`, which may end any list of rules: there need not be a rest."""
+    """Whether this is `match("**", P())`, which may end any list of rules: there need not be a
+    rest."""
     return not wrappers and isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
 
 
@@ -205,7 +218,10 @@ def _idle(
 ) -> Refusal:
     if not isinstance(rule, match):
         left = len(arrays) - len(taken)
-        what = f"rule {name} gives None for all leaves that earlier rules leave ({left} of {len(arrays)})"
+        what = (
+            f"rule {name} gives None for all leaves that earlier rules leave ({left} of "
+            f"{len(arrays)})"
+        )
         return Refusal("idle-rule", name, what, "change or remove it")
     hits = [i for i, (path, _) in enumerate(arrays) if matches_glob(rule.pattern, path)]
     if not hits:
@@ -213,8 +229,8 @@ def _idle(
         return Refusal("idle-rule", name, what, "correct the pattern, or remove the rule")
     by = taken[hits[0]]
     what = (
-        f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken by earlier rules ({by.path} "
-        f"by {by.by})"
+        f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken "
+        f"by earlier rules ({by.path} by {by.by})"
     )
     return Refusal("idle-rule", name, what, "put it before them, or remove it")
 

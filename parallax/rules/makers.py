@@ -1,8 +1,10 @@
-"""What makes rules: `match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one more dim.
+"""What makes rules: `match` gives one spec to all paths under a glob, `first` asks rules in order,
+`fsdp` splits one more dim.
 
 `experts` is a `match` for what tokens travel to.
 
-A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any function of your own is one too.
+A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any
+function of your own is one too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +26,9 @@ from parallax.rules.placement import free, padded, spec_of
 class match:
     """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
 
-    A pattern is matched part by part, the parts being set apart by dots: `**` stands for any number of parts (none
-    included), and any other part is a file-name glob: `*` is one whole part, `w*` a part that begins with w.
+    A pattern is matched part by part, the parts being set apart by dots: `**` stands for any number
+    of parts (none included), and any other part is a file-name glob: `*` is one whole part, `w*` a
+    part that begins with w.
     """
 
     pattern: str
@@ -43,8 +46,9 @@ class match:
 class experts(match):
     """`match` for experts, which `parallax.experts.moe` brings the tokens of all replicas to.
 
-    Its spec may name an axis that splits the batch, and an `fsdp` over the same axis round it leaves the leaf as it is. Anything
-    else that is split over such an axis would be another model on each replica.
+    Its spec may name an axis that splits the batch, and an `fsdp` over the same axis round it
+    leaves the leaf as it is. Anything else that is split over such an axis would be another model
+    on each replica.
     """
 
     def __repr__(self) -> str:
@@ -68,16 +72,20 @@ class first:
 
 @dataclass(frozen=True)
 class fsdp:
-    """The rule of ZeRO-3: what `inside` gives, with the largest free dim that divides by `size` split over `axis_name`.
+    """The rule of ZeRO-3: what `inside` gives, with the largest free dim that divides by `size`
+    split over `axis_name`.
 
-    Of equally large dims the first is taken. A leaf of fewer than `min_size` elements (counted before any split), or in which
-    no free dim divides, stays as `inside` gave it; `explain` says which and why. To spare whole leaves, ask another rule first:
+    Of equally large dims the first is taken. A leaf of fewer than `min_size` elements (counted
+    before any split), or in which no free dim divides, stays as `inside` gave it; `explain` says
+    which and why. To spare whole leaves, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
 
-    `keep` maps globs to dims not to be split: `keep={"blocks.**": (0,)}` spares the layers dim that a scan runs over. Where it
-    is forgotten, each replica would run some of the layers; `zero.gathered` refuses that.
+    `keep` maps globs to dims not to be split: `keep={"blocks.**": (0,)}` spares the layers dim that
+    a scan runs over. Where it is forgotten, each replica would run some of the layers;
+    `zero.gathered` refuses that.
 
-    `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no mesh; `specs` checks it.
+    `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no
+    mesh; `specs` checks it.
 
     Raises:
         ValueError: `size` is below 1.
@@ -92,7 +100,8 @@ class fsdp:
     def __post_init__(self):
         if self.size < 1:
             raise ValueError(
-                f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got {self.size}. Pass size=1."
+                f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
+                f"{self.size}. Pass size=1."
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:

@@ -16,7 +16,8 @@ from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, par
 
 
 class GatheredOptState(eqx.Module):
-    """The state of an optimizer that works on leaves which are whole, as `parallax.optimizers` makes them.
+    """The state of an optimizer that works on leaves which are whole, as `parallax.optimizers`
+    makes them.
 
     Attributes:
         groups: the state of each group of leaves with the same layers.
@@ -32,12 +33,14 @@ class GatheredOptState(eqx.Module):
 
 
 def check_axes(names: Sequence[str], there: Sequence[str]) -> None:
-    """Refuse axes of `parallax.optimizers` that are not among those that are there. Raises `ValueError`."""
+    """Refuse axes of `parallax.optimizers` that are not among those that are there. Raises
+    `ValueError`."""
     strange = [name for name in names if name not in there]
     if strange:
         raise ValueError(
-            f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has {', '.join(map(repr, there))}. Give "
-            "optimizers.whole or optimizers.by_matrix the names of its axes."
+            f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has "
+            f"{', '.join(map(repr, there))}. Give optimizers.whole or optimizers.by_matrix the "
+            "names of its axes."
         )
 
 
@@ -47,18 +50,22 @@ def optimizer_specs(
     specs: Specs,
     mesh: AnyMesh | None = None,
 ) -> Specs:
-    """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter, all else (counts) is `P()`.
+    """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter,
+    all else (counts) is `P()`.
 
-    `specs` is what `specs(tree, rule)` gives. A moment of another shape than its parameter must be that parameter reduced over
-    some dims (dropped, or kept as 1), as the factored moments of Adafactor are: each dim that is left stays split as it was.
-    Where equal sizes leave open which dim was reduced, only the splits that all readings share are kept. Any other shape is a
+    `specs` is what `specs(tree, rule)` gives. A moment of another shape than its parameter must be
+    that parameter reduced over some dims (dropped, or kept as 1), as the factored moments of
+    Adafactor are: each dim that is left stays split as it was. Where equal sizes leave open which
+    dim was reduced, only the splits that all readings share are kept. Any other shape is a
     `ValueError`, unless the parameter is whole: then so is all its state.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are those that `specs` has and `tree` has
-    not: pass `eqx.filter(tree, trained)` where some leaves are frozen. State of `parallax.optimizers` is whole along its axes,
-    each of which `mesh` must have, if it is given.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are those
+    that `specs` has and `tree` has not: pass `eqx.filter(tree, trained)` where some leaves are
+    frozen. State of `parallax.optimizers` is whole along its axes, each of which `mesh` must have,
+    if it is given.
 
-    The specs say where the state lives, not that an update on shards equals one on the whole; `step.make` asks that.
+    The specs say where the state lives, not that an update on shards equals one on the whole;
+    `step.make` asks that.
     """
     arrays = eqx.filter(tree, is_inexact)
     given = by_path(specs)
@@ -66,9 +73,10 @@ def optimizer_specs(
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
-            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the tree, in its structure, and "
-            f"{dotted(missing[0]) or 'the tree itself'} has none in {jax.tree.structure(specs)}; pass what "
-            f"rules.specs(tree, rule) gives for this very tree."
+            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
+            f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
+            f"{jax.tree.structure(specs)}; pass what rules.specs(tree, rule) gives for this very "
+            "tree."
         )
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
@@ -135,9 +143,10 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     ]
     if not readings:
         raise ValueError(
-            f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape {leaf.shape}, which is not "
-            f"that leaf reduced over some dims, so it cannot follow the spec {spec}; wrap the optimizer in optimizers.whole, "
-            f"which keeps its state whole, replicate the leaf with P(), or write the specs of this state by hand."
+            f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape "
+            f"{leaf.shape}, which is not that leaf reduced over some dims, so it cannot follow the "
+            f"spec {spec}; wrap the optimizer in optimizers.whole, which keeps its state whole, "
+            "replicate the leaf with P(), or write the specs of this state by hand."
         )
     return spec_of(
         [column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)]

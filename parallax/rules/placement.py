@@ -1,4 +1,5 @@
-"""A leaf and the spec that a rule gave it: whether the spec fits, and the sentence that refuses it."""
+"""A leaf and the spec that a rule gave it: whether the spec fits, and the sentence that refuses
+it."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -74,10 +75,11 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes is not asked.
+    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes
+    is not asked.
 
-    Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a leaf without that split would
-    have each device run all of them, and is never advised.
+    Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a
+    leaf without that split would have each device run all of them, and is never advised.
     """
     found = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     if mesh is not None and not found:
@@ -91,7 +93,8 @@ def refused(
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
-    """The axes that split the same dim, of the same size, of two leaves or more, and no other: as stages split layers."""
+    """The axes that split the same dim, of the same size, of two leaves or more, and no other: as
+    stages split layers."""
     found: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
@@ -103,8 +106,8 @@ def stacked_axes(placements: Sequence[Placement]) -> set[str]:
 def _entries_refused(p: Placement) -> Iterator[Refusal]:
     if len(p.spec) > p.leaf.ndim:
         what = (
-            f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has {len(p.spec)} for shape "
-            f"{p.leaf.shape}, which has {p.leaf.ndim}"
+            f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has "
+            f"{len(p.spec)} for shape {p.leaf.shape}, which has {p.leaf.ndim}"
         )
         yield Refusal(
             "too-many-entries", p.path, what, "drop entries, or replicate this leaf with P()"
@@ -112,8 +115,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
     axes = [axis for entry in p.spec for axis in entry_axes(entry)]
     for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
         what = (
-            f"{p.path}: a mesh axis can split one dim of a leaf, but {p.spec} (rule {p.by}) uses {axis!r} "
-            f"{axes.count(axis)} times for shape {p.leaf.shape}"
+            f"{p.path}: a mesh axis can split one dim of a leaf, but {p.spec} (rule {p.by}) uses "
+            f"{axis!r} {axes.count(axis)} times for shape {p.leaf.shape}"
         )
         yield Refusal("axis-twice", p.path, what, "keep it in one entry only")
 
@@ -126,12 +129,14 @@ def _batch_refused(
             if axis in batch_axes and not p.visited:
                 size = "..." if mesh is None else mesh.shape.get(axis, "...")
                 what = (
-                    f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis {axis!r}, which splits the batch, by "
-                    f"rule {name_of(p.rule)}, so each replica would train a different model"
+                    f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis "
+                    f"{axis!r}, which splits the batch, by rule {name_of(p.rule)}, so each replica "
+                    "would train a different model"
                 )
                 cure = (
-                    f"split it with fsdp({axis!r}, size={size}) instead, or with rules.experts if tokens travel to it, or over "
-                    f"another axis, or leave {axis!r} out of batch_axes={tuple(batch_axes)} if it does not split the batch"
+                    f"split it with fsdp({axis!r}, size={size}) instead, or with rules.experts if "
+                    f"tokens travel to it, or over another axis, or leave {axis!r} out of "
+                    f"batch_axes={tuple(batch_axes)} if it does not split the batch"
                 )
                 yield Refusal("split-like-the-batch", p.path, what, cure)
 
@@ -163,7 +168,10 @@ def _sizes_refused(
             cure = f"{others}, or replicate this leaf with P()"
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
-                cure = f"all leaves have this dim split there: make it {more}, a multiple of {size}, or the mesh axis smaller"
+                cure = (
+                    f"all leaves have this dim split there: make it {more}, a multiple of {size}, "
+                    "or the mesh axis smaller"
+                )
             yield Refusal("does-not-divide", p.path, what, cure)
 
 
