@@ -25,7 +25,6 @@ from parallax.collectives.axis import Axis, AxisLike, combined_axis, xla
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import (
     accumulation_dtype,
-    axes_of_type,
     linear,
     varying,
     varying_axes,
@@ -332,16 +331,13 @@ def local_gradients(
     if reduced is not None:
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        if shares:
-            program = _program_with_shares(grad, declared, batch, shares)
-            for name in names:
-                program.check(name, shares.get(name, set()), loss=loss)
-            return declared, *program.run()
-        # Without shares it runs as it is: a pipeline's checks follow its values back to the
-        # parameters.
-        value, gradients = grad(declared, batch)
-        for name in _reduced_axes(value, gradients, names) if loss else ():
-            _Program(grad, declared, batch).check(name, set(), loss=True)
+        # Without shares it runs as it is: a pipeline's checks follow its values to the parameters.
+        program = _program_with_shares(grad, declared, batch, shares) if shares else None
+        value, gradients = program.run() if program else grad(declared, batch)
+        reduced_axes = _reduced_axes(value, gradients, names) if loss else []
+        for name in sorted({*shares, *reduced_axes}):
+            program = program or _Program(grad, declared, batch)
+            program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
         return declared, value, gradients
 
 
@@ -357,7 +353,10 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Those of the axes along which gradients differ, and the loss does not."""
+    """Those of the axes along which gradients differ, and the loss does not.
+
+    Where neither differs, both were reduced, which is right.
+    """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
     return [
@@ -400,19 +399,13 @@ class _Program:
         # A result that is a constant of the program is an array of NumPy.
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
-    def check(self, name: str, shares: set[str], *, loss: bool) -> None:
+    def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
         """Refuse a loss that is reduced over the axis `name` already, or that uses a share as a
         whole.
 
         A loss that depends on nothing that differs along the axis, such as a constant, was not
         reduced over it.
         """
-        value, gradients = jax.tree.unflatten(self.structure, self.closed.out_avals)
-        differ = any(name in axes_of_type(gradient) for gradient in jax.tree.leaves(gradients))
-        # Where gradients are reduced as well, both are right.
-        may_be_reduced = loss and differ and name not in axes_of_type(loss_part(value))
-        if not (shares or may_be_reduced):
-            return
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         is_data = [False] * len(params) + [True] * len(batch)
         uses = jaxprs.uses(self.closed, name, data=is_data)[0]

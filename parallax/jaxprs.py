@@ -349,51 +349,44 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def source(eqn: JaxprEqn) -> str:
-    """The line that an equation is from, "file.py:12": the caller's innermost, or else the one of
-    this library that made it."""
-    ours = UNKNOWN
+def _frames(eqn: JaxprEqn) -> Sequence[Any]:
+    """The calls that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if frame.file_name.startswith(_ROOMS[0]):  # from here on, who called the lint
+    return traceback.frames if traceback else ()
+
+
+def source(eqn: JaxprEqn) -> str:
+    """The caller's innermost line that made an equation, "file.py:12"; else this library's."""
+    ours = UNKNOWN
+    for frame in _frames(eqn):
+        name = frame.file_name
+        if name.startswith(_ROOMS[0]):  # from here on, the callers of the lint
             break
-        line = f"{frame.file_name}:{frame.line_num}"
-        if _is_callers(frame.file_name):
+        line = f"{name}:{frame.line_num}"
+        if _is_callers(name):
             return line
-        if (
-            ours == UNKNOWN
-            and frame.file_name.startswith(_HOUSE)
-            and not frame.file_name.startswith(_ROOMS)
-        ):
+        if ours == UNKNOWN and name.startswith(_HOUSE) and not name.startswith(_ROOMS):
             ours = line
     return ours
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """The line that made an equation, wherever it is but in JAX: "clipping.py:77"; "" where that is
-    unknown."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if frame.file_name.endswith(".py") and not frame.file_name.startswith(
-            (_LIBRARIES[0], _STANDARD)
-        ):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    """The innermost line outside JAX that made an equation, "clipping.py:77"; "" if unknown."""
+    for frame in _frames(eqn):
+        name = frame.file_name
+        if name.endswith(".py") and not name.startswith((_LIBRARIES[0], _STANDARD)):
+            return f"{os.path.basename(name)}:{frame.line_num}"
     return ""
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """The file of the innermost function round an equation that is not of JAX; "" where that is
-    unknown."""
-    traceback = eqn.source_info.traceback
-    names = [
-        frame.file_name
-        for frame in (traceback.frames if traceback else ())
-        if frame.file_name.endswith(".py")
-    ]
-    others = (
-        name for name in names if name.startswith(_INSTALLED) or not name.startswith(_STANDARD)
-    )
-    return next((name for name in others if not name.startswith(_LIBRARIES[0])), "")
+    """The file of the innermost function outside JAX that made an equation; "" if unknown."""
+    for frame in _frames(eqn):
+        name = frame.file_name
+        is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
+        if name.endswith(".py") and not is_standard and not name.startswith(_LIBRARIES[0]):
+            return name
+    return ""
 
 
 def is_of_optax(file_name: str) -> bool:

@@ -363,7 +363,7 @@ LAYERS = (
         "}",
         f"{WRAPPED} -k inner_mean_under_jit",
     ),
-    Mutant("_Program.check", "loss and differ and", "loss and", f"{WRAPPED} -k reduced_together"),
+    Mutant("_reduced_axes", "name in differs and", "True and", f"{WRAPPED} -k reduced_together"),
     Mutant(
         "_Program.check",
         "may_be_reduced and any(reaches)",
