@@ -1975,7 +1975,7 @@ EXPERTS = (
         "unpipelined",
         "arrays = from_placement(arrays, placement)",
         "arrays = arrays",
-        "test_branching.py::test_one_device_equals_a_pipeline_of_any_placement",
+        "test_branching.py::test_one_device_equals_a_pipeline_placed_in_a_v",
     ),
     Mutant(
         "stored",

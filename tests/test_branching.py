@@ -386,8 +386,16 @@ def test_what_is_no_placement_is_refused(placement):
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
-    """`unpipelined` with the placement: loss, gradients and auxiliary values of each place; `local_chunks` has a stage's own."""
     table = data.draw(tables(data.draw(st.integers(2, 4)), 2, data.draw(st.integers(1, 2))))()
+    assert_one_device_equals_the_pipeline(table, seed)
+
+
+def test_one_device_equals_a_pipeline_placed_in_a_v():
+    assert_one_device_equals_the_pipeline(greedy(v_placement(3), 2, [6] * 3), seed=0)
+
+
+def assert_one_device_equals_the_pipeline(table, seed):
+    """`unpipelined` with the placement: loss, gradients and auxiliary values of each place; `local_chunks` has a stage's own."""
     v, stages = table.placed.shape
 
     def stage(params, x, part, position):

@@ -591,7 +591,7 @@ def test_refusals():
             ):
                 make(capacity)
     with pytest.raises(
-        ValueError, match=r"^experts\.blocks: a block needs 1 row or more; got size=0"
+        ValueError, match=r"^experts.grouped: a block needs 1 row or more; got size=0"
     ):
         experts.grouped(size=0)
 

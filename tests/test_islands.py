@@ -266,10 +266,11 @@ def test_int8_carries_what_it_rounds_away():
     apart = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.model, plain.model)
     assert_close(apart, owed, 1e-9)  # of numbers of 1e-5, between weights of 1
     assert np.max(np.abs(owed.up)) > 1e-7
-    last = state.model
+    last, owed_before = state.model, state.error
     for _ in range(2):
         state, _ = program(exact._replace(feedback=True))[1](state, batch(7, 9), [False] * 4)
     assert_close(state.model, last, 0)  # where none is there, nothing moves
+    assert_close(state.error, owed_before, 0)  # and what is owed stays owed
 
 
 def test_layers_as_fragments():
