@@ -39,7 +39,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
         sizes: the size of each axis, at least 1. Their product is the number of devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a size below 1.
+        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a size below 1;
+            or the devices are CPUs, and JAX keeps compiled programs in a folder.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -49,6 +50,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
         )
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
+    _check_not_cached(devices)
     types = (AxisType.Auto,) * len(sizes)
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
@@ -67,6 +69,24 @@ def abstract(**sizes: int) -> AbstractMesh:
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
+
+
+def _check_not_cached(devices: Sequence[Device]) -> None:
+    """Refuse CPU devices whose programs may come from JAX's compilation cache.
+
+    A CPU program that was loaded from it runs its collectives in an order that differs between
+    devices. Attention round a ring of four then hangs, or returns wrong numbers from the fifth call
+    on: seen on JAX 0.10.2 and 0.12.
+    """
+    config = jax.config
+    cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
+    if cached and len(devices) > 1 and devices[0].platform == "cpu":
+        raise ValueError(
+            f"mesh.make: JAX keeps compiled programs in {config.jax_compilation_cache_dir}. A program "
+            f"for {len(devices)} CPU devices that is loaded from there can hang or return wrong "
+            "numbers. Unset JAX_COMPILATION_CACHE_DIR, or call "
+            "jax.config.update('jax_enable_compilation_cache', False) first."
+        )
 
 
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:

@@ -26,7 +26,7 @@ class Running:
     """A job of `processes` ranks that trains in `folder`, and what it prints.
 
     Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, for tests that compare
-    bits, or with the `flags` given. Compiled programs of one process go to `cache`. Jobs of one `name` ask for the same port.
+    bits, or with the `flags` given. Jobs of one `name` ask for the same port.
     """
 
     def __init__(
@@ -51,13 +51,6 @@ class Running:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **flags,
         }
-        if processes == 1:
-            # In several it is rank 0 alone that reads what it wrote: it would run while the others compile, and gloo gives them
-            # 30 s to come to the first collective.
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(cache),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }
         command = [
             sys.executable,
             str(program),

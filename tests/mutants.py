@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
         return f"{self.word:<12}  {self.name:<58}  {self.by}  {self.seconds:.0f} s"
 
 
-def verdict(mutant: Mutant, *, limit: float, cache: Path) -> Verdict:
+def verdict(mutant: Mutant, *, limit: float) -> Verdict:
     """Run the mutant's tests on a copy of the repository with the fault in it."""
     found, content = mutated(mutant, ROOT)
     name = f"{found.module}.{mutant.name}"
@@ -77,7 +77,7 @@ def verdict(mutant: Mutant, *, limit: float, cache: Path) -> Verdict:
         copy(Path(folder))
         Path(folder, found.path).write_bytes(content)
         begin = time.monotonic()
-        code, printed = run(Path(folder), [*options(mutant), *selected(mutant)], limit, cache)
+        code, printed = run(Path(folder), [*options(mutant), *selected(mutant)], limit)
         seconds = time.monotonic() - begin
     if code is None or HANGS in printed:
         return Verdict(
@@ -128,18 +128,9 @@ def selected(mutant: Mutant) -> list[str]:
     return found
 
 
-def run(
-    folder: Path, arguments: Sequence[str], limit: float, cache: Path
-) -> tuple[int | None, str]:
+def run(folder: Path, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
     """pytest's exit code, and what it printed. A test may take `limit` seconds; the code is None where all take 50 times that."""
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(
-            cache
-        ),  # most programs of a mutant are those of the repository
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": str(folder),  # for the programs that tests start
-    }
+    environment = {"PYTHONPATH": str(folder)}  # for the programs that tests start
     command = [
         sys.executable,
         "-m",
@@ -214,11 +205,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=300, help="seconds for a test; longer is a failure (300)"
     )
-    parser.add_argument(
-        "--cache",
-        metavar="FOLDER",
-        help="of compiled programs, for the next command; by default a new one",
-    )
     asked = parser.parse_args(arguments)
     mutants = [*BY_HAND, *drawn(ROOT, asked.generate, seed=0)]
     if asked.only:
@@ -229,12 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not mutants:
         parser.error("no mutant is selected")
     verdicts = []
-    with (
-        tempfile.TemporaryDirectory(prefix="mutants-cache-") as new,
-        ThreadPoolExecutor(asked.jobs) as pool,
-    ):
-        cache = Path(asked.cache or new).absolute()
-        for each in pool.map(functools.partial(verdict, limit=asked.limit, cache=cache), mutants):
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for each in pool.map(functools.partial(verdict, limit=asked.limit), mutants):
             print(each, flush=True)
             verdicts.append(each)
     words = [each.word for each in verdicts]

@@ -16,6 +16,19 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh
 
 
+def test_programs_of_many_cpus_may_not_come_from_the_compilation_cache(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        with pytest.raises(ValueError, match="can hang or return wrong numbers"):
+            mesh.make(data=8)
+        mesh.make(data=1, devices=jax.devices()[:1])
+        jax.config.update("jax_enable_compilation_cache", False)
+        mesh.make(data=8)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
 class Linear(eqx.Module):
     weight: jax.Array
     bias: np.ndarray

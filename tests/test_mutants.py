@@ -112,9 +112,9 @@ CAUGHT = Mutant(
 
 
 @pytest.mark.programs
-def test_the_command_tells_what_is_caught(tmp_path, monkeypatch, capsys):
+def test_the_command_tells_what_is_caught(monkeypatch, capsys):
     monkeypatch.setattr(mutants, "BY_HAND", (CAUGHT,))
-    assert mutants.main(["--generate", "0", "--only", "gpipe", "--cache", str(tmp_path)]) == 0
+    assert mutants.main(["--generate", "0", "--only", "gpipe"]) == 0
     first, total = capsys.readouterr().out.splitlines()
     assert first.startswith("caught ")
     assert f"by tests/{CAUGHT.tests} " in first
