@@ -22,6 +22,9 @@ import measure
 import optax
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import corpus
 from parallax import data, mesh, step
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -209,8 +212,8 @@ def train(steps: int, batch: int, remat: str):
     """Train GPT-2 small over data 2 x stage 2 x tensor 2 with ZeRO-1 on real text, and print what the process needed."""
     layout = Layout(data=2, stage=2, tensor=2, zero=1, microbatches=batch // 2, remat=remat)
     mesh_ = mesh.make(**layout.axes)
-    tokens = data.encode_file(
-        SHIPPED / "state_of_the_union.txt", data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")
+    tokens = corpus.encode_file(
+        SHIPPED / "state_of_the_union.txt", corpus.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken")
     )
     prepared = decoder.train_step(
         gpt2.FAMILY,

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+import corpus
 import pictures
 from parallax import data, experts, grads, mesh, rules, step
 from parallax.collectives import ring
@@ -123,7 +124,7 @@ if __name__ == "__main__":
     texts = dict(
         zip(
             ("tokens", "held_out"),
-            data.split(data.encode_file(TEXT, data.bytes_tokenizer())),
+            data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer())),
             strict=True,
         )
     )

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+import corpus
 import pictures
 from parallax import data, layout, mesh
 from parallax.collectives import ring
@@ -77,7 +78,7 @@ def run(n: int, tokens: np.ndarray) -> Run:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
-    tokens, _ = data.split(data.encode_file(TEXT, data.bytes_tokenizer()))
+    tokens, _ = data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer()))
     one, four = (run(n, tokens) for n in (1, 4))
     print(
         f"GPT-2 of {CONFIG.parameters:,} parameters, {STEPS} steps of {BATCH} sequences of {CONFIG.context} bytes\n"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import corpus
 import pictures
 from parallax import data, islands, mesh
 from parallax.collectives import AxisLike
@@ -99,7 +100,7 @@ if __name__ == "__main__":
     texts = dict(
         zip(
             ("tokens", "held_out"),
-            data.split(data.encode_file(TEXT, data.bytes_tokenizer())),
+            data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer())),
             strict=True,
         )
     )

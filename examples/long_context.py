@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import corpus
 from parallax import context, data, mesh
 from parallax.layout import Layout
 from parallax.models import decoder, documents, llama
@@ -27,7 +28,7 @@ ALONE, RING = Layout(), Layout(context=4)
 def tokens():
     """The text's bytes, each speech closed by `END`: those of other speeches are not seen."""
     text = TEXT.read_text(encoding="utf-8").replace("\n\nMr. ", chr(END) + "Mr. ")
-    return data.split(data.bytes_tokenizer().encode(text))[0]
+    return data.split(corpus.bytes_tokenizer().encode(text))[0]
 
 
 def prepared(layout, T, batch, optimizer, **compute):

@@ -1,15 +1,10 @@
 """Text in, the same batches out: for every seed and step, on any number of processes."""
 
-import builtins
 import contextlib
 import errno
-import hashlib
 import math
 import os
-import runpy
-from collections import Counter
-from itertools import pairwise
-from pathlib import Path
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,10 +13,6 @@ from hypothesis import strategies as st
 
 from parallax import data
 from parallax.data import batches, manifest, token_file
-
-EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
-TEXT, RANKS = EXAMPLES / "state_of_the_union.txt", EXAMPLES / "gpt2.tiktoken"
-TOKENIZERS = {"bytes": data.bytes_tokenizer, "gpt2": lambda: data.gpt2_tokenizer(RANKS)}
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -100,7 +91,7 @@ def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, w
     data.write(path, np.arange(200), vocabulary=written)
     with pytest.raises(
         ValueError,
-        match=rf"needed tokens of a vocabulary of {read}, the file was written with {written}\.",
+        match=rf"needed tokens of a vocabulary of {read}, these were written with {written}\.",
     ):
         data.read(path, vocabulary=read)
     content, record = path.read_bytes(), tmp_path / "text.bin.json"
@@ -115,7 +106,7 @@ def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, w
     record.write_text(whole.replace(str(written), str(read)))
     with pytest.raises(manifest.Damaged, match=r"text\.bin\.json: the manifest is damaged"):
         data.read(path, vocabulary=read)
-    manifest.write(record, {"vocabulary": str(written), "bytes": len(content)})
+    manifest.write(record, {"format": 3, "vocabulary": str(written), "bytes": len(content)})
     with pytest.raises(manifest.Damaged, match=r"json: vocabulary: needed a whole number, got '"):
         data.read(path, vocabulary=written)
     record.unlink()
@@ -264,7 +255,6 @@ def test_a_batch_forgets_which_batches_came_before(steps, seed):
     in_order = {step: at(step) for step in range(61)}
     for step in steps:
         np.testing.assert_array_equal(at(step), in_order[step])
-    batches._deal.cache_clear()
     for step in reversed(steps):
         np.testing.assert_array_equal(at(step), in_order[step])
 
@@ -290,10 +280,62 @@ def test_seeds_and_epochs_differ_and_offsets_reach_both_ends():
     assert tuple(other) not in {tuple(starts) for starts in epochs}
 
 
+@given(count=st.integers(1, 5000), keys=st.lists(seeds, min_size=8, max_size=8))
+@example(count=1, keys=[0] * 8)
+@example(count=4, keys=[0] * 8)
+@example(count=4097, keys=[1] * 8)
+def test_any_count_is_permuted(count, keys):
+    numbers = batches.permuted(np.arange(count), count, [np.uint64(key) for key in keys])
+    np.testing.assert_array_equal(np.sort(numbers), np.arange(count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 16, 17])
+def test_every_window_is_as_likely_at_every_place(count):
+    """Over 4,000 epochs, each window at the first and at the last place, within five standard deviations."""
+    tokens, epochs = np.arange(count + 1), 4000
+    orders = [
+        data.batch(tokens, seed=3, step=epoch, size=count, length=1)[:, 0]
+        for epoch in range(epochs)
+    ]
+    orders = np.array(orders) - np.min(orders, axis=1, keepdims=True)
+    expected, deviation = epochs / count, math.sqrt(epochs / count * (1 - 1 / count))
+    for place in (0, count - 1):
+        counts = np.bincount(orders[:, place], minlength=count)
+        assert np.abs(counts - expected).max() < 5 * deviation
+    pairs = np.bincount(orders[:, 0] * count + orders[:, 1], minlength=count**2)
+    expected = epochs / (count * (count - 1))
+    assert pairs.reshape(count, count)[~np.eye(count, dtype=bool)].min() > expected - 6 * math.sqrt(
+        expected
+    )
+
+
+class Endless:
+    """A text of 1e9 windows of 1,024 tokens: a token is its place, modulo a vocabulary."""
+
+    def __len__(self):
+        return 1024 * 10**9
+
+    def __getitem__(self, places):
+        return places % 50_000
+
+
+def test_a_batch_of_a_billion_windows_needs_no_memory_for_them():
+    options = {"seed": 1, "size": 64, "length": 1023}
+    data.batch(Endless(), step=0, **options)
+    tracemalloc.start()
+    try:
+        first, later = (data.batch(Endless(), step=step, **options) for step in (0, 12_345_678))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10e6
+    assert len({*first[:, 0].tolist(), *later[:, 0].tolist()}) > 100
+
+
 def test_the_deal_is_the_same_on_every_machine():
     """Written down once: a change here changes every run that was begun."""
     starts = data.batch(np.arange(100), seed=42, step=3, size=5, length=8)[:, 0]
-    assert starts.tolist() == [18, 82, 10, 50, 2]
+    assert starts.tolist() == [58, 50, 82, 66, 42]
 
 
 def test_tokens_may_lie_in_a_file(tmp_path):
@@ -393,256 +435,3 @@ def test_held_out_batches_walk_the_text_in_order(n, size, length, limit):
 def test_held_out_batches_refuses_before_the_first_batch(wrong, message):
     with pytest.raises(ValueError, match=message):
         data.held_out_batches(np.arange(20), **{"size": 4, "length": 5} | wrong)
-
-
-# Tokenizers
-
-
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def tokenizer(request):
-    return TOKENIZERS[request.param]()
-
-
-@given(text=st.text(max_size=60))
-@example(text="")
-@example(text="naïve — 漢字 🙂\r\n\t  <|endoftext|>")
-def test_decode_undoes_encode(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.uint16
-    assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
-
-
-@given(data_=st.data())
-def test_any_tokens_decode(tokenizer, data_):
-    ids = data_.draw(st.lists(st.integers(0, tokenizer.vocabulary - 1), max_size=20))
-    assert isinstance(tokenizer.decode(ids), str)
-
-
-@pytest.mark.parametrize("bad", [-1, "vocabulary"])
-def test_decode_refuses_what_is_no_token(tokenizer, bad):
-    bad = tokenizer.vocabulary if bad == "vocabulary" else bad
-    with pytest.raises(
-        ValueError,
-        match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} at index 1",
-    ):
-        tokenizer.decode([0, bad])
-
-
-def test_half_a_pair_of_surrogates_is_refused(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"half of a pair of surrogates, '.u[0-9a-f]{4}', at character 2\."
-    ):
-        tokenizer.encode("ab\ud800c")
-
-
-@pytest.mark.parametrize("blank", [" ", "\n", " \n\t"])
-def test_a_million_blanks_are_encoded_or_refused(tokenizer, blank):
-    text = "a" + blank * (1_000_000 // len(blank)) + "b"
-    if tokenizer.name == "bytes":
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-        return
-    blanks = len(text) - 2
-    with pytest.raises(
-        ValueError,
-        match=rf"cannot encode .*: the longest run, at character 1, has {blanks}\. Shorten",
-    ):
-        tokenizer.encode(text)
-
-
-def test_known_tokens():
-    gpt2 = data.gpt2_tokenizer(RANKS)
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("We'll  see:\n\n1984!").tolist() == [
-        1135,
-        1183,
-        220,
-        766,
-        25,
-        198,
-        198,
-        28296,
-        0,
-    ]
-    assert gpt2.decode([50256]) == "<|endoftext|>"
-    assert 50256 not in gpt2.encode("<|endoftext|>")
-    assert data.bytes_tokenizer().encode("é").tolist() == [0xC3, 0xA9]
-    assert data.bytes_tokenizer().decode([0x61, 0xC3]) == "a\ufffd"
-
-
-def test_a_damaged_vocabulary_is_refused(tmp_path):
-    content = bytearray(RANKS.read_bytes())
-    content[400_000] ^= 1
-    (tmp_path / "gpt2.tiktoken").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"damaged.*needed sha256 306cd27f.*got .*of 835554 bytes.*Copy it again"
-    ):
-        data.gpt2_tokenizer(tmp_path / "gpt2.tiktoken")
-
-
-def test_a_missing_vocabulary_is_named(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"absent: needed GPT-2's ranks.*examples/data/gpt2\.tiktoken"
-    ):
-        data.gpt2_tokenizer(tmp_path / "absent")
-
-
-def test_without_tiktoken_the_message_says_what_to_install(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name == "tiktoken":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'pip install -e "\.\[examples\]"'):
-        data.gpt2_tokenizer(RANKS)
-
-
-def test_encode_file(tmp_path, tokenizer):
-    path, text = tmp_path / "text.txt", "Grüße,\r\nmy fellow citizens"
-    path.write_bytes(text.encode())
-    np.testing.assert_array_equal(data.encode_file(path, tokenizer), tokenizer.encode(text))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"text\.txt: needed text, the file is empty"),
-        (
-            "Grüße".encode("latin-1"),
-            r"text\.txt: needed UTF-8, got byte 0xfc at offset 2 \(invalid start byte\)",
-        ),
-        (
-            "Grüß".encode()[:-1],
-            r"text\.txt: needed UTF-8, got byte 0xc3 at offset 4 \(unexpected end of data\)",
-        ),
-    ],
-)
-def test_encode_file_refuses(tmp_path, content, message):
-    (tmp_path / "text.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        data.encode_file(tmp_path / "text.txt", data.bytes_tokenizer())
-
-
-def test_encode_file_names_the_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"absent\.txt: needed a text file, found no file"):
-        data.encode_file(tmp_path / "absent.txt", data.bytes_tokenizer())
-
-
-# Baselines: the naive versions count in dictionaries, and write the probabilities as the docstrings do.
-
-
-def chance_alone(train, vocabulary):
-    count, distinct = Counter(train), len(set(train))
-    return lambda w: (count[w] + distinct / vocabulary) / (len(train) + distinct)
-
-
-def chance_after(train, vocabulary):
-    alone = chance_alone(train, vocabulary)
-    together, first = Counter(pairwise(train)), Counter(train[:-1])
-
-    def chance(v, w):
-        followers = len({pair for pair in together if pair[0] == v})
-        return (
-            (together[v, w] + followers * alone(w)) / (first[v] + followers)
-            if first[v]
-            else alone(w)
-        )
-
-    return chance
-
-
-@st.composite
-def texts(draw):
-    vocabulary = draw(st.integers(1, 7))
-    text = st.lists(st.integers(0, vocabulary - 1), min_size=2, max_size=40)
-    return vocabulary, draw(text), draw(text)
-
-
-@given(texts())
-def test_baselines_equal_counting_in_dictionaries(drawn):
-    vocabulary, train, held_out = drawn
-    alone, after = chance_alone(train, vocabulary), chance_after(train, vocabulary)
-    one = -np.mean([math.log(alone(w)) for w in held_out])
-    two = -np.mean([math.log(after(v, w)) for v, w in pairwise(held_out)])
-    arrays = np.array(train), np.array(held_out, np.uint16)
-    assert data.unigram(*arrays, vocabulary) == pytest.approx(one, rel=1e-12, abs=1e-12)
-    assert data.bigram(*arrays, vocabulary) == pytest.approx(two, rel=1e-12, abs=1e-12)
-
-
-@given(texts())
-def test_chances_add_to_one(drawn):
-    """Each next token held out alone: the exponentials of minus its nats are the whole distribution."""
-    vocabulary, train, held_out = drawn
-    train, before = np.array(train), held_out[0]
-    one = sum(math.exp(-data.unigram(train, np.array([w]), vocabulary)) for w in range(vocabulary))
-    two = sum(
-        math.exp(-data.bigram(train, np.array([before, w]), vocabulary)) for w in range(vocabulary)
-    )
-    assert one == pytest.approx(1, rel=1e-12)
-    assert two == pytest.approx(1, rel=1e-12)
-
-
-@pytest.mark.parametrize("baseline", [data.unigram, data.bigram])
-def test_baselines_refuse(baseline):
-    good = np.array([1, 2, 3])
-    with pytest.raises(ValueError, match="train: needed tokens from 0 to 3, got 4 at index 1"):
-        baseline(np.array([1, 4, 2]), good, 4)
-    with pytest.raises(ValueError, match="held_out: needed tokens from 0 to 3, got 9 at index 0"):
-        baseline(good, np.array([9, 1]), 4)
-    with pytest.raises(ValueError, match="train: needed one dim of one or more whole numbers"):
-        baseline(np.array([], int), good, 4)
-    if baseline is data.bigram:
-        with pytest.raises(ValueError, match="two tokens or more in held_out, got 1"):
-            baseline(good, np.array([1]), 4)
-
-
-# The shipped text
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "one", "two"),
-    [("bytes", 2_724_836, 3.1949, 2.4860), ("gpt2", 557_297, 7.0145, 5.6497)],
-)
-def test_what_counting_predicts_of_the_shipped_text(name, tokens, one, two):
-    tokenizer = TOKENIZERS[name]()
-    encoded = data.encode_file(TEXT, tokenizer)
-    train, held_out = data.split(encoded)
-    assert len(encoded) == tokens
-    assert data.unigram(train, held_out, tokenizer.vocabulary) == pytest.approx(one, abs=1e-4)
-    assert data.bigram(train, held_out, tokenizer.vocabulary) == pytest.approx(two, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("file", "licence"),
-    [(TEXT, "STATE_OF_THE_UNION_LICENSE.md"), (RANKS, "GPT2_TIKTOKEN_LICENSE.md")],
-    ids=lambda x: Path(x).name,
-)
-def test_the_licence_names_the_shipped_bytes(file, licence):
-    assert hashlib.sha256(file.read_bytes()).hexdigest() in (EXAMPLES / licence).read_text(
-        encoding="utf-8"
-    )
-
-
-def test_how_the_shipped_text_was_made(tmp_path):
-    (tmp_path / "data" / "speeches").mkdir(parents=True)
-    table = "fileid,year,date,sotu_type,is_sotu\n" + "".join(
-        f"{name},{year},{year}-01-0{day},{kind},{sotu}\n"
-        for name, year, day, kind, sotu in [
-            ("second", 1950, 2, "spoken", True),
-            ("first", 1950, 1, "spoken", True),
-            ("letter", 1950, 3, "written", True),
-            ("radio", 1950, 4, "spoken", False),
-            ("old", 1933, 1, "spoken", True),
-        ]
-    )
-    (tmp_path / "data" / "metadata.csv").write_text(table, encoding="utf-8")
-    for name in ("first", "second"):
-        address = f"[Delivered at 9:04 p.m.]\n\n{name}\u00a0 one \n\n\n\n[Applause] stays [See APP Note.]\n\n"
-        (tmp_path / "data" / "speeches" / f"{name}.txt").write_text(address, encoding="utf-8")
-    runpy.run_path(str(EXAMPLES / "make_state_of_the_union.py"))["main"](
-        tmp_path, tmp_path / "made.txt"
-    )
-    made = (tmp_path / "made.txt").read_text(encoding="utf-8")
-    assert made == "first one\n\n[Applause] stays\n\nsecond one\n\n[Applause] stays\n"

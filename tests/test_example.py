@@ -421,7 +421,7 @@ def test_any_layout_starts_from_a_folder_of_weights_and_leaves_one(split, tmp_pa
     assert "tokenizer" not in done.stdout.splitlines()[-1]  # bytes have no files of one
     first, begun = metrics(tmp_path / "out/gpt2")[0], gpt2.load(source)
     train, _ = data.split(
-        data.encode_file(ROOT / "examples/data/state_of_the_union.txt", data.bytes_tokenizer())
+        np.frombuffer((ROOT / "examples/data/state_of_the_union.txt").read_bytes(), np.uint8)
     )
     windows = jnp.asarray(data.batch(train, seed=0, step=0, size=16, length=16), jnp.int32)
     assert first["loss"] == pytest.approx(

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import errno
-import hashlib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import pytest
 from test_checkpoint import SETTINGS, assert_equal, checkpoints, saved, small_state
 
 from parallax import _files
+from parallax.data import manifest
 from parallax.run import checkpoint
 from parallax.run import record as records
 
@@ -56,7 +56,7 @@ PATHS = [
 def seal(path, record):
     """Write a record as `manifest.write` does, whatever it is; the word `deep` stands for what no writer could write."""
     line = json.dumps(record, sort_keys=True).replace('"deep"', DEEP_TEXT).encode()
-    path.write_bytes(line + f"\n{hashlib.sha256(line).hexdigest()}\n".encode())
+    path.write_bytes(line + f"\n{manifest.hashed(line)}\n".encode())
 
 
 def unseal(path):

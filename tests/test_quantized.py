@@ -477,7 +477,7 @@ def optimizer():
 
 @functools.cache
 def text():
-    return data.split(data.encode_file(TEXT, data.bytes_tokenizer()))
+    return data.split(np.frombuffer(TEXT.read_bytes(), np.uint8))
 
 
 def trained(state, train, steps=STEPS):

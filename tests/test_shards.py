@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from parallax import data
 from parallax.data import manifest, shards, token_file, tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 1000)
-STORED = np.arange(300) * 7 % 300
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def damaged(folder, copy, kind):
     [
         ("missing", r"00003\.bin: needed a file of 300 bytes, found no file"),
         ("short", r"00003\.bin: needed 300 bytes, the file has 298"),
-        ("bit", r"00003\.bin: needed sha256 \w+\.\.\., the file has other bytes"),
+        ("bit", r"00003\.bin: needed the hash \w+\.\.\., the file has other bytes"),
         ("manifest", r"manifest\.json: the manifest is damaged"),
     ],
 )
@@ -108,7 +106,7 @@ def test_processes_check_the_bytes_of_each_shard_once(folder, tmp_path):
 
 
 def test_mistakes_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="a vocabulary of 256, the shards were made for 300"):
+    with pytest.raises(ValueError, match="a vocabulary of 256, these were written with 300"):
         shards.read(folder, vocabulary=256)
     with pytest.raises(ValueError, match="holds shards already"):
         shards.write(folder, [TOKENS], vocabulary=300)
@@ -137,37 +135,22 @@ def text(folder):
     return path
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_every_format_that_there_ever_was_is_read(tmp_path, number):
-    """The fixtures were written by the program of their time
-    (`tests/fixtures/make_tokens_fixture.py`)."""
-    with zipfile.ZipFile(
-        Path(__file__).parent / "fixtures" / f"tokens_format_{number}.zip"
-    ) as stored:
-        stored.extractall(tmp_path)
-    assert manifest.read(tmp_path / "shards" / "manifest.json").get("format", 1) == number
-    assert manifest.read(tmp_path / "text.bin.json").get("format", 1) == number
-    places = np.arange(len(STORED))
-    np.testing.assert_array_equal(shards.read(tmp_path / "shards", vocabulary=300)[places], STORED)
-    np.testing.assert_array_equal(shards.read(tmp_path / "wide", vocabulary=70_000)[places], STORED)
-    np.testing.assert_array_equal(data.read(tmp_path / "text.bin", vocabulary=300), STORED)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"format": 3},
-            r"json: it is of format 3, and this program reads formats up to 2\. Install a newer "
-            r"one\.",
+            {"format": 4},
+            "json: it is of format 4, and this program reads format 3. Use the version that wrote it",
         ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
+        ({"format": 1}, "json: it is of format 1, and this program reads format 3"),
+        ({"format": None}, "needed the number of a format, got None"),
         ({"format": True}, "needed the number of a format, got True"),
         ({"dtype": "uint32"}, "dtype: needed uint16, as vocabulary 300 asks, got 'uint32'"),
         ({"dtype": None}, "dtype: needed uint16, as vocabulary 300 asks, got None"),
     ],
 )
-def test_a_later_format_and_another_type_are_refused(own, tmp_path, changes, message):
+def test_another_format_and_another_type_are_refused(own, tmp_path, changes, message):
     path = text(tmp_path)
     for record, read in ((own / "manifest.json", lambda: shards.read(own, vocabulary=300)),
                          (tokens.record_of(path), lambda: data.read(path, vocabulary=300))):  # fmt: skip
@@ -206,11 +189,6 @@ def test_four_bytes_a_token_declared_as_two_are_refused(tmp_path):
     (tmp_path / "text.bin").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.read(tmp_path / "text.bin", vocabulary=300)
-    files = manifest.hashes(tmp_path, ["text.bin"])
-    record = {"vocabulary": 300, "tokens": {"text.bin": len(content) // 2}, "files": files}
-    manifest.write(tmp_path / "manifest.json", record)
-    with pytest.raises(ValueError, match=message):
-        shards.read(tmp_path, vocabulary=300)
     np.testing.assert_array_equal(data.read(tmp_path / "text.bin", vocabulary=70_000), TOKENS)
     zeros = np.stack([TOKENS, 0 * TOKENS], 1).reshape(-1)  # a text like that
     data.write(tmp_path / "text.bin", zeros, vocabulary=300)
@@ -290,21 +268,18 @@ print(int(found[np.arange(300)].sum()))
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("name", ["manifest.json", "00001.bin", "00001.bin.checked"])
+@pytest.mark.parametrize("name", ["manifest.json", "00001.bin"])
 def test_only_regular_files_are_read_up_to_a_size(own, name, kind):
     (own / name).unlink(missing_ok=True)
     special(kind, own / name)
-    if name.endswith(".checked"):
-        assert len(shards.read(own, vocabulary=300)) == 1000  # as if it were not there
-    else:
-        with pytest.raises(manifest.Damaged, match=rf"{name}: needed "):
-            shards.read(own, vocabulary=300)
+    with pytest.raises(manifest.Damaged, match=rf"{name}: needed "):
+        shards.read(own, vocabulary=300)
 
 
 def test_a_manifest_that_would_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"a manifest has 33554366 bytes at most; got 3355\d{4}\. Note less in it\.",
+        match=r"a manifest has 33554398 bytes at most; got 3355\d{4}\. Note less in it\.",
     ):
         manifest.write(tmp_path / "manifest.json", {"note": "x" * (32 << 20)})
     line = {"note": "x" * ((32 << 20) - manifest.SEAL - len('{"note": ""}'))}
@@ -370,62 +345,26 @@ def reads(monkeypatch):
         return read(descriptor, *rest)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(tokens, "SETTLED", 0.0)
     return found
 
 
-def test_a_file_is_hashed_once(own, tmp_path, reads):
+def test_bytes_are_read_once_or_not_at_all(own, tmp_path, reads):
     path = text(tmp_path)
-    both = lambda: (shards.read(own, vocabulary=300), data.read(path, vocabulary=300))
+    both = lambda **options: (
+        shards.read(own, vocabulary=300, **options),
+        data.read(path, vocabulary=300, **options),
+    )
     both()
     assert len(reads) == 8
     reads.clear()
-    both()
+    both(check_bytes=False)
     assert not reads
-    (own / "00003.bin").touch()
-    both()
-    assert reads == ["00003.bin"]
-    (own / "00002.bin.checked").write_text("damaged")
-    both()
-    assert reads == ["00003.bin", "00002.bin"]
-    for changed in (path, own / "00005.bin"):  # of the same size, at the same time
-        state = changed.stat()
+    for changed in (path, own / "00005.bin"):
         changed.write_bytes(changed.read_bytes()[::-1])
-        os.utime(changed, ns=(state.st_atime_ns, state.st_mtime_ns))
-        with pytest.raises(
-            manifest.Damaged,
-            match=rf"{changed.name}: needed sha256 \w+\.\.\., the file has other bytes",
-        ):
+        message = rf"{changed.name}: needed the hash \w+\.\.\., the file has other bytes"
+        with pytest.raises(manifest.Damaged, match=message):
             both()
-
-
-def test_what_was_remembered_of_other_bytes_does_not_hold(own, reads):
-    """A manifest of other hashes, as where the shards were made again, and not the folder."""
-    shards.read(own, vocabulary=300)
-    record = unseal(own / "manifest.json")
-    record["files"]["00001.bin"][1] = "0" * 64
-    seal(own / "manifest.json", record)
-    with pytest.raises(
-        manifest.Damaged,
-        match=r"00001\.bin: needed sha256 000000000000\.\.\., the file has other bytes",
-    ):
-        shards.read(own, vocabulary=300)
-
-
-def test_a_file_that_has_just_changed_is_not_remembered(own):
-    """It could change again, and keep its time."""
-    shards.read(own, vocabulary=300)
-    assert not list(own.glob("*.checked"))
-
-
-def test_a_folder_that_takes_no_files_is_read(own, reads, monkeypatch):
-    def refuse(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(manifest, "write", refuse)
-    for _ in range(2):
-        assert len(shards.read(own, vocabulary=300)) == len(TOKENS)
-    assert len(reads) == 14
+        both(check_bytes=False)
 
 
 @given(
@@ -459,9 +398,7 @@ def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
 
 def test_a_file_is_split_counted_and_copied_as_an_array_is(tmp_path):
     file = data.read(text(tmp_path), vocabulary=300)
-    train, held_out = data.split(file, 0.1)
-    assert data.unigram(train, held_out, 300) == data.unigram(TOKENS[:900], TOKENS[900:], 300)
-    assert data.bigram(train, held_out, 300) == data.bigram(TOKENS[:900], TOKENS[900:], 300)
+    _, held_out = data.split(file, 0.1)
     for given_, wanted in zip(
         data.held_out_batches(held_out, size=2, length=8),
         data.held_out_batches(TOKENS[900:], size=2, length=8),

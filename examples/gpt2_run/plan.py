@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import corpus
 from gpt2_run import fitting, report
 from gpt2_run.settings import SHIPPED, Settings, profiled
 from parallax import data, draw, mesh
@@ -31,8 +32,8 @@ SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "che
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 ALGORITHMS = {"ring": ring, "psum": xla}
 TOKENIZERS = {
-    "bytes": data.bytes_tokenizer,
-    "gpt2": lambda: data.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"),
+    "bytes": corpus.bytes_tokenizer,
+    "gpt2": lambda: corpus.gpt2_tokenizer(SHIPPED / "gpt2.tiktoken"),
 }
 
 
@@ -47,7 +48,7 @@ class Plan:
     layout: Layout
     schedule: Schedule
     mesh: Mesh
-    tokenizer: data.Tokenizer
+    tokenizer: corpus.Tokenizer
     length: int
     train: np.ndarray
     held_out: list[np.ndarray]
@@ -95,7 +96,7 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
     """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
     tokenizer = TOKENIZERS[settings.tokenizer]()
     begins_with = None if settings.source is None else loaded(settings.source)
-    text = functools.cache(lambda: data.split(data.encode_file(settings.text, tokenizer)))
+    text = functools.cache(lambda: data.split(corpus.encode_file(settings.text, tokenizer)))
     config, length, layout, table = fitting.fitted(
         settings,
         fitting.World(
@@ -124,8 +125,8 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
     evaluated = len(batches) * size * length
     lines = {
         "uniform": math.log(tokenizer.vocabulary),
-        "unigram": data.unigram(train, held_out[1 : evaluated + 1], tokenizer.vocabulary),
-        "bigram": data.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
+        "unigram": corpus.unigram(train, held_out[1 : evaluated + 1], tokenizer.vocabulary),
+        "bigram": corpus.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
     }
     told = profiled(settings)
     texts = (train, batches, evaluated, prompt)

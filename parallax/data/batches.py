@@ -1,20 +1,23 @@
 """Batches of a text. The one idea: **a batch is a pure function of (seed, step)**.
 
-It does not depend on how many devices or processes share it, nor on which batches came before. So a run resumes at any step, on
-any layout, with nothing of the loader to save; and a process that holds a part of the batch reads only its `rows`.
+It does not depend on how many devices or processes share it, nor on the batches before it. So a run resumes at any step, on any
+layout, with no loader state to save, and a process that holds a part of the batch reads only its `rows`.
 
 Legend: N tokens.
 """
 
-import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import SupportsIndex
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from parallax import argument_checks
 from parallax.data.tokens import Source
+
+ROUNDS = 8  # of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988)
 
 
 def batch(
@@ -29,12 +32,12 @@ def batch(
     """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token after them.
 
     Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows that share one token with the next, and
-    deals each of them once: window w is `tokens[o + w * length :][: length + 1]`, with o and the order of the windows drawn from
-    (seed, epoch). Sequence i is the one at position p = step * size + i of this endless deal, whoever asks:
+    deals each window once: window w is `tokens[o + w * length :][: length + 1]`. The offset o and the order of the windows are
+    drawn from (seed, epoch). Sequence i is the one at position p = step * size + i of this endless deal:
     `batch(..., rows=r)` equals `batch(...)[r]` and reads only its own windows.
 
-    Costs a permutation of N / length windows once an epoch. Raises `ValueError` for a text shorter than one window, for tokens
-    that are not whole numbers or do not fit int32, or for a seed, step, size, length or `rows` that there cannot be.
+    The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one window, for tokens that are not
+    whole numbers or do not fit int32, or for a seed, step, size, length or `rows` outside its range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
@@ -44,32 +47,69 @@ def batch(
             "batch needs 0 <= seed < 2**64, step >= 0, size >= 1 and length >= 1, "
             f"got seed {seed}, step {step}, size {size}, length {length}. Correct the one outside."
         )
-    mine = range(size)[rows]
-    if not mine or (rows.stop is not None and rows.stop > size):
+    sequences = range(size)[rows]
+    if not sequences or (rows.stop is not None and rows.stop > size):
         raise ValueError(
-            f"rows must select some of the {size} sequences, got {rows}. Give each process a slice within 0..{size}."
+            f"rows must select some of the {size} sequences, got {rows}. "
+            f"Give each process a slice within 0..{size}."
         )
     if len(tokens) < length + 1:
         raise ValueError(
-            f"one window needs {length + 1} tokens (length {length} and the next one), the text has {len(tokens)}. "
+            f"one window needs {length + 1} tokens (length {length} and the next one), "
+            f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # As many windows as fit at each of at least `length` offsets, so that all epochs are alike and their windows begin anywhere.
+    # As many windows as fit at each of at least `length` offsets: all epochs have as many, and their windows begin anywhere.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
-    starts = []
-    for p in (step * size + i for i in mine):
-        offset, order = _deal(seed, p // windows, windows, spare)
-        starts.append(offset + int(order[p % windows]) * length)
-    return _as_int32(_array(tokens)[np.add.outer(starts, np.arange(length + 1))])
+    positions = (divmod(step * size + i, windows) for i in sequences)
+    starts = [
+        _starts(seed, epoch, [place for _, place in group], windows, spare, length)
+        for epoch, group in itertools.groupby(positions, key=itemgetter(0))
+    ]
+    places = np.add.outer(np.concatenate(starts), np.arange(length + 1))
+    return _as_int32(_array(tokens)[places])
 
 
-@functools.lru_cache(maxsize=2)
-def _deal(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndarray]:
-    """The epoch's offset, 0 to `spare`, and the order of its windows."""
-    # Raw counter values and a stable sort: NumPy promises these for good, and its `permutation` only until it finds a faster one.
-    draws = np.random.Philox(key=epoch << 64 | seed).random_raw(windows + 1)
-    return int(draws[0]) % (spare + 1), np.argsort(draws[1:], kind="stable")
+def _starts(
+    seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
+) -> Int64[np.ndarray, "rows"]:
+    """Where the windows at these places of an epoch's order begin in the text."""
+    # Raw counter values: NumPy promises them for good, and its `permutation` only until it finds a faster one.
+    draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
+    offset = int(draw) % (spare + 1)
+    return offset + length * permuted(np.array(places, np.int64), windows, keys)
+
+
+def permuted(
+    places: Int64[np.ndarray, "n"], count: int, keys: Sequence[np.uint64]
+) -> Int64[np.ndarray, "n"]:
+    """The numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose, in O(1) memory.
+
+    A Feistel network permutes the numbers of 2h bits, of which there are fewer than 4 `count`. A result outside goes through
+    the network again until it is inside (cycle walking: Black and Rogaway 2002), which leaves a permutation of those inside.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    numbers = _feistel(places.astype(np.uint64), half, keys)
+    while (outside := numbers >= count).any():
+        numbers[outside] = _feistel(numbers[outside], half, keys)
+    return numbers.astype(np.int64)
+
+
+def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
+    """A permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes one into the other."""
+    shift = np.uint64(half)
+    left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) >> np.uint64(64 - half))
+    return left << shift | right
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Each bit of the result depends on each bit of `x` (splitmix64: Steele, Lea and Flood 2014)."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 def held_out_batches(
@@ -81,7 +121,7 @@ def held_out_batches(
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
     """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
 
-    Each token but the first is a target once. Windows at the end that do not fill a batch are left out: all shapes are the same.
+    Each token but the first is a target once. Windows at the end that do not fill a batch are left out, so all shapes are equal.
     Raises `ValueError` for a text shorter than one batch, a size below 1, or as `batch` does for tokens.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
@@ -95,7 +135,8 @@ def held_out_batches(
     batches = (len(tokens) - 1) // (size * length)
     if batches < 1:
         raise ValueError(
-            f"one batch of {size} windows of length {length} needs {size * length + 1} tokens, the text has {len(tokens)}. "
+            f"one batch of {size} windows of length {length} needs {size * length + 1} tokens, "
+            f"the text has {len(tokens)}. "
             "Bring more text, hold out more of it, or choose a smaller size or length."
         )
     window = np.add.outer(np.arange(size) * length, np.arange(length + 1))
@@ -107,20 +148,18 @@ def _array(tokens: Source) -> Source:
     return np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
 
 
-def _as_int32(found: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
-    tokens = np.asarray(found)
+def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
+    tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
         raise ValueError(
-            f"a batch needs a source of one dim of whole numbers; its windows are {tokens.dtype}{list(tokens.shape)}. "
-            "Encode a text with a Tokenizer."
+            "a batch needs a source of one dim of whole numbers; "
+            f"its windows are {tokens.dtype}{list(tokens.shape)}. Encode a text with a tokenizer."
         )
     int32 = np.iinfo(np.int32)
-    if (
-        not np.can_cast(tokens.dtype, np.int32)
-        and not int32.min <= tokens.min() <= tokens.max() <= int32.max
-    ):
-        bad = tokens.max() if tokens.max() > int32.max else tokens.min()
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < int32.min or high > int32.max:
         raise ValueError(
-            f"a batch needs tokens that fit int32, as devices hold them, got {bad}. Encode the text again."
+            "a batch needs tokens that fit int32, as devices hold them, "
+            f"got {high if high > int32.max else low}. Encode the text again."
         )
     return tokens.astype(np.int32)

@@ -1,8 +1,7 @@
 """A text too large for one file: token files with a manifest, read as one long array, of which a batch reads its windows.
 
-    folder/manifest.json    the number of its format (`tokens`), the vocabulary, the type of a token; for each shard its tokens,
-                            bytes and sha256
-    folder/00000.bin ...    tokens as `data.write` stores them, with nothing else, so the format's number is in the manifest alone
+    folder/manifest.json    the vocabulary and the type of a token; for each shard its tokens, bytes and hash
+    folder/00000.bin ...    tokens as `data.write` stores them
 
 A shard that is missing, cut short or damaged is refused by name before the first step, not met at step 40,000.
 """
@@ -12,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Integer
@@ -20,17 +19,17 @@ from jaxtyping import Integer
 from parallax import argument_checks
 from parallax.data import manifest
 from parallax.data.token_file import File
-from parallax.data.tokens import FORMAT, Tokens, check_dtype, opened, store, stored_as, verify
+from parallax.data.tokens import Tokens, check_header, header, opened, store, stored_as, verify
 
 MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files: `len(shards)`, and `shards[places]` for places as one array of all.
+    """Tokens in several files: `len(shards)`, and `shards[places]`, as if they were one array.
 
-    It is what `data.batch` takes, and gives the batches that the tokens in one array would. Raises `IndexError` for a place
-    that they do not have, and as `token_file.File` does.
+    `data.batch` takes it, and gives the batches of the tokens in one array. Each file is opened when it is indexed. Raises
+    `IndexError` for a place outside, and as `token_file.File` does.
 
     Attributes:
         parts: the tokens of each file, in order.
@@ -49,16 +48,18 @@ class Shards:
         return int(self.starts[-1])
 
     def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
-        if places.size and not 0 <= places.min() <= places.max() < len(self):
+        starts = self.starts
+        if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(
-                f"shards hold the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}."
+                f"shards hold the places 0 to {starts[-1] - 1}; "
+                f"got {places.min()} to {places.max()}."
             )
-        found = np.empty(places.shape, self.parts[0].dtype)
-        of = np.searchsorted(self.starts, places, side="right") - 1
-        for part in np.unique(of):
-            inside = of == part
-            found[inside] = self.parts[part][places[inside] - self.starts[part]]
-        return found
+        tokens = np.empty(places.shape, self.parts[0].dtype)
+        part_of_place = np.searchsorted(starts, places, side="right") - 1
+        for part in np.unique(part_of_place):
+            inside = part_of_place == part
+            tokens[inside] = self.parts[part][places[inside] - starts[part]]
+        return tokens
 
 
 def write(
@@ -68,23 +69,23 @@ def write(
     vocabulary: SupportsIndex,
     shard_tokens: SupportsIndex = 1 << 27,
 ) -> None:
-    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last has what is left).
+    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last is shorter).
 
-    Holds one shard and one piece in memory. The manifest comes last: a folder whose writing was cut short is refused.
+    Holds one shard and one piece in memory. The manifest is written last: a folder whose writing was cut short is refused.
 
     Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a manifest already.
     """
     folder = Path(folder)
-    vocabulary, each = argument_checks.whole_numbers(
+    vocabulary, size = argument_checks.whole_numbers(
         "shards.write", vocabulary=vocabulary, shard_tokens=shard_tokens
     )
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} holds shards already. Choose another folder, or remove it.")
-    if each < 1:
-        raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {each}.")
+    if size < 1:
+        raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {size}.")
     folder.mkdir(parents=True, exist_ok=True)
     tokens, files = {}, {}
-    for number, shard in enumerate(_cut(pieces, each)):
+    for number, shard in enumerate(_cut(pieces, size)):
         name = f"{number:05d}.bin"
         files[name] = store(folder / name, shard, vocabulary)
         tokens[name] = len(shard)
@@ -92,14 +93,7 @@ def write(
         raise ValueError(
             f"shards.write needs a token or more for {folder}, got none. Bring more text."
         )
-    record = {
-        "format": FORMAT,
-        "vocabulary": vocabulary,
-        "dtype": stored_as(vocabulary).name,
-        "tokens": tokens,
-        "files": files,
-    }
-    manifest.write(folder / MANIFEST, record)
+    manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
 
 
 def read(
@@ -108,65 +102,69 @@ def read(
     vocabulary: SupportsIndex,
     rank: SupportsIndex = 0,
     processes: SupportsIndex = 1,
+    check_bytes: bool = True,
 ) -> Shards:
     """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every `processes`-th one from `rank` on.
 
-    So the processes of a job together check every byte once before step 0 (2 GB/s a core), and one alone checks all. What was
-    found good is remembered beside each shard, as `tokens.verify` says.
+    So the processes of a job together check every byte once before step 0 and one process alone checks all. A
+    run that is restarted may pass `check_bytes=False`, and read no byte twice.
 
     Raises:
         manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
-        ValueError: the shards were made for another vocabulary, or by a later program, or hold what is no token.
+        ValueError: the shards were made for another vocabulary or by another format, or hold a number that is no token.
     """
     vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
     folder = Path(folder)
-    place = folder / MANIFEST
-    record = manifest.read(place)
-    stated = manifest.number_of_format(record, place, FORMAT) > 1
-    for name in ("vocabulary", "tokens", "files"):
-        manifest.need(name in record, place, f"an entry {name}", ", ".join(record))
-    if record["vocabulary"] != vocabulary:
-        raise ValueError(
-            f"{folder}: needed tokens of a vocabulary of {vocabulary}, the shards were made for {record['vocabulary']}. "
-            "Give the tokenizer that made them, or make them again."
-        )
-    if stated:
-        check_dtype(record, place, vocabulary)
-    files, tokens = manifest.files(place, record["files"]), record["tokens"]
-    sound = (
-        isinstance(tokens, dict)
-        and tokens.keys() == files.keys()
-        and all(type(count) is int for count in tokens.values())
-    )
-    manifest.need(sound, f"{place}: tokens", "a number for each file", tokens)
-    item = stored_as(vocabulary)
-    for name, count in tokens.items():
-        wanted, rest = divmod(files[name][0], item.itemsize)
-        manifest.need(
-            count == wanted and not rest,
-            f"{place}: tokens: {name}",
-            f"the {wanted} tokens of its file",
-            count,
-        )
+    record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
+    check_header(record, folder / MANIFEST, folder, vocabulary)
+    files = manifest.files(folder / MANIFEST, record.get("files"))
+    tokens = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
     parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
-    sha256 = (files[name][1] for name in tokens)
-    mine = itertools.islice(zip(parts, sha256, strict=True), rank, None, processes)
-    with ThreadPoolExecutor(manifest.THREADS) as pool:
-        list(pool.map(lambda of: verify(of[0], vocabulary, sha256=of[1], stated=stated), mine))
+    if check_bytes:
+        hashes = [files[name][1] for name in tokens]
+        with ThreadPoolExecutor(manifest.THREADS) as pool:
+            checks = [
+                pool.submit(verify, part, vocabulary, stored=stored)
+                for part, stored in itertools.islice(
+                    zip(parts, hashes, strict=True), rank, None, processes
+                )
+            ]
+        for check in checks:
+            check.result()
     return Shards(parts, vocabulary)
 
 
+def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
+    """The `tokens` of the manifest at `path`: how many each file holds, as its size says."""
+    well_formed = (
+        isinstance(value, dict)
+        and value.keys() == files.keys()
+        and all(type(count) is int for count in value.values())
+    )
+    manifest.need(well_formed, f"{path}: tokens", "a number for each file", value)
+    for name, count in value.items():
+        stored, remainder = divmod(files[name][0], item.itemsize)
+        manifest.need(
+            count == stored and not remainder,
+            f"{path}: tokens: {name}",
+            f"the {stored} tokens of its file",
+            count,
+        )
+    return value
+
+
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
-    held, count = [], 0
+    """The pieces, joined and cut into arrays of `size`."""
+    waiting, count = [], 0
     for piece in pieces:
-        held.append(piece)
+        waiting.append(piece)
         count += len(piece)
         if count >= size:
-            whole = np.concatenate(held)
-            yield from (whole[at : at + size] for at in range(0, count - size + 1, size))
-            held, count = [whole[count - count % size :]], count % size
+            joined = np.concatenate(waiting)
+            yield from (joined[at : at + size] for at in range(0, count - size + 1, size))
+            waiting, count = [joined[count - count % size :]], count % size
     if count:
-        yield np.concatenate(held)
+        yield np.concatenate(waiting)

@@ -1,8 +1,8 @@
-"""Tokens in a file, read as they are asked for: what a batch does not need stays on the disk.
+"""Tokens in a file, read when they are indexed: what a batch does not need stays on the disk.
 
-The file is not mapped into memory. Where a mapped one is cut short, the next access ends the process by a signal, SIGBUS,
+The file is not mapped into memory. Where a mapped file is cut short, the next access ends the process by a signal, SIGBUS,
 without a word; a read that comes back short is an error like any other. A batch of 8 windows of 1,024 tokens takes some 90
-microseconds so, and 22 mapped; 8,200 single tokens from anywhere take 30 milliseconds, and 0.2 mapped, which no batch asks for.
+microseconds this way and 22 mapped.
 """
 
 import contextlib
@@ -21,23 +21,22 @@ from parallax.data import manifest
 
 
 class State(NamedTuple):
-    """A file's size in bytes, and when its bytes and its entry changed last, in nanoseconds since 1970."""
+    """A file's size in bytes, and when its bytes last changed, in nanoseconds since 1970."""
 
     size: int
     changed: int
-    entry_changed: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file: `len(file)`, `file[places]` for the tokens at these places, `file[start:stop]` for a part, not yet read.
+    """A text in a file: `len(file)`, `file[places]` for the tokens at these places, `file[start:stop]` for a view.
 
-    `numpy.asarray(file)` reads it all. Each run of places that follow one another is read at once.
+    `numpy.asarray(file)` reads it all. A run of places that follow one another is one read.
 
-    The file is opened for each read (some 10 microseconds), so that a text may have more files than a process may hold open.
+    The file is opened for each index (some 10 microseconds), so that a text may have more files than a process may hold open.
 
-    Raises `IndexError` for a place that it does not have, `manifest.Damaged` where the file has changed since, and `OSError`,
-    with its name, where it cannot be read.
+    Raises `IndexError` for a place outside, `manifest.Damaged` where the file has changed since, and `OSError`, with its name,
+    where it cannot be read.
 
     Attributes:
         path: where the file is.
@@ -64,52 +63,51 @@ class File:
         if isinstance(places, slice):
             if places.step not in (None, 1):
                 raise IndexError(
-                    f"{self.path}: needed a slice of step 1, got {places.step}. Ask for an array of places."
+                    f"{self.path}: needed a slice of step 1, got {places.step}. "
+                    "Ask for an array of places."
                 )
             return dataclasses.replace(self, places=self.places[places])
         places = np.asarray(places)
         if places.dtype.kind not in "iu":
             raise IndexError(f"{self.path}: needed whole numbers as places, got {places.dtype}.")
-        found = np.empty(places.shape, self.dtype)
+        tokens = np.empty(places.shape, self.dtype)
         if not places.size:
-            return found
+            return tokens
         if not 0 <= places.min() <= places.max() < len(self):
             raise IndexError(
-                f"{self.path}: it has the places 0 to {len(self) - 1}; got {places.min()} to {places.max()}."
+                f"{self.path}: it has the places 0 to {len(self) - 1}; "
+                f"got {places.min()} to {places.max()}."
             )
-        flat, into = places.reshape(-1), found.reshape(-1)
+        flat, into = places.reshape(-1), tokens.reshape(-1)
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
-        with self._opened() as descriptor:
+        with self._open() as descriptor:
             for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
                 self._read(descriptor, into[start:stop], int(flat[start]))
-        return found
+        return tokens
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = np.empty(len(self), self.dtype)
-        with self._opened() as descriptor:
-            self._read(descriptor, found, 0)
-        return found if dtype is None else found.astype(dtype)
+        tokens = np.empty(len(self), self.dtype)
+        with self._open() as descriptor:
+            self._read(descriptor, tokens, 0)
+        return tokens if dtype is None else tokens.astype(dtype)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The open file; what was read of it counts only if nobody wrote to it, before or meanwhile."""
-        with self._said(), _files.open_file(self.path, "a token file") as file:
-            yield file.fileno()
-            now = state_of(file.fileno())
-        if (now.size, now.changed) != (self.state.size, self.state.changed):
-            raise manifest.Damaged(
-                f"{self.path}: needed the file of {self.state.size} bytes that was checked; it was cut short or written to "
-                f"since, and has {now.size}. Make it again, and start again."
-            )
-
-    @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _open(self) -> Iterator[int]:
+        """The open file. An index counts only if nobody wrote to the file, before or meanwhile."""
         try:
-            yield
+            with _files.open_file(self.path, "a token file") as file:
+                yield file.fileno()
+                now = state_of(file.fileno())
         except OSError as error:
             raise OSError(
                 error.errno, f"{self.path}: the tokens cannot be read: {error.strerror or error}."
             ) from error
+        if now != self.state:
+            raise manifest.Damaged(
+                f"{self.path}: needed the file of {self.state.size} bytes that was checked; "
+                f"it was cut short or written to since, and has {now.size}. "
+                "Make it again, and start again."
+            )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
         """Fill `into` with the tokens from place `first` on, as far as the file has them."""
@@ -123,5 +121,5 @@ class File:
 
 def state_of(file: int | Path) -> State:
     """The state of a file, open or not."""
-    found = os.stat(file)
-    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    status = os.stat(file)
+    return State(status.st_size, status.st_mtime_ns)

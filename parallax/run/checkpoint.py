@@ -132,7 +132,7 @@ class Checkpoints:
         self._say = say if jax.process_index() == 0 else lambda line: None
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
-        records.hashing()
+        manifest.hasher()  # it must be installed
         make_room = lambda step: kept.make_room(self.folder, step, self.settings, self.refused)
         self._writer = Writer(
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
@@ -290,7 +290,7 @@ class Checkpoints:
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
-            records.check_hashes(self._path(step), {name: files[name] for name in share})
+            manifest.check_hashes(self._path(step), {name: files[name] for name in share})
         except manifest.Damaged as error:
             found = f"damaged: {error}"
         except OSError as error:

@@ -3,16 +3,11 @@
 contents.json    the record alone, written first: whose checkpoint this is, from its first moment
 manifest.json    the record and, as `files`, the size and hash of every file beside it, contents.json too; written last
 
-Both have the number of their format, and every format that there ever was is read:
-
-1    without a number, and without `evaluated`; the hashes are sha256
-2    with both
-3    the hashes are XXH3's of 128 bits, which find damage as surely, in a tenth of the time
+Both have the number of their format.
 """
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -23,7 +18,7 @@ from typing import Any
 from parallax.data import manifest
 
 MANIFEST, CONTENTS, ARRAYS = "manifest.json", "contents.json", "arrays"
-FORMAT = 3
+FORMAT = 4
 WIDEST, SLACK = 16, 1 << 30  # bytes of the widest number; of a checkpoint, beside its arrays
 STEPS = 2**31  # a step is below: processes tell each other in int32
 
@@ -66,29 +61,9 @@ def begin(folder: Path, record: Record) -> None:
 def seal(folder: Path, record: Record) -> None:
     """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and write the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
-    files = manifest.hashes(folder, names, digest=hashing())
+    files = manifest.hashes(folder, names)
     manifest.write(
         folder / MANIFEST, dataclasses.asdict(record) | {"files": files, "format": FORMAT}
-    )
-
-
-def hashing(number: int = FORMAT) -> manifest.Digest:
-    """What hashes the files in a format. Raises `ImportError` where the extra `checkpoint` is not installed."""
-    if number < 3:
-        return hashlib.sha256
-    try:
-        from xxhash import xxh3_128
-    except ImportError as error:
-        raise ImportError(
-            'Checkpoints are hashed by xxhash: pip install -e ".[checkpoint]".'
-        ) from error
-    return xxh3_128
-
-
-def check_hashes(folder: Path, files: dict[str, list]) -> None:
-    """Refuse with `manifest.Damaged` any of these files of a checkpoint with other bytes than its manifest says."""
-    manifest.check_hashes(
-        folder, files, digest=_hashing_of(manifest.read(folder / MANIFEST), folder / MANIFEST)
     )
 
 
@@ -112,11 +87,11 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
 def read(folder: Path) -> tuple[Record, dict[str, list]]:
     """The record of the checkpoint in `folder`, and its files as `manifest.hashes` gave them; no file is looked at.
 
-    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError` where it is of a later format.
+    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError` where it is of another format.
     """
     path = folder / MANIFEST
     found = manifest.read(path)
-    files = manifest.files(path, found.pop("files", None), digest=_hashing_of(found, path))
+    files = manifest.files(path, found.pop("files", None))
     for name in files:
         manifest.need(
             name == CONTENTS or name.startswith(f"{ARRAYS}/"),
@@ -136,22 +111,16 @@ def most_bytes(record: Record) -> int:
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
-def _hashing_of(found: Mapping[str, Any], path: Path) -> manifest.Digest:
-    return hashing(manifest.number_of_format(found, path, FORMAT))
-
-
 def _typed(found: dict[str, Any], path: Path) -> Record:
     """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the first entry that is wrong."""
-    number = manifest.number_of_format(found, path, FORMAT)
-    found.pop("format", None)
-    fields = FIELDS[:-1] if number == 1 else FIELDS
+    manifest.check_format(found, path, FORMAT)
+    found.pop("format")
     manifest.need(
-        sorted(found) == sorted(fields),
+        sorted(found) == sorted(FIELDS),
         path,
-        f"the entries {', '.join(fields)}",
+        f"the entries {', '.join(FIELDS)}",
         ", ".join(found) or "none",
     )
-    found = {"evaluated": None} | found
     manifest.need(is_step(found["step"]), f"{path}: step", "a step, from 0 on", found["step"])
     for name in FIELDS[1:-1]:
         manifest.need(isinstance(found[name], dict), f"{path}: {name}", "an object", found[name])
@@ -172,7 +141,7 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
     Raises:
         manifest.Damaged: it was not finished, or something is missing or was changed.
-        ValueError: it is of another run, or of a later format.
+        ValueError: it is of another run, or of another format.
     """
     if not folder.exists():
         raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
