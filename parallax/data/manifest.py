@@ -33,7 +33,8 @@ def hasher() -> Any:
         from xxhash import xxh3_128
     except ImportError as error:
         raise ImportError(
-            'Files are hashed by xxhash: pip install -e ".[data]", or ".[checkpoint]".'
+            "Token files and checkpoints are hashed by xxhash: "
+            'pip install -e ".[data]" or pip install -e ".[checkpoint]".'
         ) from error
     return xxh3_128()
 
