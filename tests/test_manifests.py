@@ -17,7 +17,6 @@ from test_checkpoint import SETTINGS, assert_equal, checkpoints, saved, small_st
 from parallax import _files
 from parallax.data import manifest
 from parallax.run import checkpoint
-from parallax.run import record as records
 
 DRAWS = 300
 DEEP = 200_000  # lists in lists
@@ -219,7 +218,7 @@ def test_a_path_that_leads_out_is_refused(folder, name):
     path = folder / "00000002" / "manifest.json"
     record = unseal(path)
     outside = (folder / "00000001" / "contents.json").read_bytes()
-    record["files"][name] = [len(outside), records.hashing()(outside).hexdigest()]
+    record["files"][name] = [len(outside), manifest.hashed(outside)]
     seal(path, record)
     assert "files: needed " in refused(folder)
 
