@@ -118,6 +118,12 @@ def test_message_by_message(algorithm, shared):
         )
 
 
+def test_a_step_in_a_group_goes_to_its_own_next_device():
+    """Two groups of four, of every second device each, and one step round both."""
+    next_device = networks.destinations((4,), (1,), 8, Group(4, stride=2))
+    assert next_device.tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
+
+
 @pytest.mark.parametrize("n", [6, 8])
 def test_halving_between_machines_is_psum(n):
     """What the search proposes for thousands of machines, on those that are here."""
