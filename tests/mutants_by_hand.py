@@ -31,7 +31,7 @@ COLLECTIVES = (
     Mutant("_total", "x = pin_bits(x)", "x = x", f"{BITS} -k doubling", bits=True),
     Mutant(
         "_check",
-        "if there in sent:",
+        "if arrival in sent:",
         "if False:",
         "test_route.py::test_wrong_tables_are_refused_and_right_ones_are_not",
     ),
@@ -78,13 +78,13 @@ COLLECTIVES = (
         "test_route.py::test_a_chain_that_changes_its_step_is_no_loop",
     ),
     Mutant(
-        "_scatter_in_a_loop",
+        "_terms_by_trip",
         "trip + 1)",
         "trip)",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
     ),
     Mutant(
-        "_scatter_in_a_loop",
+        "_terms_by_trip",
         "if any(o in sums[p] for met in offsets_met for o in met):",
         "if False:",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
@@ -103,8 +103,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "_in_order",
-        "reversed(along(axis_name))",
-        "along(axis_name)",
+        "reversed(_groups(parts, axis_name))",
+        "_groups(parts, axis_name)",
         "test_axis.py::test_one_after_the_other_is_the_group",
     ),
     Mutant("combined_axis", "> 1", "> 9", "test_axis.py::test_joined"),
@@ -122,7 +122,10 @@ COLLECTIVES = (
         "test_ring.py::test_meaning -k all_to_all",
     ),
     Mutant(
-        "halving", "-(-kept // by)", "kept // by", "test_route.py::test_tables_are_right -k halving"
+        "halving",
+        "-(-remaining // by)",
+        "remaining // by",
+        "test_route.py::test_tables_are_right -k halving",
     ),
     Mutant(
         "two_rings",
@@ -140,7 +143,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "_selected",
-        "jnp.where(holds, leaf, other(leaf))",
+        "jnp.where(holds, leaf, alternative(leaf))",
         "leaf",
         "test_replicated.py::test_ordered_keeps_a_collective_behind_a_loop",
     ),
@@ -2410,7 +2413,7 @@ TRACED = (
         "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
     ),
     Mutant(
-        "room",
+        "empty_like",
         "and block.size",
         "and False",
         "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",

@@ -222,7 +222,7 @@ REFUSED = {
     "Route: round 0 has the step (1,), which is outside": ((2, 2), [{1: [(0, 1)]}]),
     "Route: round 0 sends block 0, which is at home already": ((3,), [{1: [0]}]),
     "Route needs a box of one dim or more, of 1 or more devices each; got shape (0,).": ((0,), []),
-    "pairs needs a power of two devices; got 6. Take halving": lambda: tables.pairs.table(6),
+    "pairs needs a power of two devices; got 6. Use halving": lambda: tables.pairs.table(6),
     "machines(4) needs a multiple of 4 devices; got 6.": lambda: tables.machines(4).table(6),
 }
 

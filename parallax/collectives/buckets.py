@@ -1,10 +1,12 @@
-"""Many leaves in few messages: small arrays are packed one after another into long ones, which are reduced, and unpacked.
+"""Many leaves in few messages: small arrays are packed into long ones, reduced, and unpacked.
 
-A message costs its latency whatever its size, and most leaves of a model (biases, norms) are far smaller than what a link
-carries in that time. Packing copies each packed leaf twice, and on a TPU changes how it is stored; so large leaves, which gain
-nothing by it, go as they are: a leaf that is alone in its bucket is not copied.
+A message costs its latency whatever its size, and most leaves of a model (biases, norms) are far
+smaller than the data that a link carries in that time. Packing copies each packed leaf twice, and on
+a TPU changes how it is stored. So large leaves, which gain nothing, are sent as they are: a leaf that
+is alone in its bucket is not copied.
 
-Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv 2006.15704), section 3.2.3.
+Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv
+2006.15704), section 3.2.3.
 """
 
 import dataclasses
@@ -19,22 +21,26 @@ from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import reduction_state, varying, varying_axes
 
-NBYTES = 2**20  # a ring of 8 hands on 128 kB a hop: 3 us at 45 GB/s, where a hop takes 1 us
+# A ring of 8 sends 128 kB of this in a hop: 3 us at 45 GB/s, where a hop's latency is 1 us.
+NBYTES = 2**20
 
 
 def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
-    """`axis`, whose `all_reduce` takes as many messages as there are buckets instead of leaves: `A {U_X} -> A`.
+    """Returns `axis` with an `all_reduce` that sends one message for each bucket of leaves.
 
-    It equals that `all_reduce` leaf by leaf, where it adds up number by number, whatever array a number stands in; types and
-    gradients are the same too. A bucket takes leaves of one dtype which vary along the same axes, in the order of the tree,
-    until the next would take it over `nbytes`. An unreduced or reduced leaf has one to itself, and so has one of `nbytes` or
-    more. A bucket is padded to a multiple of the devices, so that a ring need not copy it again.
-    Round `quantized`, numbers of neighbouring leaves share a scale: a loss among gradients would spoil them.
+    ```python
+    grads.averaged(grad, bucketed(ring("data")))
+    ```
 
-        grads.averaged(grad, bucketed(ring("data")))
+    The values equal those of `all_reduce` leaf by leaf, if its sums do not depend on where a number
+    stands in its array. Types and gradients are the same too. A bucket holds leaves of one dtype
+    that vary along the same axes, in the order of the tree, up to `nbytes`. An unreduced or reduced
+    leaf has its own bucket, and so has one of `nbytes` or more. A bucket is padded to a multiple of
+    the devices, so that a ring need not copy it again. With `quantized`, numbers of neighbouring
+    leaves share a scale: a loss among gradients would spoil them.
 
     Args:
-        axis: the axis, and who moves data along it; its other collectives stay as they are.
+        axis: the axis, or its name. Its other collectives stay as they are.
         nbytes: the size of a bucket on one device.
 
     Raises:
@@ -44,18 +50,17 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
         raise ValueError(
             f"bucketed needs nbytes of 1 or more; got {nbytes}. The usual size is {NBYTES}."
         )
-
     axis = Axis.of(axis)
     algorithm = axis.algorithm
 
     def all_reduce(x, axis_name):
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
-        buckets = assign_buckets(leaves, nbytes)
         done: list[jax.Array] = []
-        for bucket in buckets:
+        for bucket in assign_buckets(leaves, nbytes):
             parts = [leaves[i] for i in bucket]
-            if len(parts) > 1:  # one bucket after another: at no time is more than one packed
+            if len(parts) > 1:
+                # One bucket after another: at most one is packed, and in memory, at a time.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
@@ -63,45 +68,37 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
                 leaves[i] = part
         return jax.tree.unflatten(structure, leaves)
 
-    return Axis(
-        axis.names,
-        dataclasses.replace(algorithm, name=f"bucketed {algorithm}", all_reduce=all_reduce),
-    )
+    name = f"bucketed {algorithm}"
+    return Axis(axis.names, dataclasses.replace(algorithm, name=name, all_reduce=all_reduce))
 
 
 def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
-    """The indices of the leaves in each bucket of at most `nbytes` (or of one leaf), by dtype and by the axes they vary along.
+    """Returns the indices of the leaves in each bucket of at most `nbytes`, or of one leaf.
 
-    A leaf that is unreduced or reduced along an axis is alone in its bucket: JAX does not join such arrays.
+    Leaves share a bucket if they have one dtype and vary along the same axes. A leaf that is
+    unreduced or reduced along an axis is alone: JAX does not join such arrays.
     """
-    buckets, last = (
-        [],
-        {},
-    )  # last: of each kind, the bucket that is filled at present, and its bytes
+    buckets, open_buckets = [], {}  # of each kind: the bucket being filled, and its bytes
     for i, leaf in enumerate(leaves):
-        kind, size = (
-            (leaf.dtype, varying_axes(leaf), i if reduction_state(leaf) else None),
-            leaf.size * leaf.dtype.itemsize,
-        )
-        bucket, filled = last.get(kind, (None, 0))
-        if size >= nbytes:  # and those before and after it go on together
+        kind = (leaf.dtype, varying_axes(leaf), i if reduction_state(leaf) else None)
+        size = leaf.size * leaf.dtype.itemsize
+        if size >= nbytes:
+            # The leaves before and after it may still share a bucket.
             buckets.append([i])
             continue
+        bucket, filled = open_buckets.get(kind, (None, 0))
         if bucket is None or filled + size > nbytes:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(i)
-        last[kind] = bucket, filled + size
+        open_buckets[kind] = bucket, filled + size
     return buckets
 
 
 def _packed(leaves, axis_name):
-    padding = jnp.zeros(
-        -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name), leaves[0].dtype
-    )
-    return jnp.concatenate(
-        [leaf.reshape(-1) for leaf in leaves] + [varying(padding, varying_axes(leaves[0]))]
-    )
+    missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
+    padding = varying(jnp.zeros(missing, leaves[0].dtype), varying_axes(leaves[0]))
+    return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), padding])
 
 
 def _unpacked(total, shapes):

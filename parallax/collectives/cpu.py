@@ -1,10 +1,11 @@
-"""Workarounds that only XLA's CPU backend needs. Programs compiled for other backends hold no trace of them.
+"""Workarounds that only XLA's CPU backend needs. Programs for other backends hold no trace of them.
 
-**Collectives in one order** (`ordered`): jaxlib 0.10.2 and 0.12.0. XLA's CPU backend goes on from a loop whose body works in
-other threads to what does not use the loop's results. A collective there can meet one of the loop's in a rendezvous of the
-same name, which aborts the process: "Id can't be larger than the number of participating threads". No issue of XLA is known to
-tell of it. It is rare: pipelined steps on more devices than cores have shown it; this program, the smallest in which nothing
-orders the two, did not in 400 runs. `compiled.hlo.unordered` finds such pairs in a compiled program.
+**Collectives in one order** (`sequence_after`): jaxlib 0.10.2 and 0.12.0. XLA's CPU backend may run
+what follows a loop while the loop still runs, if it does not use the loop's results. A collective
+after the loop can then meet one of the loop's in the same rendezvous, which aborts the process: "Id
+can't be larger than the number of participating threads". No issue of XLA is known for it. It is
+rare: pipelined steps on more devices than cores have shown it; this smallest unordered program did
+not in 400 runs. `compiled.hlo.unordered` finds such pairs in a compiled program.
 
     def body(x):
         looped = lax.fori_loop(0, 8, lambda _, y: lax.ppermute(jnp.tanh(y @ y), "i", ring), x)
@@ -25,14 +26,14 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def sequence_after(x: Tree, after: PyTree) -> Tree:
-    """The tree `x`, which a CPU computes only after `after`: values and types stay. Differentiable in `x`.
+    """Returns the tree `x`, which a CPU computes only after `after`. Values and types stay.
 
-    An optimization barrier is gone before the program runs; what waits here is a selection by a condition that is always true,
-    and that no compiler knows to be. Random keys do not wait, nor do unreduced and reduced arrays, which JAX does not index.
+    The result is differentiable in `x`. Random keys do not wait, nor do unreduced and reduced
+    arrays, which JAX does not index.
     """
     leaves, structure = jax.tree.flatten(x)
-    waiting = [i for i, leaf in enumerate(leaves) if _counts(leaf)]
-    arrays = [leaf for leaf in jax.tree.leaves(after) if _counts(leaf) and leaf.size]
+    waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
+    arrays = [leaf for leaf in jax.tree.leaves(after) if _can_wait(leaf) and leaf.size]
     if not arrays or not waiting:
         return x
     late = lax.platform_dependent(
@@ -43,34 +44,45 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _counts(leaf) -> bool:
-    return (
-        isinstance(leaf, jax.Array)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        and not reduction_state(leaf)
-    )
+def _can_wait(leaf) -> bool:
+    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return False
+    return not reduction_state(leaf)
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
+    """Returns `x`, selected by a condition that is always true and that no compiler can know.
+
+    An optimization barrier would be gone before the program runs.
+    """
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
-    # XLA compiles what is cheap again into each of its users, hundreds of times in a step; what is dear, once.
-    one = lax.tanh(sum(first[1:], start=first[0]))
-    always = lax.eq(one, one) | lax.ne(one, one)  # the second for what is not a number
+    # XLA compiles a cheap value again into each of its users, hundreds of times in a step. A tanh is
+    # expensive enough to be computed once.
+    number = lax.tanh(sum(first[1:], start=first[0]))
+    always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
     holds = replicated(always, varying_axes(always))
-    # What is chosen from must differ, or a constant would not wait: a number's bits, or zero.
-    other = lambda leaf: (
-        jnp.zeros((), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else ~leaf
-    )
-    return [jnp.where(holds, leaf, other(leaf)) for leaf in x]
+
+    # The alternative must differ from the leaf, or XLA would drop the selection of a constant.
+    def alternative(leaf):
+        is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.zeros((), leaf.dtype) if is_number else ~leaf
+
+    return [jnp.where(holds, leaf, alternative(leaf)) for leaf in x]
 
 
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """`x`, computed once: what comes out of a loop is in memory, for all who want it. Costs two or three passes over it."""
+    """Returns `x`, computed once: the result of a loop is stored in memory for all of its users.
+
+    It costs two or three passes over `x`.
+    """
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """`x`, with a no-op loop between its last write and what follows: the loop writes one number again."""
+    """Returns `x` after a no-op loop, which keeps XLA from fusing its last write with a later use.
+
+    The loop writes one number of `x` again.
+    """
     if not x.size:
         return x
     start = (0,) * x.ndim

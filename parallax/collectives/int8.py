@@ -49,11 +49,10 @@ from jaxtyping import Array, Float, Int8
 
 from parallax._typing import PyTree
 from parallax.collectives import cost, drop_in, types
+from parallax.collectives.all_to_all import straight
 from parallax.collectives.axis import Algorithm
 from parallax.collectives.cost import Round, devices
-from parallax.collectives.exchange import straight
-from parallax.collectives.from_table import all_reduce as exact_all_reduce
-from parallax.collectives.from_table import messages
+from parallax.collectives.from_table import all_reduce_leaves, messages
 from parallax.collectives.tables import ring
 from parallax.collectives.types import AxisName, axes, replicated, varying, varying_axes
 
@@ -116,7 +115,7 @@ def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree
     return _each(
         x,
         block_size,
-        lambda x: exact_all_reduce(x, axis_name, total),
+        lambda x: all_reduce_leaves(x, axis_name, total),
         lambda x: ring.all_reduce(x, axis_name),
     )
 
@@ -141,7 +140,7 @@ def reduce_scatter(
     exact = lambda x: ring.reduce_scatter(
         x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled
     )
-    ours = lambda x: drop_in.reduce_scatter(
+    ours = lambda x: drop_in.reduce_scatter_leaf(
         x, axis_name, _slices(block_size), scatter_dimension, tiled
     )
     return _each(x, block_size, ours, exact)
@@ -160,7 +159,7 @@ def all_gather(
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
     """
     exact = lambda x: ring.all_gather(x, axis_name, axis=axis, tiled=tiled)
-    ours = lambda x: drop_in.all_gather(x, axis_name, _slices(block_size), axis, tiled)
+    ours = lambda x: drop_in.all_gather_leaf(x, axis_name, _slices(block_size), axis, tiled)
     return _each(x, block_size, ours, exact)
 
 
@@ -229,13 +228,13 @@ class ErrorFeedback:
                 types.axis_size(axis_name),
                 tiled,
             )
-            parts = drop_in.split(_with(x, error, axis_name), dim, axis_name, tiled)
+            parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
             error = jnp.where(
                 _own(error, axis_name), _finite(total - result.astype(total.dtype)), error
             )
-            return result.reshape(parts.shape[1:]), drop_in.merge(
+            return result.reshape(parts.shape[1:]), drop_in.merge_blocks(
                 error.reshape(parts.shape), dim, tiled
             )[None]
 
@@ -295,13 +294,13 @@ def _slices(block_size):
     """A reduce-scatter and an all-gather all of whose messages are int8."""
 
     def scattered(x, dim, axis_name):
-        blocks = drop_in.split(x, dim, axis_name, True)
+        blocks = drop_in.split_blocks(x, dim, axis_name, True)
         total, _ = _reduce(_widened(blocks).reshape(blocks.shape[0], -1), axis_name, block_size)
         return total.reshape(blocks.shape[1:]).astype(x.dtype)
 
     def gathered(x, dim, axis_name):
         blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
-        return drop_in.merge(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
+        return drop_in.merge_blocks(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
 
     return drop_in.Slices(scattered, gathered)
 

@@ -19,7 +19,7 @@ def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> l
 def send_next(
     x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """Device i's `x` on device i + `distance`, round the ring: one hop."""
+    """Returns device i's `x` on device i + `distance`, round the ring: one hop."""
     n = axis_size(axis_name)
     return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
@@ -27,13 +27,16 @@ def send_next(
 def send(
     x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, "*dims"]:
-    """For each pair (i, j) device i's `x` on device j, and zeros where nothing arrives: one hop."""
+    """Returns device i's `x` on device j for each pair (i, j), else zeros: one hop."""
     names, places = _in_mesh_order(axes(axis_name))
     return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """The axes in the mesh's order, as `lax.ppermute` wants them, and the place there of each device of the axis."""
+    """Returns the axes in the mesh's order, and the place there of each device of the axis.
+
+    `lax.ppermute` counts devices in the mesh's order, whatever the order of the names.
+    """
     if len(names) < 2:
         return names, list(range(axis_size(names)))
     mesh_names = jax.sharding.get_abstract_mesh().axis_names

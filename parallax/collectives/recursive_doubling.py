@@ -1,12 +1,14 @@
-"""Recursive doubling with the whole vector: the fewest hops an all-reduce can have, for messages that cost nothing but hops.
+"""Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-n devices, p the greatest power of two not above n, S the bytes of the array on one device:
+It suits messages that cost nothing but hops. For n devices, p the greatest power of two not above n,
+and S the bytes of the array on one device:
 
 | function | bytes a device sends, at most | hops | transpose |
 |---|---|---|---|
-| `all_reduce` | log2 p S, and 2 S more unless n = p | log2 p, and 2 more unless n = p | the cotangent as it is, free |
+| `all_reduce` | log2 p S, and 2 S more unless n = p | log2 p, and 2 more unless n = p | free |
 
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005).
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH
+(2005).
 """
 
 from typing import TypeVar
@@ -20,15 +22,15 @@ from parallax.collectives import types
 from parallax.collectives.axis import Algorithm, refused
 from parallax.collectives.cost import Message, Round, devices, priced
 from parallax.collectives.execute import pin_bits
-from parallax.collectives.from_table import all_reduce
+from parallax.collectives.from_table import all_reduce_leaves
 from parallax.collectives.permute import send
 from parallax.collectives.types import AxisName
 
 Tree = TypeVar("Tree", bound=PyTree)
 
 
-def _hops(n: int) -> list[list[tuple[int, int]]]:
-    """Who sends to whom, hop by hop: those beyond a power of two to the front, the exchanges, and back."""
+def _hops_of(n: int) -> list[list[tuple[int, int]]]:
+    """Returns (from, to) of each hop. Devices beyond a power of two send to the front, and wait."""
     count = n.bit_length() - 1
     folded = [(i, i - 2**count) for i in range(2**count, n)]
     exchanges = [[(i, i ^ 2**k) for i in range(2**count)] for k in range(count)]
@@ -36,45 +38,52 @@ def _hops(n: int) -> list[list[tuple[int, int]]]:
 
 
 def _messages(size, n, itemsize):
-    hops, folded = _hops(devices(n)), devices(n) & (devices(n) - 1)
-    added = [True] * (len(hops) - 1) + [not folded]
-    sent = size * itemsize
-    steps = [(pairs[0][1] - pairs[0][0],) for pairs in hops]
-    return [
-        Round(1, (Message(sent, step),), sent * adds)
-        for step, adds in zip(steps, added, strict=False)
-    ]
+    hops, nbytes = _hops_of(devices(n)), size * itemsize
+    is_folded = devices(n) & (devices(n) - 1)
+    rounds = []
+    for number, pairs in enumerate(hops):
+        # The last hop of a folded exchange hands out the result, and adds nothing.
+        adds = not (is_folded and number == len(hops) - 1)
+        step = (pairs[0][1] - pairs[0][0],)
+        rounds.append(Round(1, (Message(nbytes, step),), nbytes * adds))
+    return rounds
 
 
 @priced(_messages, "doubling.all_reduce")
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
-    """The sum over devices, on every device, the same bits: `A {U_X} -> A`. The twin of `lax.psum`, for small arrays.
+    """Returns the sum over devices, on every device: `A {U_X} -> A`. For small arrays.
 
-    In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the same two numbers, and
-    a + b is b + a to the last bit, so all devices end with the same bits. Unless n is a power of two, the n - p devices beyond
-    the last one first add theirs into the devices at the front, and are told the result in the end: 2 hops more. (Without
-    folding, as in `halving`, it takes a hop less, but each device would add in an order of its own.) Its transpose costs nothing.
-    It is no `Route`: a sum that both keep and send is counted more than once.
+    In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the
+    same two numbers, and a + b equals b + a to the last bit, so all devices end with the same bits.
+    Unless n is a power of two, the n - p last devices first send their terms to the front, and
+    receive the result at the end: 2 more hops. (Without that, as in `halving`, it takes one hop
+    less, but each device would add in an order of its own.) The transpose is free. There is no
+    `Route`: a sum that both devices keep and send is counted more than once.
     """
-    return all_reduce(x, axis_name, _total)
+    return all_reduce_leaves(x, axis_name, _total)
 
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     n = types.axis_size(axis_name)
-    x = pin_bits(x)  # the sums after it are the same, however often they are computed
-    hops = _hops(n)
+    x = pin_bits(x)  # the sums after it are the same, however often XLA computes them
+    hops, results = _hops_of(n), []
     if n & (n - 1):
-        folded, *hops, told = hops
+        folded, *hops, results = hops
         x = x + send(x, axis_name, folded)
     for pairs in hops:
         x = _as_sent(x) + send(x, axis_name, pairs)
-    if n & (n - 1):
-        x = jnp.where(types.axis_index(axis_name) < told[0][1], x, send(x, axis_name, told))
+    if results:
+        first_folded = results[0][1]
+        is_exchanging = types.axis_index(axis_name) < first_folded
+        x = jnp.where(is_exchanging, x, send(x, axis_name, results))
     return x
 
 
 def _as_sent(x):
-    """`x` in no more precision than its type has: XLA may keep the sum of 16-bit floats in 32 bits, and sends 16."""
+    """Returns `x` in the precision of its type.
+
+    XLA may keep the sum of 16-bit floats in 32 bits, and send 16.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     kind = jnp.finfo(x.dtype)

@@ -1,26 +1,30 @@
-"""A collective as a table: who sends which block how far, checked when it is made. `execute` runs it, `algorithm` makes drop-ins.
+"""A collective as a table of messages, checked when it is made. `execute` runs it.
 
-Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o further on. The devices are a
-box: `(16,)`, or `(2, 8)` for two machines of eight; offsets and steps are its points, added dim by dim, and plain numbers where
-the box has one dim. A *round* is {step: offsets}: those blocks go to the device `step` further on, where offset o becomes
-o - step. The messages of a round do not wait for each other. Blocks of one step travel as one message.
+Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o
+further on. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight. Offsets and steps
+are points of the box, added dim by dim; plain numbers serve where the box has one dim. A *round* is
+{step: offsets}: it sends those blocks to the device `step` further on, where offset o becomes
+o - step. The messages of a round do not wait for each other. Blocks of one step form one message.
 
-    Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: in each round each device hands one block to its neighbour
+    Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
-In a *scatter* a block that arrives is added to the one that is there, so that each ends, summed, on the device that owns it.
-A *gather* is the same table backwards: each device's block is copied to all others. The two are each other's transpose, and one
-after the other they are an all-reduce.
+In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
+summed, on the device that owns it. A *gather* is the same table backwards: each device's block is
+copied to all others. The two are each other's transpose; one after the other they are an all-reduce.
 
-The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. Watch the block that belongs to device 0, in a scatter:
+The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. This is the way of the block that
+belongs to device 0, in a scatter:
 
-    round 1   device 1 sends it (offset 3: 1 + 3 is device 0 of the ring); device 2, offset 2, adds its term
+    round 1   device 1 sends it (offset 3: 1 + 3 is device 0); device 2, offset 2, adds its term
     round 2   device 2 sends it (offset 2); device 3, offset 1, adds its term
-    round 3   device 3 sends it (offset 1); device 0, at home, offset 0, adds the last term
+    round 3   device 3 sends it (offset 1); device 0, the owner, offset 0, adds the last term
 
-All four blocks move at once, each to the next device. Backwards, as a gather, device 0 sends its block to 3, 3 to 2, 2 to 1.
+All four blocks move at once, each to the next device. As a gather, backwards, device 0 sends its
+block to 3, 3 sends it to 2, and 2 sends it to 1.
 
-A device does the same as all others, each from its own place: every message of a step goes equally far. A collective in which the
-distance depends on the device is no `Route` (Swing: De Sensi et al., NSDI 2024, where odd and even devices send opposite ways).
+All devices do the same, each from its own place, so every message of a step goes equally far. A
+collective in which the distance depends on the device is no `Route` (Swing: De Sensi et al., NSDI
+2024, where odd and even devices send in opposite directions).
 """
 
 import csv
@@ -40,15 +44,22 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Who sends which block how far: a reduce-scatter, backwards an all-gather, both an all-reduce.
+    """A table of messages: a reduce-scatter, an all-gather (backwards), or both as an all-reduce.
 
-    Args:
-        shape: the box that the devices make; they are numbered in row-major order.
-        rounds: of each {step: offsets}; a round may be empty. Points of a box of one dim may be plain numbers, and a step may go
-            back: -1 for n - 1.
+    ```python
+    ring_of_4 = Route((4,), [{1: [3]}, {1: [2]}, {1: [1]}])
+    ring_of_4.traffic()          # {(0, 1): 3, (1, 2): 3, (2, 3): 3, (3, 0): 3}
+    mine = collectives.algorithm(lambda n: Route((n,), [{1: [n - h]} for h in range(1, n)]))
+    ```
+
+    Attributes:
+        shape: the box that the devices form; they are numbered in row-major order.
+        rounds: each is {step: offsets}, and may be empty. Points of a box of one dim may be plain
+            numbers. A step may go back: -1 for n - 1.
 
     Raises:
-        ValueError: a block is sent twice, or arrives where it was sent away, or never comes home; or a point is outside the box.
+        ValueError: a block is sent twice, arrives where it was sent away, or never reaches its
+            owner; or a point is outside the box.
     """
 
     shape: Point
@@ -57,54 +68,50 @@ class Route:
     def __post_init__(self):
         rounds = []
         for sends in self.rounds:
-            rounds.append(
-                {_as_point(step): tuple(map(_as_point, offsets)) for step, offsets in sends.items()}
-            )
+            points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
+            rounds.append(points)
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rounds", tuple(rounds))
         _check(self)
 
     @property
     def n(self) -> int:
-        """The number of devices."""
+        """Returns the number of devices."""
         return math.prod(self.shape)
 
     @property
     def home(self) -> Point:
-        """The offset of a device's own block."""
+        """Returns the offset of a device's own block."""
         return (0,) * len(self.shape)
 
     def points(self) -> list[Point]:
-        """All offsets, in row-major order."""
+        """Returns all offsets, in row-major order."""
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
-        """The offset that a block has after `times` hops of `step`."""
-        return tuple(
-            [
-                (o - times * s) % length
-                for o, s, length in zip(offset, step, self.shape, strict=True)
-            ]
-        )
+        """Returns the offset that a block has after `times` hops of `step`."""
+        dims = zip(offset, step, self.shape, strict=True)
+        return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """The number of the device at a point of the box."""
+        """Returns the number of the device at a point of the box."""
         number = 0
         for place, length in zip(point, self.shape, strict=True):
             number = number * length + place % length
         return number
 
     def device_at(self, me: Any, offset: Sequence[Any]) -> Any:
-        """The number of the device at an offset from device `me`; both may be traced."""
+        """Returns the number of the device at an offset from device `me`; both may be traced."""
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
+            # int32 constants: under 64-bit mode a Python int would widen the traced device number.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
         return number
 
     def pairs(self, step: Point, *, back: bool = False) -> list[tuple[int, int]]:
-        """Who sends to whom in a message of this step: (from, to) for every device."""
+        """Returns (from, to) for every device, for a message of this step."""
         pairs = []
         for device, point in enumerate(self.points()):
             ahead = self.device_number([place + s for place, s in zip(point, step, strict=True)])
@@ -112,7 +119,7 @@ class Route:
         return sorted(pairs) if back else pairs
 
     def traffic(self) -> dict[tuple[int, int], int]:
-        """The blocks that device i sends to device j in a reduce-scatter, for every pair (i, j) that talks."""
+        """Returns the number of blocks that device i sends to j in a reduce-scatter, by (i, j)."""
         blocks: dict[tuple[int, int], int] = {}
         for sends in self.rounds:
             for step, offsets in sends.items():
@@ -121,7 +128,7 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """After each round, in the order in which they run, the messages behind the block that took most so far."""
+        """Returns, after each round as run, the length of the longest chain of messages so far."""
         return self._hops[back]
 
     @functools.cached_property
@@ -132,7 +139,7 @@ class Route:
 Tables = Route | tuple[Route, ...]  # several run side by side, each with its share of every block
 
 
-def _as_point(place: Any) -> Point:
+def _point(place: Any) -> Point:
     return (place,) if isinstance(place, int) else tuple(place)
 
 
@@ -146,6 +153,7 @@ def _hops(route: Route, back: bool) -> list[int]:
             leaving, arriving = (after, offsets) if back else (offsets, after)
             hops = 1 + max((hops_behind.get(o, 0) for o in leaving), default=0)
             arrivals += [(o, hops) for o in arriving]
+        # Counted after the round: its messages do not wait for each other.
         for o, hops in arrivals:
             hops_behind[o] = max(hops_behind.get(o, 0), hops)
         longest.append(max([longest[-1], *(hops for _, hops in arrivals)]))
@@ -153,63 +161,72 @@ def _hops(route: Route, back: bool) -> list[int]:
 
 
 def _check(route: Route) -> None:
-    """Every block but the own one leaves once, after all that is added to it has come: then each term comes home once."""
-    box = route.shape
-    if not box or any(length < 1 for length in box):
+    """Raises `ValueError` unless each term reaches its owner exactly once.
+
+    That holds if every block but the own one is sent once, after all that is added to it arrived.
+    """
+    if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
-            f"Route needs a box of one dim or more, of 1 or more devices each; got shape {box}."
+            "Route needs a box of one dim or more, of 1 or more devices each; got shape "
+            f"{route.shape}."
         )
     sent: dict[Point, int] = {}
     for r, sends in enumerate(route.rounds):
+        arrivals = {}
         for step, offsets in sends.items():
-            if len(step) != len(box) or any(
-                not -length < s < length for s, length in zip(step, box, strict=True)
-            ):
-                raise ValueError(
-                    f"Route: round {r} has the step {_shown(step)}, which is outside the box {box}."
-                )
+            _check_step(route, step, r)
             for o in offsets:
-                if problem := _unsendable(route, o, r, sent):
-                    raise ValueError(f"Route: round {r} sends block {_shown(o)}{problem}")
+                _check_sendable(route, o, r, sent)
                 sent[o] = r
-        for there, o in [
-            (route.offset_after(o, step), o) for step, offsets in sends.items() for o in offsets
-        ]:
-            if there in sent:
+                arrivals[o] = route.offset_after(o, step)
+        for o, arrival in arrivals.items():
+            if arrival in sent:
                 raise ValueError(
-                    f"Route: in round {r} block {_shown(o)} arrives at offset {_shown(there)}, whose block was sent away in "
-                    f"round {sent[there]}. Let it arrive before, or go elsewhere."
+                    f"Route: in round {r} block {_describe(o)} arrives at offset "
+                    f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. Let "
+                    "it arrive before, or go elsewhere."
                 )
     if len(sent) < route.n - 1:
-        left = [o for o in route.points()[1:] if o not in sent]
-        names = ", ".join(map(_shown, left[:3])) + ", ..." * (len(left) > 3)
+        missing = [o for o in route.points()[1:] if o not in sent]
+        names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
-            f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {box} are never sent, and so never come home."
+            f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {route.shape} are "
+            "never sent, and so never come home."
         )
 
 
-def _unsendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -> str:
-    """Why round r cannot send the block at an offset; "" if it can."""
+def _check_step(route: Route, step: Point, r: int) -> None:
     box = route.shape
-    if len(o) != len(box) or any(not 0 <= at < length for at, length in zip(o, box, strict=True)):
-        return f", which is no point of the box {box}. Offsets run from 0 to the dim's size - 1."
-    if o == route.home:
-        return ", which is at home already: a device keeps the block that belongs to it."
-    if sent.get(o) == r:
-        return " twice, so that its terms would be counted twice. Send it once."
-    return (
-        f" a second time: it was sent away in round {sent[o]}. Send it once, after all has come."
-        if o in sent
-        else ""
-    )
+    inside = all(-length < s < length for s, length in zip(step, box, strict=False))
+    if len(step) != len(box) or not inside:
+        raise ValueError(
+            f"Route: round {r} has the step {_describe(step)}, which is outside the box {box}."
+        )
 
 
-def _shown(point: Point) -> str:
+def _check_sendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -> None:
+    box, problem = route.shape, ""
+    if len(o) != len(box) or any(not 0 <= at < size for at, size in zip(o, box, strict=True)):
+        problem = f", which is no point of the box {box}. Offsets run from 0 to the dim's size - 1."
+    elif o == route.home:
+        problem = ", which is at home already: a device keeps the block that belongs to it."
+    elif sent.get(o) == r:
+        problem = " twice, so that its terms would be counted twice. Send it once."
+    elif o in sent:
+        problem = f" a second time: it was sent away in round {sent[o]}. Send it once, after all has come."
+    if problem:
+        raise ValueError(f"Route: round {r} sends block {_describe(o)}{problem}")
+
+
+def _describe(point: Point) -> str:
     return str(point[0] if len(point) == 1 else point)
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Write a table as a file: a first line with the box, then a line a block sent: round, step, offset. Points are `1 0`."""
+    """Writes a table as a file: a line with the box, then a line for each block sent.
+
+    A block's line is round, step, offset. Points are written as `1 0`.
+    """
 
     def words(point):
         return " ".join(map(str, point))
@@ -219,13 +236,12 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
         lines.writerow(["box", words(route.shape), len(route.rounds)])
         lines.writerow(["round", "step", "offset"])
         for r, sends in enumerate(route.rounds):
-            lines.writerows(
-                [r, words(step), words(o)] for step, offsets in sends.items() for o in offsets
-            )
+            for step, offsets in sends.items():
+                lines.writerows([r, words(step), words(o)] for o in offsets)
 
 
 def from_csv(path: str | os.PathLike[str]) -> Route:
-    """The table in a file of `to_csv`. Raises `ValueError` where the file is none, or as `Route` does."""
+    """Returns the table in a file of `to_csv`. Raises `ValueError` for other files and wrong tables."""
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))
 
@@ -239,6 +255,7 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
             rounds[int(r)].setdefault(point(step), []).append(point(offset))
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"from_csv: {path} is no table. It needs the lines 'box,SHAPE,ROUNDS' and 'round,step,offset', then one a block."
+            f"from_csv: {path} is no table. It needs the lines 'box,SHAPE,ROUNDS' and "
+            "'round,step,offset', then one line for each block."
         ) from error
     return Route(point(shape), rounds)

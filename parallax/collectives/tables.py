@@ -1,8 +1,10 @@
-"""The tables of the collectives, each a maker of a few lines, and an algorithm: `ring.table(8)`, `ring.all_reduce(x, "data")`.
+"""The tables of the collectives, each a maker of a few lines and an algorithm.
 
-n devices, S the bytes of the array on one device; a *message* is what a device sends to one other at once:
+`ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it.
 
-| algorithm | messages of a reduce-scatter | one after another | blocks of S/n that a device sends |
+For n devices; a *message* is the data that a device sends to one other at once:
+
+| algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
 | `ring` | n - 1 | n - 1 | n - 1 |
 | `two_rings` | 2 (n - 1), halves of blocks | n - 1 | n - 1 |
@@ -10,38 +12,43 @@ n devices, S the bytes of the array on one device; a *message* is what a device 
 | `halving` | ceil(log2 n) | ceil(log2 n) | n - 1 |
 | `halving_by(4)` | some 3 ceil(log4 n) | ceil(log4 n) | n - 1 |
 | `pairs` (n a power of 2) | log2 n | log2 n | n - 1 |
-| `machines(g)` | g - 1 within machines of g, n/g - 1 between them | n/g + g - 2 | n - 1, of which n/g - 1 cross a border |
-| `torus` on a x b .. | k (a + b .. - k) of 1/k of a block each | k (max(a, b ..) - 1) | n - 1 |
+| `machines(g)` | g - 1 inside, n/g - 1 between machines | n/g + g - 2 | n - 1 (n/g - 1 leave) |
+| `torus` on a x b .. | k (a + b .. - k), of 1/k block | k (max(a, b ..) - 1) | n - 1 |
 
-An all-gather sends the same backwards, and an all-reduce is one after the other. A message of several blocks of more than
-`execute.JOINED` bytes is sent as one permute a block, side by side: joining them would take longer.
+A block has 1/n of the array's bytes. An all-gather sends the same backwards, and an all-reduce is
+one after the other. Blocks of more than `execute.JOINED` bytes are sent as one permute each, side by
+side: joining them would take longer.
 
-Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et al., Collective communication:
-theory, practice, and experience (2007), for two; Bruck et al., Efficient algorithms for all-to-all communications (1997) and
-Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms (2024), for halving by offsets; Thakur, Rabenseifner and
-Gropp, Optimization of collective communication operations in MPICH (2005), for pairs; Jain and Sabharwal, Optimal bucket
-algorithms for large MPI collectives on torus interconnects (2010).
+Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
+al., Collective communication: theory, practice, and experience (2007), for two; Bruck et al.,
+Efficient algorithms for all-to-all communications (1997) and Träff, Optimal, non-pipelined
+reduce-scatter and allreduce algorithms (2024), for halving by offsets; Thakur, Rabenseifner and
+Gropp, Optimization of collective communication operations in MPICH (2005), for pairs; Jain and
+Sabharwal, Optimal bucket algorithms for large MPI collectives on torus interconnects (2010).
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
 
+from parallax.collectives.all_to_all import all_to_all, straight
 from parallax.collectives.axis import Algorithm
-from parallax.collectives.exchange import all_to_all, straight
 from parallax.collectives.from_table import algorithm, algorithm_of_axes
 from parallax.collectives.route import Point, Route
 
 
 @functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
-    """In each round a device hands one block to its right neighbour: a chain, so its program does not grow with n."""
+    """In each round a device sends one block to its right neighbour.
+
+    The table is a chain, so its program does not grow with n.
+    """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
 
 @algorithm
 def two_rings(n: int) -> tuple[Route, Route]:
-    """Two rings in opposite directions at once, each for half of every block: links carry both ways at the same time."""
+    """Two rings in opposite directions, each for half of every block: links carry both ways."""
     return ring.table(n), Route((n,), [{-1: [h]} for h in range(1, n)])
 
 
@@ -50,15 +57,17 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """A device keeps the nearest 1/`by` of its blocks, rounded up, and sends the others as far as the kept ones reach.
+    """In each round a device keeps the nearest 1/`by` of its blocks, rounded up, and sends the rest.
 
-    In each round `by` - 1 messages; by=2 has the fewest hops that one message a round can have, for any n.
+    They go as far as the kept blocks reach, in `by` - 1 messages. With by=2 no table of one message
+    a round has fewer rounds, for any n.
     """
-    rounds, kept = [], n
-    while kept > 1:
-        near = -(-kept // by)
-        rounds.append({far: range(far, min(far + near, kept)) for far in range(near, kept, near)})
-        kept = near
+    rounds, remaining = [], n
+    while remaining > 1:
+        near = -(-remaining // by)
+        distances = range(near, remaining, near)
+        rounds.append({far: range(far, min(far + near, remaining)) for far in distances})
+        remaining = near
     return Route((n,), rounds)
 
 
@@ -70,14 +79,15 @@ def halving_by(by: int) -> Algorithm:
 
 @algorithm
 def pairs(n: int) -> Route:
-    """Recursive halving, for powers of two: in round i a device exchanges half of its blocks with the one across dim i.
+    """Recursive halving for powers of two: in round i, partners along dim i swap half their blocks.
 
     Raises:
         ValueError: n is no power of two.
     """
     if n & (n - 1):
         raise ValueError(
-            f"pairs needs a power of two devices; got {n}. Take halving, which has as many rounds for any number."
+            f"pairs needs a power of two devices; got {n}. Use halving, which has as many rounds "
+            "for any number."
         )
     dims = max(n.bit_length() - 1, 1)
     return product([ring.table(min(n, 2))] * dims, range(dims))
@@ -85,58 +95,61 @@ def pairs(n: int) -> Route:
 
 @functools.cache
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Machines of `g` devices: a ring inside each, then `between` them a ring, or another algorithm of one axis.
+    """Machines of `g` devices: a ring inside each, then `between` them a ring or another algorithm.
 
-    n/g - 1 blocks of each device cross a border; a ring through all lets (n - 1)/g cross. With `halving` between many machines,
-    the rounds are few. Its functions raise `ValueError` unless g divides n.
+    n/g - 1 blocks of each device leave its machine; of a ring over all devices, (n - 1)/g do. With
+    `halving` between many machines there are few rounds. Its functions raise `ValueError` unless g
+    divides n.
     """
 
     def table(n: int) -> Route:
         if n % g:
             raise ValueError(
-                f"machines({g}) needs a multiple of {g} devices; got {n}. Take machines of a size that divides it."
+                f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
+                "that divides it."
             )
         return product([between.table(n // g), ring.table(g)], (1, 0))
 
-    return algorithm(
-        table, name=f"machines({g})" if between is ring else f"machines({g}, {between.name})"
-    )
+    name = f"machines({g})" if between is ring else f"machines({g}, {between.name})"
+    return algorithm(table, name=name)
 
 
 @algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
-    """As `machines`, which are the places on the first axis: a ring along the last axis, then along the one before."""
+    """A ring along the last axis, then along the one before, and so on: `machines` by mesh axes."""
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
 
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
-    """Every axis carries its share at the same time: part k goes round axis k, then the next ones; all change axes together."""
+    """Every axis carries its share at the same time: part k goes round axis k, then the next ones."""
     longest, axes = max(sizes), range(len(sizes))
+    # Empty rounds let all parts change axes together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
     return tuple(product(rings, [*axes[k:], *axes[:k]]) for k in axes)
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Routes one after another, in this `order`, over the box of all their boxes: bundles of blocks, which grow shorter.
+    """Returns the table that runs `routes` one after another, in `order`, over the box of all boxes.
 
-    A bundle holds a block for each offset along the boxes of those that are still to come.
+    A message holds one block for each offset along the boxes of the routes that run later, so
+    messages grow shorter from route to route.
     """
     rounds = []
     for turn, k in enumerate(order):
-        spans = [
-            [route.home] if i in order[:turn] else route.points() for i, route in enumerate(routes)
-        ]
-        still = [[route.home] for route in routes]
+        spans = []
+        for i, route in enumerate(routes):
+            spans.append([route.home] if i in order[:turn] else route.points())
+        homes = [[route.home] for route in routes]
         for sends in routes[k].rounds:
-            bundles = {
-                step: [point for o in offsets for point in _within(spans, k, o)]
-                for step, offsets in sends.items()
-            }
-            rounds.append({_within(still, k, step)[0]: points for step, points in bundles.items()})
+            messages = {}
+            for step, offsets in sends.items():
+                blocks = [point for o in offsets for point in _points_at(spans, k, o)]
+                messages[_points_at(homes, k, step)[0]] = blocks
+            rounds.append(messages)
     return Route(sum((route.shape for route in routes), ()), rounds)
 
 
-def _within(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """The points of the product of `spans`, of which the k-th is the one `point`."""
+def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
+    """Returns the points of the product of `spans` whose k-th part is `point`."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

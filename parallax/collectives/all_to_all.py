@@ -1,0 +1,90 @@
+"""An all-to-all whose blocks go straight to their devices, hop by hop."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from parallax._typing import PyTree
+from parallax.collectives import drop_in
+from parallax.collectives.cost import devices, priced
+from parallax.collectives.from_table import messages
+from parallax.collectives.permute import send
+from parallax.collectives.route import Route
+from parallax.collectives.types import (
+    AxisName,
+    axis_index,
+    axis_size,
+    check_block,
+    linear_collective,
+)
+
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+def straight(n: int) -> Route:
+    """Returns the table in which every block goes straight to its device: no message waits.
+
+    Each hop is another permutation, so it is no chain, and its program grows with n.
+    """
+    return Route((n,), [{k: [k]} for k in range(1, n)])
+
+
+def _messages(size, n, itemsize):
+    return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
+
+
+@priced(_messages, "ring.all_to_all")
+def all_to_all(
+    x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False
+) -> Tree:
+    """Sends block j of device i to device j: `A[I_X, J] -> A[I, J_X]`. The twin of `lax.all_to_all`.
+
+    In hop k each device sends the block of device i + k straight there. Its transpose is the
+    `all_to_all` back.
+
+    Args:
+        x: arrays whose dim `split_axis` has size n, or, `tiled`, a multiple of n.
+        axis_name: the mesh axis, or several, in row-major order.
+        split_axis: the dim that is distributed.
+        concat_axis: the dim along which the received blocks are joined.
+        tiled: keep both dims (1/n and n times their size), instead of dropping one and adding one.
+
+    Raises:
+        ValueError: a leaf's `split_axis` has another size, or a leaf lacks one of the dims; or the
+            code does not run over `axis_name`.
+    """
+
+    def leaf(x):
+        split = drop_in.dim_of("split_axis", split_axis, x.ndim)
+        concat = drop_in.dim_of("concat_axis", concat_axis, x.ndim)
+        n = axis_size(axis_name)
+        drop_in.check_divides("all_to_all", "split_axis", x.shape, split, n, tiled)
+
+        def exchanged(x, split, concat):
+            blocks = _exchange(drop_in.split_blocks(x, split, axis_name, tiled), axis_name)
+            return drop_in.merge_blocks(blocks, concat, tiled)
+
+        return linear_collective(
+            x,
+            axis_name,
+            forward=lambda x: exchanged(x, split, concat),
+            backward=lambda ct: exchanged(ct, concat, split),
+        )
+
+    return jax.tree.map(lambda x: leaf(check_block("all_to_all", jnp.asarray(x), axis_name)), x)
+
+
+def _exchange(blocks, axis_name):
+    """Sends block j to device j, and puts the one from device j at j: `[n, *block] -> [n, *block]`."""
+    route, me = straight(axis_size(axis_name)), axis_index(axis_name)
+    received = blocks
+    for sends in route.rounds:
+        for step, (offset,) in sends.items():
+            target = route.device_at(me, offset)
+            message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
+            message = send(message, axis_name, route.pairs(step))
+            source = route.device_at(me, route.offset_after(route.home, offset))
+            received = lax.dynamic_update_index_in_dim(received, message, source, 0)
+    return received
