@@ -78,15 +78,15 @@ COLLECTIVES = (
         "test_route.py::test_a_chain_that_changes_its_step_is_no_loop",
     ),
     Mutant(
-        "_terms_by_trip",
+        "_scatter_in_a_loop",
         "trip + 1)",
         "trip)",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
     ),
     Mutant(
-        "_terms_by_trip",
-        "if any(o in sums[p] for met in offsets_met for o in met):",
-        "if False:",
+        "_scatter_in_a_loop",
+        "if not any(o in sums[p] for met in offsets_met for o in met):",
+        "if True:",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
     ),
     Mutant(

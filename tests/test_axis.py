@@ -138,11 +138,11 @@ def test_buckets_keep_the_other_collectives():
 
 
 REFUSED = {
-    "doubling has no reduce_scatter. Take halving, or a plain axis name": lambda x: doubling(
+    "doubling has no reduce_scatter. Use halving, or a plain axis name": lambda x: doubling(
         "a"
     ).reduce_scatter(x),
-    "doubling has no all_gather. Take halving": lambda x: doubling("a").all_gather(x),
-    "ring then xla has no all_to_all. Take one algorithm for all axes": lambda x: Axis.of(
+    "doubling has no all_gather. Use halving": lambda x: doubling("a").all_gather(x),
+    "ring then xla has no all_to_all. Use one algorithm for all axes": lambda x: Axis.of(
         (ring("a"), "b")
     ).all_to_all(x, 0, 0),
     "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),

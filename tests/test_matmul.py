@@ -328,8 +328,8 @@ ERRORS = {
     "all_gather_matmul: axis=1 is the last dim of shape (6, 5), the one of the product. Take one of the dims [0] before it.": (
         lambda x, w: all_gather_matmul(x, w, "x", axis=-1)
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x, w: (
-        all_gather_matmul(x, w, "x", axis=2)
+    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x, w: all_gather_matmul(
+        x, w, "x", axis=2
     ),
     "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), the one of the product. Take one": (
         lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)

@@ -445,8 +445,8 @@ ERRORS = {
     "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4": lambda x: (
         quantized.reduce_scatter(x, "x", tiled=True)
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: (
-        quantized.all_gather(x, "x", axis=2, tiled=True)
+    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: quantized.all_gather(
+        x, "x", axis=2, tiled=True
     ),
 }
 

@@ -723,7 +723,8 @@ NEED_TYPES = {
 def test_a_map_that_does_not_tell_what_differs_is_refused(name, how):
     devices = mesh.make(devices=jax.devices(), data=4, model=2)
     with pytest.raises(
-        ValueError, match=r"does not tell what differs between devices along 'data'.*check_vma=True"
+        ValueError,
+        match=r"does not track which values differ between devices along 'data'.*check_vma=True",
     ):
         UNTYPED[how](
             lambda *given: jax.tree.map(jnp.atleast_1d, NEED_TYPES[name](*given)), devices

@@ -143,43 +143,45 @@ def _arrivals(
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """Runs a chain of a scatter as a loop: a trip is a hop, after which own terms are added."""
-    messages = _chain_messages(routes, chain)
-    first = {p: _joined([take(p, o) for o in offsets], dim) for p, _, offsets in messages}
-    terms = {
-        p: _terms_by_trip(routes[p], p, step, offsets, len(chain), term, take, sums, axis_name, dim)
-        for p, step, offsets in messages
-    }
+    me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
-    def hop(trip, partial_sums):
-        new_sums = {}
-        for p, step, _ in messages:
-            arrived = _send(partial_sums[p], axis_name, routes[p].pairs(step))
-            new_sums[p] = jax.tree.map(jnp.add, arrived, terms[p](trip))
-        return new_sums
+    def terms_by_trip(p, step, offsets):
+        def offsets_after(trips):
+            return [routes[p].offset_after(o, step, trips) for o in offsets]
 
-    last = _loop(len(chain), hop, first)
-    for p, step, offsets in messages:
-        for offset, block in zip(offsets, _split(last[p], len(offsets), dim), strict=True):
-            sums[p][routes[p].offset_after(offset, step, len(chain))] = block
+        def own_terms(trip):
+            blocks = [term(p, routes[p].device_at(me, o)) for o in offsets_after(trip + 1)]
+            return _joined(blocks, dim)
 
-
-def _terms_by_trip(route, p, step, offsets, length: int, term, take, sums, axis_name, dim: int):
-    """Returns the function from a trip to what this device adds to the blocks that then arrived."""
-    me = axis_index(axis_name)
-    offsets_met = [
-        [route.offset_after(o, step, trip) for o in offsets] for trip in range(1, length + 1)
-    ]
-    if any(o in sums[p] for met in offsets_met for o in met):
+        offsets_met = [offsets_after(trips) for trips in range(1, length + 1)]
+        if not any(o in sums[p] for met in offsets_met for o in met):
+            return own_terms
         # A later chain of a table adds to partial sums, which the loop must index: they are stacked.
         by_trip = [_joined([take(p, o) for o in met], dim) for met in offsets_met]
-        stacks = [jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)]
-        return lambda trip: [lax.dynamic_index_in_dim(s, trip, 0, keepdims=False) for s in stacks]
+        return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
-    def terms(trip):
-        met = [route.offset_after(o, step, trip + 1) for o in offsets]
-        return _joined([term(p, route.device_at(me, o)) for o in met], dim)
+    terms = {p: terms_by_trip(p, step, offsets) for p, step, offsets in messages}
 
-    return terms
+    def hop(trip, partial_sums):
+        arrived = {}
+        for p, step, _ in messages:
+            arrived[p] = _send(partial_sums[p], axis_name, routes[p].pairs(step))
+        return {p: jax.tree.map(jnp.add, arrived[p], terms[p](trip)) for p in arrived}
+
+    first = {p: _joined([take(p, o) for o in offsets], dim) for p, _, offsets in messages}
+    last = _loop(length, hop, first)
+    for p, step, offsets in messages:
+        for offset, block in zip(offsets, _split(last[p], len(offsets), dim), strict=True):
+            sums[p][routes[p].offset_after(offset, step, length)] = block
+
+
+def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
+    """Returns the function from a trip to that entry of each stack."""
+
+    def entries(trip):
+        return [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
+
+    return entries
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
