@@ -240,7 +240,12 @@ def rule(model: PyTree) -> Rule:
 
     `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be `jax.ShapeDtypeStruct`s.
     Layers may be stacked: the dims before the last two of a weight are whole.
+
+    Raises:
+        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
+            its heads from a static field, so on a shard it would compute narrower heads.
     """
+    _check_attention(model)
 
     def is_layer(node):
         return isinstance(node, ColumnLinear | RowLinear | Embedding)
@@ -262,6 +267,26 @@ def rule(model: PyTree) -> Rule:
         return specs.get(path)
 
     return split_layers
+
+
+def _check_attention(model: PyTree) -> None:
+    """Raise `ValueError` where an `eqx.nn.MultiheadAttention` has a split projection."""
+
+    def is_attention(node):
+        return isinstance(node, eqx.nn.MultiheadAttention)
+
+    def is_split(node):
+        return isinstance(node, ColumnLinear | RowLinear)
+
+    for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_attention):
+        if is_attention(node) and any(map(is_split, jax.tree.leaves(node, is_leaf=is_split))):
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "the model"
+            raise ValueError(
+                f"tensor.rule: {name} is an eqx.nn.MultiheadAttention with split projections. It "
+                f"has {node.num_heads} heads on every device, so each head would be narrower than "
+                "in the whole model. Use an attention that reads the number of its heads from its "
+                'arrays, as on the page "Bring your own model".'
+            )
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import mesh, tensor
 
 WIDTH = 3
 
@@ -75,3 +75,12 @@ def test_pieces_that_run(piece):
     shape_of(
         mesh.spmd(RIGHT[piece], mesh=mesh.make(data=8), in_specs=(P("data"),), out_specs=P("data"))
     )
+
+
+def test_attention_with_a_fixed_number_of_heads_is_refused_on_shards():
+    attention = eqx.nn.MultiheadAttention(4, 8, dtype=jnp.float64, key=jax.random.key(0))
+    assert tensor.rule({"attention": attention})("attention.query_proj.weight", None) is None
+    projections = lambda attention: attention.query_proj
+    split = eqx.tree_at(projections, attention, tensor.ColumnLinear(attention.query_proj, "tensor"))
+    with pytest.raises(ValueError, match=r"attention is an eqx\.nn\.MultiheadAttention .* 4 heads"):
+        tensor.rule({"attention": split})
