@@ -82,7 +82,7 @@ def moe(
         route: which experts a token goes to: `top(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: what runs the experts that are here: `blocks(expert)`.
-        joins: of the axis that each expert's hidden width is split over, so that its results are partial sums:
+        comms: of the axis that each expert's hidden width is split over, so that its results are partial sums:
             `tensor.comms("tensor")`, or `sequence.comms` where `x` has a device's share of the tokens. With `context.comms` the
             statistics are those of whole sequences.
 

@@ -103,7 +103,7 @@ def stages(
         config: the model's sizes and rates.
         stage_axis: the axis of the stages; `()` without a pipeline.
         axis: the tensor axis inside each stage.
-        joins: how the devices of `axis` come together.
+        comms: how the devices of `axis` come together.
         attend: the attention function.
         remat: wraps each block.
         unroll: blocks in the loop's body.

@@ -93,7 +93,7 @@ class Compute:
         trainable: the leaves that are trained, as `step.init` takes it.
         sums: `(block, axis)`: wraps each block so that its gradients are summed over the replicas where they are made, while the
             backward pass runs: `grads.reduced_in_backward`. None: they are summed at the end of the step.
-        joins: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
+        comms: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
             None: `sequence.comms`, which gathers them first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """

@@ -41,7 +41,7 @@ def loss(
         batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is the same under every
             layout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.comms`; with the
+        comms: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.comms`; with the
             tokens split over another axis before that, `context.comms`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
             `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention

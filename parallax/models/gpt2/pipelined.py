@@ -28,7 +28,7 @@ def stages(
         config: the model's sizes and dropout rates.
         stage_axis: the axis of the stages.
         axis: the tensor axis inside each stage.
-        joins: as in `gpt2.loss`.
+        comms: as in `gpt2.loss`.
         attend: likewise.
         remat: likewise.
         unroll: likewise.

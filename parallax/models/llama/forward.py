@@ -45,7 +45,7 @@ def loss(
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
-        joins: how the devices of `axis` come together, as in `gpt2.loss`; `experts.comms` where the experts are split.
+        comms: how the devices of `axis` come together, as in `gpt2.loss`; `experts.comms` where the experts are split.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
             of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
