@@ -14,21 +14,22 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """The `numbers` as Python's integers, NumPy's among them; `where` begins the message. 1.0 is no
-    whole number here.
+    """The `numbers` as Python's integers; `where` begins the message.
+
+    NumPy's integers are whole numbers, and 1.0 is not.
 
     Raises:
         ValueError: one of them is something else.
     """
-    found = []
+    integers = []
     for name, value in numbers.items():
         try:
-            found.append(operator.index(value))
+            integers.append(operator.index(value))
         except TypeError as error:
             raise ValueError(
                 f"{where} needs a whole number as {name}; got {value!r}. Give an int."
             ) from error
-    return tuple(found)
+    return tuple(integers)
 
 
 def check_not_deleted(where: str, tree: PyTree) -> None:

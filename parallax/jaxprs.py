@@ -80,9 +80,9 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
     """All jaxprs among these parameters, in the order of `inner`, with their constants."""
     values = [
-        each
+        item
         for value in params.values()
-        for each in (value if isinstance(value, tuple) else (value,))
+        for item in (value if isinstance(value, tuple) else (value,))
     ]
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
@@ -90,13 +90,13 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 def called(eqn: JaxprEqn) -> Jaxpr | None:
     """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or
     `checkpoint`'s; else None."""
-    found = inner(eqn)
+    bodies = inner(eqn)
     fits = (
-        len(found) == 1
-        and len(found[0].invars) == len(eqn.invars)
-        and len(found[0].outvars) == len(eqn.outvars)
+        len(bodies) == 1
+        and len(bodies[0].invars) == len(eqn.invars)
+        and len(bodies[0].outvars) == len(eqn.outvars)
     )
-    return found[0] if fits else None
+    return bodies[0] if fits else None
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
@@ -109,8 +109,8 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Each equation of a jaxpr and of those inside."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for each in inner(eqn):
-            yield from every(each)
+        for body in inner(eqn):
+            yield from every(body)
 
 
 COLLECTIVES = frozenset(
@@ -139,7 +139,7 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     if not bodies and eqn.primitive.name in COLLECTIVES:
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         return frozenset(names if isinstance(names, tuple | list) else (names,))
-    return frozenset().union(*(sent_over(each) for body in bodies for each in body.eqns))
+    return frozenset().union(*(sent_over(inside) for body in bodies for inside in body.eqns))
 
 
 class Reach(NamedTuple):
@@ -155,9 +155,9 @@ class Reach(NamedTuple):
     alone: int = 0
     met: int = 0
 
-    def __or__(self, other: tuple[int, ...]) -> "Reach":
-        """What depends on both."""
-        return Reach(*map(operator.or_, self, other))
+    def __or__(self, second: tuple[int, ...]) -> "Reach":
+        """The arguments that one of two values depends on."""
+        return Reach(*map(operator.or_, self, second))
 
 
 class Uses(NamedTuple):
@@ -189,9 +189,12 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0)
         for var in jaxpr.constvars
     ]
-    found = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
-    bits = lambda mask: [bool(mask >> i & 1) for i in range(count)]
-    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in found]
+    reaches = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
+
+    def bits(mask):
+        return [bool(mask >> i & 1) for i in range(count)]
+
+    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
 
 
 class Following:
@@ -228,12 +231,12 @@ class Following:
         self, jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any] = ()
     ) -> list[Any]:
         """What is known of a program's results."""
-        known = dict(zip(jaxpr.constvars, constants, strict=False)) | dict(
-            zip(jaxpr.invars, arguments, strict=True)
-        )
-        read = lambda atom: (
-            self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
-        )
+        known = dict(zip(jaxpr.constvars, constants, strict=False))
+        known |= zip(jaxpr.invars, arguments, strict=True)
+
+        def read(atom):
+            return self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
+
         for eqn in jaxpr.eqns:
             known |= zip(eqn.outvars, self.results(eqn, list(map(read, eqn.invars))), strict=True)
         return list(map(read, jaxpr.outvars))
@@ -257,9 +260,9 @@ class Following:
             )
         if name == "while":
             skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            rest = operands[skipped:]
+            of_body = operands[skipped:]
             return self.loop(
-                opened(eqn.params["body_jaxpr"]), rest[:constants], rest[constants:], []
+                opened(eqn.params["body_jaxpr"]), of_body[:constants], of_body[constants:], []
             )
         if (body := called(eqn)) is not None:
             return self.run(body, operands)
@@ -315,7 +318,7 @@ class _Ways(Following):
         """Of a result of these operands, each of which meets the data of the others."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
-            if any(other.at_all & self.data for other in (*operands[:i], *operands[i + 1 :])):
+            if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
                 joined |= Reach(met=operand.alone)
         return joined
 
@@ -331,10 +334,13 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
     """
     body = inner(eqn)[0]
-    thinner = lambda outside, inside: sum(
-        a.ndim != b.ndim for a, b in zip(types(outside), types(inside), strict=True)
-    )
-    sliced, stacked = thinner(eqn.invars, body.invars), thinner(eqn.outvars, body.outvars)
+
+    def count_with_other_rank(outside, inside):
+        pairs = zip(types(outside), types(inside), strict=True)
+        return sum(a.ndim != b.ndim for a, b in pairs)
+
+    sliced = count_with_other_rank(eqn.invars, body.invars)
+    stacked = count_with_other_rank(eqn.outvars, body.outvars)
     carries = len(eqn.outvars) - stacked
     return len(eqn.invars) - sliced - carries, carries
 

@@ -166,9 +166,9 @@ class Layout:
             if name not in axis_names
         }
         return [
-            other
-            for other in range(self.devices)
-            if fixed.items() <= self.coordinates(other).items()
+            number
+            for number in range(self.devices)
+            if fixed.items() <= self.coordinates(number).items()
         ]
 
     # The batch and the shards, as the recipe and the plan ask for them

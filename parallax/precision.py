@@ -59,37 +59,39 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """`loss` times `scale`, to be differentiated: a loss arrow, or the head of a pipeline.
-    Auxiliary values stay as they are."""
+    """`loss` times `scale`, to be differentiated: a loss function, or the head of a pipeline.
+
+    Auxiliary values stay as they are.
+    """
+
+    def scaled_loss(value):
+        dtype = accumulation_dtype(value.dtype)
+        return value.astype(dtype) * scale.astype(dtype)
 
     def wrapped(*arguments):
-        times = lambda value: (
-            value.astype(accumulation_dtype(value.dtype))
-            * scale.astype(accumulation_dtype(value.dtype))
-        )
-        return map_loss_and_aux(loss(*arguments), times, lambda aux: aux)
+        return map_loss_and_aux(loss(*arguments), scaled_loss, lambda aux: aux)
 
     return wrapped
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """The grad arrow of a loss from that of the `scaled` loss: loss and gradients over `scale`, in
-    `wide` types.
+    """`grad` of a `scaled` loss, with loss and gradients divided by `scale`, in float32 or wider.
 
-    Stand inside whatever looks at the size of gradients, such as `grads.clipped`.
+    Use it inside a function that looks at the size of gradients, such as `grads.clipped`.
 
     Raises:
         ValueError: `grad` is `grads.clipped`.
     """
 
+    def divided(leaf):
+        dtype = accumulation_dtype(leaf.dtype)
+        return leaf.astype(dtype) / scale.astype(dtype)
+
     def wrapped(params, batch):
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
-        over = lambda leaf: (
-            leaf.astype(accumulation_dtype(leaf.dtype))
-            / scale.astype(accumulation_dtype(leaf.dtype))
-        )
         value, gradients = grad(params, batch)
-        return map_loss_and_aux(value, over, lambda aux: aux), jax.tree.map(over, gradients)
+        value = map_loss_and_aux(value, divided, lambda aux: aux)
+        return value, jax.tree.map(divided, gradients)
 
     return wrapped
 
@@ -145,9 +147,12 @@ def adjusted(
 
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """`new` where the step's gradients were finite, else `old`, leaf by leaf, whatever `new` then
-    holds: a skipped step."""
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if trees.is_array(a) else a, new, old)
+    """`new` where the step's gradients were finite, else `old`, leaf by leaf: a skipped step."""
+
+    def chosen(new_leaf, old_leaf):
+        return jnp.where(finite, new_leaf, old_leaf) if trees.is_array(new_leaf) else new_leaf
+
+    return jax.tree.map(chosen, new, old)
 
 
 def _is_float(leaf) -> bool:

@@ -52,12 +52,15 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`block`, of which all is kept but what was gathered over devices: weights (ZeRO-3), tokens
-    (sequence parallelism)."""
-    kept = lambda primitive, *_, **params: (
-        not (primitive is linear_p and params["name"] == GATHERED)
-    )
-    return jax.checkpoint(block, policy=kept, prevent_cse=prevent_cse)
+    """`block`, which keeps all but the results gathered over devices.
+
+    These are weights (ZeRO-3) or tokens (sequence parallelism).
+    """
+
+    def is_saveable(primitive, *_, **params):
+        return not (primitive is linear_p and params["name"] == GATHERED)
+
+    return jax.checkpoint(block, policy=is_saveable, prevent_cse=prevent_cse)
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:

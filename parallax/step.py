@@ -272,15 +272,19 @@ def _check_form(path: str, new: Any, old: Any) -> None:
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
     ):
-        shown = lambda leaf: (
-            f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
-        )
+
+        def shown(leaf):
+            return f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
+
         raise ValueError(
             f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
             f"{shown(new)}. A leaf that is no array is static: it is part of the program, and no "
             "step changes it. Make it an array in the model, so that it can change."
         )
-    form = lambda x: (jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x))
+
+    def form(x):
+        return jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x)
+
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
             f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
@@ -375,10 +379,9 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
+        # `trainable` may ask whether a leaf is an array, which a shape is not.
         model = make_arrays()
-        return state_of(model), trained(
-            model
-        )  # `trainable` may ask whether a leaf is an array, which a shape is not
+        return state_of(model), trained(model)
 
     state, seen = jax.eval_shape(state_and_trained)
     static = statics[0]
@@ -391,9 +394,7 @@ def planned(
     optimizer_specs = rules.optimizer_specs(optimizer, seen, owned, mesh)
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     placed = trees.shardings(specs, mesh)
-    shapes = jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, placed
-    )
+    shapes = jax.tree.map(_placed_shape, state, placed)
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has
     # another structure each time.
     places = jax.tree.leaves(placed)
@@ -410,6 +411,10 @@ def planned(
         return with_static(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     return Planned(init, with_static(shapes), specs)
+
+
+def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:

@@ -74,9 +74,13 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """The number of the parameter that an array of an optimizer's state belongs to: of `paths`, the
-    longest that ends its own."""
+    """The index of the parameter that an array of an optimizer's state belongs to, if to any.
+
+    It is the longest of `paths` that `path` ends with.
+    """
     fitting = [
-        i for i, each in enumerate(paths) if tuple(path[len(path) - len(each) :]) == tuple(each)
+        i
+        for i, parameter in enumerate(paths)
+        if tuple(path[len(path) - len(parameter) :]) == tuple(parameter)
     ]
     return max(fitting, key=lambda i: len(paths[i]), default=None)

@@ -148,9 +148,9 @@ def refusal(
 def proposal(texts: Sequence[str], note: str = "") -> str:
     """The sentence that proposes the first of `texts`, which works as it is typed, and the others
     in brackets."""
-    first, *others = texts
-    alternatives = "".join(f" (or {other})" for other in others)
-    return f"Take {first}{note}{alternatives}."
+    first, *alternatives = texts
+    in_brackets = "".join(f" (or {text})" for text in alternatives)
+    return f"Take {first}{note}{in_brackets}."
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
@@ -502,9 +502,9 @@ def _without_fields(sizes: Fields) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if name not in DEFAULTS}
 
 
-def _differs(one: Any, other: Any) -> bool:
+def _differs(value: Any, before: Any) -> bool:
     """Whether two values differ in value or in type: True is not 1."""
-    return type(one) is not type(other) or one != other
+    return type(value) is not type(before) or value != before
 
 
 def _shown(value: Any) -> str:

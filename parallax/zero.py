@@ -43,13 +43,12 @@ from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import (
     Grad,
     axes_of,
-    matching_parameters,
     mean_over_devices,
     replicated_axes,
     with_sums_over,
 )
 from parallax.optimizers.elementwise import checked, with_extra
-from parallax.optimizers.programs import has_unknown_sizes, vouched_for, vouched_for_as
+from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of
 
 
@@ -111,11 +110,12 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     `reduce_scattered` round it. `axis` is that of the shares alone: an axis along which a parameter
     is split itself, such as that of experts, is not one of them.
     """
-    axis = Axis.of(axis)
-    found = trees.by_path(specs)
-    return jax.tree.map_with_path(
-        lambda path, g: shards.reduce_scatter(g, splits_of(path, found, axis)), gradients
-    )
+    axis, by_path = Axis.of(axis), trees.by_path(specs)
+
+    def share(path, gradient):
+        return shards.reduce_scatter(gradient, splits_of(path, by_path, axis))
+
+    return jax.tree.map_with_path(share, gradients)
 
 
 def sharded(
@@ -155,11 +155,9 @@ def sharded(
         if gradient.shape != weight.shape:
             return gradient
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
-        return (
-            _mean_share(gradient, weight, splits(path, weight), axis, local)
-            if local
-            else share(path, gradient)
-        )
+        if not local:
+            return share(path, gradient)
+        return _mean_share(gradient, weight, splits(path, weight), axis, local)
 
     def whole(path, update, weight):
         return shards.gather(update, splits(path, weight))
@@ -170,22 +168,14 @@ def sharded(
             jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights
         )
 
-    def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "zero.sharded: update needs the parameters, whose shapes tell shares from wholes. "
-                "Pass params."
-            )
-        weights = matching_parameters(updates, params)
-        if has_unknown_sizes(
-            (updates, weights)
-        ):  # asked by `checked`; below it asks about the shares
-            return vouched_for_as(updates, weights), vouched_for(state)
+    def update(updates, state, weights, **extra):
         gradients = jax.tree.map_with_path(gradient_share, updates, weights)
         weight_shares = jax.tree.map_with_path(share, weights)
         updates, state = update_shares(gradients, state, weight_shares, **extra)
-        return vouched_for((jax.tree.map_with_path(whole, updates, weights), state))
+        return jax.tree.map_with_path(whole, updates, weights), state
 
+    # `update_shares` decides whether the optimizer is right on the shares.
+    update = right_on_shards(update, at="zero.sharded")
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -403,9 +393,9 @@ class ZeRO:
                 f"{dict(self.mesh.shape)}. Use one of those."
             )
         size = math.prod(self.mesh.shape[name] for name in names)
-        over = names[0] if len(names) == 1 else names
+        axis_name = names[0] if len(names) == 1 else names
         shares = rules.fsdp(
-            over, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
+            axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(

@@ -7,7 +7,7 @@ what holds for it holds for the shards and for the whole leaves alike.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -20,31 +20,49 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from parallax import jaxprs, trees
 from parallax._typing import PyTree
 from parallax.collectives.types import axes_of_type, linear, varying_axes
+from parallax.grads import matching_parameters
 
-WHOLE, RIGHT = (
-    -1,
-    -2,
-)  # stand among the numbers of leaves: an array that no axis splits, and a vouched-for result
+# Among the numbers of leaves: an array that no axis splits, and a result marked as right on shards.
+WHOLE, RIGHT = -1, -2
 RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
 
 
-def vouched_for(tree: PyTree) -> PyTree:
-    """`tree`, marked as right on shards, whatever computed it."""
-    return jax.tree.map(
-        lambda x: _marked(x, None, RIGHT_ON_SHARDS) if isinstance(x, jax.Array) else x, tree
-    )
+def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
+    """The `update` of an optimizer, whose results count as right on shards, whatever computes them.
+
+    Args:
+        update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
+            those that have a gradient.
+        at: the function that made it, for the message; "" where it does not need the parameters.
+    """
+
+    def wrapped(gradients, state, params=None, **extra):
+        if at and params is None:
+            raise ValueError(
+                f"{at}: update needs the parameters, whose shapes tell shares from wholes. "
+                "Pass params."
+            )
+        weights = None if params is None else matching_parameters(gradients, params)
+        # `checked` traces it on unknown sizes, of which `update` knows nothing. Only the types and
+        # the mark of this answer matter: it is never computed.
+        if has_unknown_sizes((gradients, weights)):
+            like = gradients if weights is None else weights
+            return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
+        return jax.tree.map(_marked, update(gradients, state, weights, **extra))
+
+    return wrapped
 
 
-def vouched_for_as(updates: PyTree, weights: PyTree) -> PyTree:
-    """Updates of the types of `weights`, marked as right on shards where `updates` are: they are
-    never computed."""
-    return jax.tree.map(lambda x, like: _marked(x, like, RIGHT_IF_GIVEN), updates, weights)
+def _marked(x: Any) -> Any:
+    """`x`, marked as right on shards."""
+    if not isinstance(x, jax.Array):
+        return x
+    return linear(x, forward=lambda x: x, backward=lambda ct: ct, name=RIGHT_ON_SHARDS)
 
 
-def _marked(x: Any, like: Any, name: str) -> Any:
-    return linear(
-        x, forward=lambda x: x if like is None else like, backward=lambda ct: ct, name=name
-    )
+def _marked_like(x: Any, like: Any) -> Any:
+    """An array of the type of `like`, marked as right on shards if `x` is."""
+    return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
 def has_unknown_sizes(tree: PyTree) -> bool:
@@ -180,7 +198,7 @@ def split_over(x: Any) -> frozenset[str]:
 
 def _vary(types: Sequence[Any]) -> bool:
     """Whether values of these types may differ between devices."""
-    return any(lax.axis_size(name) > 1 for each in types for name in axes_of_type(each))
+    return any(lax.axis_size(name) > 1 for kind in types for name in axes_of_type(kind))
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:

@@ -32,17 +32,15 @@ from parallax import jaxprs, rules, shards, trees
 from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
-from parallax.grads import axes_of, matching_parameters
+from parallax.grads import axes_of
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import (
     RIGHT,
     WHOLE,
     Value,
     follow,
-    has_unknown_sizes,
     of_leaf,
-    vouched_for,
-    vouched_for_as,
+    right_on_shards,
 )
 from parallax.rules import GatheredOptState
 from parallax.shards import Split
@@ -126,18 +124,12 @@ def by_matrix(
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, which is right on shards though it does not act element by element: `step.make`
-    takes your word for it.
+    """`optimizer`, declared right on shards: `step.make` does not check its update.
 
-    For one that joins the shards itself, with collectives of its own.
+    It is for an optimizer that joins the shards itself, with collectives of its own.
     """
     optimizer = with_extra(optimizer)
-
-    def update(updates, state, params=None, **extra):
-        if has_unknown_sizes(updates):
-            return vouched_for_as(updates, updates), vouched_for(state)
-        return vouched_for(optimizer.update(updates, state, params, **extra))
-
+    update = right_on_shards(optimizer.update)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
@@ -193,17 +185,7 @@ def _on_owners(
             states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers)
         )
 
-    def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "optimizers: update needs the parameters, whose shapes tell shares from wholes. "
-                "Pass params."
-            )
-        weights = matching_parameters(updates, params)
-        if has_unknown_sizes(
-            (updates, weights)
-        ):  # asked by `checked`; the leaves that this one sees are whole
-            return vouched_for_as(updates, weights), vouched_for(state)
+    def update(updates, state, weights, **extra):
         ways = jax.tree.map_with_path(way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
@@ -220,10 +202,10 @@ def _on_owners(
             results.append(result)
             states.append(new)
         result = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
-        return vouched_for(
-            (result, GatheredOptState(states, state.names, state.members, state.leads))
-        )
+        return result, GatheredOptState(states, state.names, state.members, state.leads)
 
+    # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
+    update = right_on_shards(update, at="optimizers")
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -327,7 +309,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:
             names = " and ".join(
-                repr(trees.dotted(paths[other]) or "the parameter") for other in others[:2]
+                repr(trees.dotted(paths[source]) or "the parameter") for source in others[:2]
             )
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(

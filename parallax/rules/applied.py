@@ -52,8 +52,10 @@ def specs(
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
-    found = iter(placed.values())
-    return jax.tree.unflatten(treedef, [next(found) if is_array(leaf) else None for leaf in leaves])
+    specs_in_order = iter(placed.values())
+    return jax.tree.unflatten(
+        treedef, [next(specs_in_order) if is_array(leaf) else None for leaf in leaves]
+    )
 
 
 class Audit(NamedTuple):
@@ -84,9 +86,9 @@ def audit(
             refusals += _size_refusals(wrapper, mesh)
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
-        found = refused(placement, batch_axes, mesh, stacked)
-        refusals += found
-        if not found:
+        refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
+        refusals += refusals_of_leaf
+        if not refusals_of_leaf:
             specs[placement.path] = placement.spec
     return Audit(specs, refusals)
 
@@ -159,11 +161,11 @@ def _placement(
 ) -> Placement:
     spec, why = given, []
     for wrapper in wrappers:
-        there = {name for entry in spec for name in entry_axes(entry)} & set(
+        used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
-        if isinstance(rule, experts) and there:
-            reason = f"adds no split: the experts are split over {sorted(there)} already"
+        if isinstance(rule, experts) and used_already:
+            reason = f"adds no split: the experts are split over {sorted(used_already)} already"
         else:
             spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
@@ -173,7 +175,7 @@ def _placement(
 
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
-    shapes = " and ".join(str(leaf.shape) for each, leaf in arrays if each == path)
+    shapes = " and ".join(str(leaf.shape) for name, leaf in arrays if name == path)
     what = (
         f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape "
         f"{shapes}"

@@ -121,18 +121,18 @@ class fsdp:
             if matches_glob(pattern, path)
             for dim in self.keep[pattern]
         ]
-        kept = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
-        fit = [dim for dim in free(leaf, entries, self.size) if dim not in kept]
+        spared = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
+        fit = [dim for dim in free(leaf, entries, self.size) if dim not in spared]
         if leaf.size < self.min_size:
             return (
                 spec,
                 f"adds no split: {leaf.size} elements are fewer than min_size={self.min_size}",
             )
         if not fit:
-            spared = f" (keep spares {sorted(kept)})" if kept else ""
+            note = f" (keep spares {sorted(spared)})" if spared else ""
             return (
                 spec,
-                f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{spared}",
+                f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{note}",
             )
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name

@@ -32,14 +32,13 @@ class GatheredOptState(eqx.Module):
     leads: tuple[int, ...] = eqx.field(static=True)
 
 
-def check_axes(names: Sequence[str], there: Sequence[str]) -> None:
-    """Refuse axes of `parallax.optimizers` that are not among those that are there. Raises
-    `ValueError`."""
-    strange = [name for name in names if name not in there]
+def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
+    """Refuse axes of `parallax.optimizers` that the mesh lacks. Raises `ValueError`."""
+    strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
             f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has "
-            f"{', '.join(map(repr, there))}. Give optimizers.whole or optimizers.by_matrix the "
+            f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix the "
             "names of its axes."
         )
 
@@ -80,35 +79,36 @@ def optimizer_specs(
         )
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
-    def of(path, moment, spec_of, other):
+    def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
         i = parameter_index(path, paths)
-        return (
-            other
-            if i is None
-            else _moment_spec(
-                moment, leaves[dotted(paths[i])], spec_of(dotted(paths[i])), dotted(paths[i])
-            )
+        if i is None:
+            return spec_without_leaf
+        name = dotted(paths[i])
+        return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
+
+    def specs_of_group(group, members, lead, names):
+        def spec_of_leaf(name):
+            return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
+
+        by_layer = P(*spec_of_leaf(members[0])[:lead])
+        return jax.tree.map_with_path(
+            lambda path, moment: spec_of_moment(path, moment, spec_of_leaf, by_layer), group
         )
 
-    def node(path, each):
-        if not isinstance(each, GatheredOptState):
-            return of(path, each, given.get, P())
+    def specs_of_node(path, node):
+        if not isinstance(node, GatheredOptState):
+            return spec_of_moment(path, node, given.get, P())
         if mesh is not None:
-            check_axes(each.names, mesh.axis_names)
-        groups = []
-        for group, members, lead in zip(each.groups, each.members, each.leads, strict=True):
-            spec_of = lambda name, lead=lead: _gathered_spec(
-                padded(given[name], leaves[name].ndim), lead, each.names
-            )
-            other = P(*spec_of(members[0])[:lead])
-            groups.append(
-                jax.tree.map_with_path(lambda path, moment: of(path, moment, spec_of, other), group)
-            )
-        return GatheredOptState(groups, each.names, each.members, each.leads)
+            check_axes(node.names, mesh.axis_names)
+        groups = [
+            specs_of_group(group, members, lead, node.names)
+            for group, members, lead in zip(node.groups, node.members, node.leads, strict=True)
+        ]
+        return GatheredOptState(groups, node.names, node.members, node.leads)
 
     state = jax.eval_shape(optimizer.init, arrays)
     return jax.tree.map_with_path(
-        node, state, is_leaf=lambda each: isinstance(each, GatheredOptState)
+        specs_of_node, state, is_leaf=lambda node: isinstance(node, GatheredOptState)
     )
 
 

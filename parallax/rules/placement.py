@@ -81,26 +81,28 @@ def refused(
     Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a
     leaf without that split would have each device run all of them, and is never advised.
     """
-    found = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
-    if mesh is not None and not found:
-        found = list(_sizes_refused(p, mesh, stacked))
-    layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
-    advised = lambda refusal: refusal.kind != "does-not-divide" or not layers
-    return [
-        replace(refusal, fits=_fitting(p, batch_axes, mesh)) if advised(refusal) else refusal
-        for refusal in found
-    ]
+    refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
+    if mesh is not None and not refusals:
+        refusals = list(_sizes_refused(p, mesh, stacked))
+    splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
+
+    def advised(refusal):
+        if refusal.kind == "does-not-divide" and splits_layers:
+            return refusal
+        return replace(refusal, fits=_fitting(p, batch_axes, mesh))
+
+    return list(map(advised, refusals))
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """The axes that split the same dim, of the same size, of two leaves or more, and no other: as
     stages split layers."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
-                found.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
-    return {axis for axis, dims in found.items() if len(dims) > 1 and len(set(dims)) == 1}
+                dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
+    return {axis for axis, dims in dims_by_axis.items() if len(dims) > 1 and len(set(dims)) == 1}
 
 
 def _entries_refused(p: Placement) -> Iterator[Refusal]:
@@ -145,13 +147,13 @@ def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.spec):
-        of = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
+        subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
         if missing:
             yield Refusal(
                 "no-such-axis",
                 p.path,
-                no_axis(f"{of} (rule {p.by})", missing[0], mesh),
+                no_axis(f"{subject} (rule {p.by})", missing[0], mesh),
                 "use one of these",
             )
             continue
@@ -164,7 +166,9 @@ def _sizes_refused(
                 else "no other dim that is free does"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
-            what = f"{of} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
+            what = (
+                f"{subject} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
+            )
             cure = f"{others}, or replicate this leaf with P()"
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
@@ -191,15 +195,17 @@ def _fitting(
     }
     entries = []
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
-        kept = []
+        fitting = []
         for axis in entry_axes(entry):
             size = (
-                1 if mesh is None else math.prod(mesh.shape.get(name, 0) for name in (*kept, axis))
+                1
+                if mesh is None
+                else math.prod(mesh.shape.get(name, 0) for name in (*fitting, axis))
             )
             if axis not in used and size and length % size == 0:
-                kept.append(axis)
+                fitting.append(axis)
                 used.add(axis)
-        entries.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+        entries.append(tuple(fitting) if len(fitting) > 1 else next(iter(fitting), None))
     return spec_of(entries)
 
 
