@@ -1999,8 +1999,8 @@ EXPERTS = (
     ),
     Mutant(
         "_placement",
-        "isinstance(rule, experts) and there",
-        "there",
+        "isinstance(rule, experts) and used_already",
+        "used_already",
         "test_rules.py::test_refusals",
     ),
     Mutant(
