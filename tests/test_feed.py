@@ -82,3 +82,24 @@ def test_batches_of_the_devices():
             np.testing.assert_array_equal(
                 found, data.batch(TOKENS, seed=0, step=step, size=8, length=5)
             )
+
+
+@pytest.mark.parity
+def test_grain_feeds_a_step():
+    """A dataset of Grain, which shuffles and batches the windows of a text: each is seen once."""
+    import grain
+
+    length, size, count = 9, 8, 104
+    places = np.arange(length + 1)
+    windows = grain.MapDataset.range(count).map(
+        lambda window: TOKENS[window * length + places].astype(np.int32)
+    )
+    dataset = windows.shuffle(seed=0).batch(size)
+    sharding = mesh.shardings(P("data"), mesh.make(data=8))
+    total = jax.jit(lambda batch: batch[:, :-1].sum())
+    with prefetch.Prefetched(
+        lambda step: jax.device_put(dataset[step], sharding), 0, len(dataset)
+    ) as batches:
+        sums = [int(total(batch)) for batch in batches]
+    assert len(sums) == count // size
+    assert sum(sums) == TOKENS[: count * length].sum()
