@@ -1,4 +1,5 @@
-"""Texts of the examples: tokens of bytes or of GPT-2's pieces of words, and the losses of models that only count tokens.
+"""Texts of the examples: tokens of bytes or of GPT-2's pieces of words, and the losses of models
+that only count tokens.
 
 A model that has learnt something has a lower loss than `bigram`.
 
@@ -20,7 +21,8 @@ from parallax.data.tokens import Tokens, check
 
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_VOCABULARY = 50257
-# How GPT-2 cuts text into words before it merges bytes; with the ranks in the file, this is the tokenizer.
+# How GPT-2 cuts text into words before it merges bytes; with the ranks in the file, this is the
+# tokenizer.
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
@@ -31,7 +33,8 @@ class Tokenizer:
     Args:
         name: what it is called.
         vocabulary: the numbers are below this one.
-        encode: a text's tokens, in order. Half of a pair of surrogates, which is no text, is refused.
+        encode: a text's tokens, in order. Half of a pair of surrogates, which is no text, is
+            refused.
         decode: the text of tokens. What is no text of its own, as half a character, becomes U+FFFD.
     """
 
@@ -58,13 +61,15 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token 50,256 ends a text.
+    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token
+    50,256 ends a text.
 
-    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text. It raises `ValueError` for
-    some million blanks in a row, which tiktoken has no stack for. `decode` raises `ValueError` for what are not whole numbers
-    from 0 to 50,256, in one dim.
+    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text.
+    It raises `ValueError` for some million blanks in a row, which tiktoken has no stack for.
+    `decode` raises `ValueError` for what are not whole numbers from 0 to 50,256, in one dim.
 
-    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the file is not as OpenAI made it.
+    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the
+    file is not as OpenAI made it.
     """
     try:
         import tiktoken
@@ -75,13 +80,15 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: needed GPT-2's ranks, found no file. The repository has examples/data/gpt2.tiktoken."
+            f"{path}: needed GPT-2's ranks, found no file. The repository has "
+            f"examples/data/gpt2.tiktoken."
         )
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != GPT2_SHA256:
         raise ValueError(
-            f"{path}: damaged, or not GPT-2's ranks: needed sha256 {GPT2_SHA256}, got {digest} of {len(content)} bytes. "
+            f"{path}: damaged, or not GPT-2's ranks: needed sha256 {GPT2_SHA256}, got "
+            f"{digest} of {len(content)} bytes. "
             "Copy it again from examples/data/gpt2.tiktoken in the repository."
         )
     encoding = tiktoken.Encoding(
@@ -112,7 +119,8 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
                 else "it has none"
             )
             raise ValueError(
-                f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} characters ({error}). Blanks in a row use up "
+                f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} characters "
+                f"({error}). Blanks in a row use up "
                 f"its stack: {blanks}. Shorten the run, or cut the text inside it."
             ) from None
 
@@ -123,7 +131,8 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or `ValueError` for no text or for other bytes."""
+    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or `ValueError` for no
+    text or for other bytes."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: needed a text file, found no file. Check the path.")
@@ -134,7 +143,8 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: needed UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}). "
+            f"{path}: needed UTF-8, got byte 0x{content[error.start]:02x} at offset "
+            f"{error.start} ({error.reason}). "
             "Save the file as UTF-8, for instance with `iconv -t utf-8`."
         ) from error
     return tokenizer.encode(text)
@@ -144,10 +154,11 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token when each token is predicted by its frequency; a uniform guess has `log(V)`.
+    """Nats per held-out token when each token is predicted by its frequency; a uniform guess has
+    `log(V)`.
 
-    `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train` (Witten and Bell 1991), so none has P = 0.
-    Raises `ValueError` for tokens outside the vocabulary.
+    `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train` (Witten and Bell
+    1991), so none has P = 0. Raises `ValueError` for tokens outside the vocabulary.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     check(train, vocabulary, where="train")
@@ -158,9 +169,10 @@ def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> f
 def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
     """Nats per held-out token, the first left out, when each is predicted from the one before it.
 
-    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct tokens after v and P(w) that of `unigram`
-    (Witten and Bell 1991); after a v never seen, P(w). Needs memory for the pairs that occur, not V squared. Raises `ValueError`
-    for tokens outside the vocabulary, or fewer than two.
+    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct tokens after v
+    and P(w) that of `unigram` (Witten and Bell 1991); after a v never seen, P(w). Needs memory for
+    the pairs that occur, not V squared. Raises `ValueError` for tokens outside the vocabulary, or
+    fewer than two.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):
@@ -198,8 +210,10 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"a tokenizer needs text, got half of a pair of surrogates, {text[error.start]!a}, at character {error.start}. Read "
-            'the text as UTF-8, or replace it: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").'
+            f"a tokenizer needs text, got half of a pair of surrogates, "
+            f"{text[error.start]!a}, at character {error.start}. Read "
+            'the text as UTF-8, or replace it: text.encode("utf-16", '
+            '"surrogatepass").decode("utf-16", "replace").'
         ) from error
 
 

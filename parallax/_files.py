@@ -6,7 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-# Bytes of a manifest, a record or a configuration: the index of a model of 700 billion parameters has 9 million.
+# Bytes of a manifest, a record or a configuration: the index of a model of 700 billion parameters
+# has 9 million.
 LARGEST = 32 << 20
 
 
@@ -22,7 +23,8 @@ def sync(path: Path) -> None:
 def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     """The regular file at `path`, to be read, with no buffer; `what` it should be is for the error.
 
-    Raises `ValueError` for anything else: a pipe would never answer, and a device never end. Raises `OSError` as `open` does.
+    Raises `ValueError` for anything else: a pipe would never answer, and a device never end. Raises
+    `OSError` as `open` does.
     """
     try:
         file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
@@ -43,7 +45,8 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
 
 
 def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARGEST) -> bytes:
-    """The bytes of the regular file at `path`. Raises `ValueError` as `open_file` does, and where there are more than `most`."""
+    """The bytes of the regular file at `path`. Raises `ValueError` as `open_file` does, and where
+    there are more than `most`."""
     with io.BufferedReader(open_file(path, what)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

@@ -1,4 +1,5 @@
-"""Jobs to break: `process_train.py` in several processes, started by `mpirun` or as it would, their ranks found and killed."""
+"""Jobs to break: `process_train.py` in several processes, started by `mpirun` or as it would, their
+ranks found and killed."""
 
 import contextlib
 import os
@@ -16,7 +17,8 @@ from flags import of_users
 OF_USERS = of_users()
 SCRIPT = Path(process_train.__file__)
 MPIRUN = shutil.which("mpirun")
-# Where there is no mpirun, the ranks get the variables that it sets; nobody ends them then but they themselves.
+# Where there is no mpirun, the ranks get the variables that it sets; nobody ends them then but they
+# themselves.
 LAUNCHER = (
     "mpirun" if MPIRUN else "variables, since mpirun is not installed (apt-get install openmpi-bin)"
 )
@@ -25,8 +27,9 @@ LAUNCHER = (
 class Running:
     """A job of `processes` ranks that trains in `folder`, and what it prints.
 
-    Its `program` is `process_train.py`, or one that is told all by its options. It compiles as users do, for tests that compare
-    bits, or with the `flags` given. Jobs of one `name` ask for the same port.
+    Its `program` is `process_train.py`, or one that is told all by its options. It compiles as
+    users do, for tests that compare bits, or with the `flags` given. Jobs of one `name` ask for the
+    same port.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class Running:
         return alive[rank]
 
     def wait(self, seconds: float = 400) -> int:
-        """The job's exit code: of mpirun, or the first of a rank that is not 0. It is over when no rank is left."""
+        """The job's exit code: of mpirun, or the first of a rank that is not 0. It is over when no
+        rank is left."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if all(process.poll() is not None for process in self.started) and not self.ranks():
@@ -123,7 +127,8 @@ class Running:
             over = all(process.poll() is not None for process in self.started)
             if over or time.monotonic() > end:
                 raise AssertionError(
-                    f"{'the job ended' if over else seconds} before it happened. It printed:\n{self.printed()}"
+                    f"{'the job ended' if over else seconds} before it happened. It "
+                    f"printed:\n{self.printed()}"
                 )
             time.sleep(0.005)
 

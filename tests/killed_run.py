@@ -1,11 +1,14 @@
-"""Runs killed before one file operation after the other, each of which the same command must then bring to its end.
+"""Runs killed before one file operation after the other, each of which the same command must then
+bring to its end.
 
     python tests/killed_run.py FOLDER SCENE FIRST EVERY
 
-kills run number FIRST, FIRST + EVERY, ... of a scene, until one gets through, and lets the same command go on in each folder.
-It prints the moments, a line each. A child process runs, and a hook of Python's auditing kills it; a file that is opened to be
-written gives two moments, one before it is there and one when it is there and empty. Nothing here starts JAX's devices before a
-child is forked, which would not have their threads. What the arrays' writer does in C++ is not heard; it goes on beside.
+kills run number FIRST, FIRST + EVERY, ... of a scene, until one gets through, and lets the same
+command go on in each folder. It prints the moments, a line each. A child process runs, and a hook
+of Python's auditing kills it; a file that is opened to be written gives two moments, one before it
+is there and one when it is there and empty. Nothing here starts JAX's devices before a child is
+forked, which would not have their threads. What the arrays' writer does in C++ is not heard; it
+goes on beside.
 """
 
 import contextlib
@@ -86,7 +89,8 @@ def killing(folder: Path, number: int) -> Callable[[str, tuple], None]:
 
 
 def in_a_child(work: Callable[[], Any]) -> int:
-    """The exit status of a child process that does this: 0, or that of the signal that killed it."""
+    """The exit status of a child process that does this: 0, or that of the signal that killed
+    it."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -112,7 +116,8 @@ def state_of(step: int) -> dict[str, jax.Array]:
 
 
 def only_checkpoints(folder: Path, done: Callable[[int], object]) -> int:
-    """A loop with nothing but its checkpoints, of which two stay. Returns the step that it went on from."""
+    """A loop with nothing but its checkpoints, of which two stay. Returns the step that it went on
+    from."""
     with Checkpoints(
         folder / "checkpoints", settings={"seed": 0}, keep=2, say=lambda line: None
     ) as checkpoints:
@@ -128,7 +133,8 @@ def only_checkpoints(folder: Path, done: Callable[[int], object]) -> int:
 
 
 def example(folder: Path, done: Callable[[int], object]) -> int:
-    """`examples/gpt2.py` in one process, with a step that computes next to nothing. Returns the step that it went on from."""
+    """`examples/gpt2.py` in one process, with a step that computes next to nothing. Returns the
+    step that it went on from."""
     from untrained import run  # starts JAX's devices
 
     return run(folder, steps=LAST, done=done)

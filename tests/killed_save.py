@@ -1,9 +1,11 @@
-"""Save a model again and again, killed before one file operation after the other, until one save gets through.
+"""Save a model again and again, killed before one file operation after the other, until one save
+gets through.
 
     python tests/killed_save.py FOLDER
 
-leaves a folder FOLDER/over/NUMBER and FOLDER/new/NUMBER for each: with a model that was there before, or nothing. A child process
-saves, and a hook of Python's auditing kills it. Nothing here starts JAX's devices, whose threads a child would not have.
+leaves a folder FOLDER/over/NUMBER and FOLDER/new/NUMBER for each: with a model that was there
+before, or nothing. A child process saves, and a hook of Python's auditing kills it. Nothing here
+starts JAX's devices, whose threads a child would not have.
 """
 
 import os
@@ -31,7 +33,8 @@ OPERATIONS = (
 
 
 def model(heads: int) -> gpt2.GPT2:
-    """A model of so many heads, every number of which is that; the sizes of its tensors do not tell how many."""
+    """A model of so many heads, every number of which is that; the sizes of its tensors do not tell
+    how many."""
     origin = Origin(
         (("eos_token_id", str(heads)),), f'{{"eos_token_id": {heads}}}' if heads == 2 else None
     )
@@ -49,7 +52,8 @@ def model(heads: int) -> gpt2.GPT2:
 
 
 def killed(folder: Path, number: int) -> bool:
-    """Save the model of 4 heads in a child that is killed before operation `number` on `folder`. Whether it was."""
+    """Save the model of 4 heads in a child that is killed before operation `number` on `folder`.
+    Whether it was."""
     child = os.fork()
     if child == 0:
         left = [number]

@@ -1,8 +1,10 @@
-"""Two processes whose storage fails, or is slow, on one of them: what `test_storage_processes.py` starts.
+"""Two processes whose storage fails, or is slow, on one of them: what `test_storage_processes.py`
+starts.
 
     python tests/process_storage.py COORDINATOR RANK FOLDER SECONDS
 
-Each prints a JSON line about what happened. SECONDS is how long the second process takes to hash its share.
+Each prints a JSON line about what happened. SECONDS is how long the second process takes to hash
+its share.
 """
 
 import errno

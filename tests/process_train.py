@@ -1,8 +1,10 @@
-"""A small GPT-2 trained for real, in one process or several, with faults to order: what `test_faults` starts, kills and restarts.
+"""A small GPT-2 trained for real, in one process or several, with faults to order: what
+`test_faults` starts, kills and restarts.
 
     mpirun -n 4 python tests/process_train.py FOLDER --steps 12 --every 4 --raise-at 7 --rank 2
 
-It goes on from FOLDER/checkpoints where that holds a run. At the end rank 0 writes FOLDER/end.npz, the whole state.
+It goes on from FOLDER/checkpoints where that holds a run. At the end rank 0 writes FOLDER/end.npz,
+the whole state.
 """
 
 import argparse
@@ -103,7 +105,8 @@ def on_disk(layout):
 
 
 def poisoned(train, steps):
-    """The step with weights that are not a number at the given steps: so are its loss and its gradients, and it is skipped."""
+    """The step with weights that are not a number at the given steps: so are its loss and its
+    gradients, and it is skipped."""
     steps = jnp.asarray(steps, jnp.int32)
 
     def poison(state, windows):

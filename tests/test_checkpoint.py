@@ -1,4 +1,5 @@
-"""What was saved comes back bit for bit, on any layout; what is not as it was saved is refused by name."""
+"""What was saved comes back bit for bit, on any layout; what is not as it was saved is refused by
+name."""
 
 import contextlib
 import errno
@@ -289,7 +290,8 @@ STRANGERS = ("7", "00000001", "old.replaced", "00000001.replaced", "notes.replac
 
 
 def test_what_this_run_did_not_make_stays(tmp_path):
-    """Folders of the user's with such names, with and without a file; through a link; another run's checkpoint at our step."""
+    """Folders of the user's with such names, with and without a file; through a link; another run's
+    checkpoint at our step."""
     run, elsewhere = tmp_path / "run", saved(tmp_path / "elsewhere", [2, 3, 4], keep=9)
     theirs = saved(tmp_path / "theirs", [4], run=SETTINGS | {"width": 32})
     for name in STRANGERS:
@@ -346,7 +348,8 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
         store.save(1, small_state(1))
         with pytest.raises(
             ValueError,
-            match=r"state of step 3 is not finite, and was not saved: weight\. The newest .*00000001\.",
+            match=r"state of step 3 is not finite, and was not saved: weight\. The newest "
+            r".*00000001\.",
         ):
             store.save(3, state)
         assert store.steps() == [1]
@@ -416,7 +419,8 @@ def test_another_format_is_refused_in_a_sentence_and_stays(tmp_path):
 
 
 def damage(kind, folder, number, generator):
-    """Turn one bit of the checkpoint, each as likely as any other; or cut short, or remove, one of its files."""
+    """Turn one bit of the checkpoint, each as likely as any other; or cut short, or remove, one of
+    its files."""
     sizes = {path: path.stat().st_size for path in files_of(folder, number)}
     (path,) = generator.choices(list(sizes), list(sizes.values()))
     content = bytearray(path.read_bytes())
@@ -479,7 +483,8 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
     saved(tmp_path)
     with pytest.raises(
         checkpoint.Refused,
-        match=r"(?s)step 2: .*00000002.*another run, which had depth=none \(here 2\), seed=0 \(here 1\)\..*step 1: ",
+        match=r"(?s)step 2: .*00000002.*another run, which had depth=none \(here 2\), seed=0 "
+        r"\(here 1\)\..*step 1: ",
     ):
         checkpoints(tmp_path, SETTINGS | {"seed": 1, "depth": 2}).restore(small_state())
     differing = records.differences({"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": "x"})
@@ -558,7 +563,8 @@ def can_mount(folder):
     return subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
 
-# Orbax closes its event loop when the first write fails; another thread's report may come later, and has nowhere to go.
+# Orbax closes its event loop when the first write fails; another thread's report may come later,
+# and has nowhere to go.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["a small file system", "a limit to a file's size"])
 def test_a_full_disk_leaves_the_newest_good_one(tmp_path, how):
@@ -702,7 +708,8 @@ def on_host(name, state):
 
 
 def over_layouts(folder, names, state):
-    """Saved by the first layout, restored and saved by the next, and so on: the same bits. The state on the last one."""
+    """Saved by the first layout, restored and saved by the next, and so on: the same bits. The
+    state on the last one."""
     reference = on_host(names[0], state)
     for number, (name, other) in enumerate(pairwise(names)):
         with checkpoints(folder / str(number), **form(LAYOUTS[name])) as store:
@@ -750,11 +757,15 @@ def test_a_run_goes_on_over_any_layout(tmp_path_factory, names):
 
 
 def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
-    """It comes from the checkpoint, and the function beside it from the code: both are the run's, and may belong together."""
+    """It comes from the checkpoint, and the function beside it from the code: both are the run's,
+    and may belong together."""
     saved(tmp_path)
     said = []
     checkpoints(tmp_path, say=said.append).restore(small_state(2))
     assert not [line for line in said if line.startswith("step ")]
     checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
-    line = "step 2 has other plain numbers than this program, and they are taken: loss_scale=0.5 (here 0.25). Make"
+    line = (
+        "step 2 has other plain numbers than this program, and they are taken: "
+        "loss_scale=0.5 (here 0.25). Make"
+    )
     assert [text for text in said if text.startswith(line)]

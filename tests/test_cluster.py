@@ -1,4 +1,5 @@
-"""The scripts of examples/cluster, with launchers that only say how the program ended: they restart it, up to a limit."""
+"""The scripts of examples/cluster, with launchers that only say how the program ended: they restart
+it, up to a limit."""
 
 import os
 import re
@@ -20,7 +21,8 @@ def programs(folder, **scripts):
 
 
 def submitted(tmp_path, srun):
-    """Slurm: the script again whenever it has asked for it. Its exit code, how often it was started, and what it said."""
+    """Slurm: the script again whenever it has asked for it. Its exit code, how often it was
+    started, and what it said."""
     tools = programs(tmp_path, srun=srun, scontrol=f'echo "$@" > {tmp_path}/requeued')
     for restarts in range(100):
         environment = os.environ | tools | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
@@ -90,7 +92,10 @@ def test_a_pod_fails_where_the_run_is_not_finished(tmp_path, python, code):
 
 @pytest.mark.programs
 def test_a_pod_hands_sigterm_on_and_waits(tmp_path):
-    told = f"trap 'sleep 0.5; touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.1; done"
+    told = (
+        f"trap 'sleep 0.5; touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; "
+        f"while true; do sleep 0.1; done"
+    )
     pod = container(tmp_path, told)
     while not (tmp_path / "up").exists():
         time.sleep(0.01)

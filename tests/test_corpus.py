@@ -53,7 +53,8 @@ def test_decode_refuses_what_is_no_token(tokenizer, bad):
     bad = tokenizer.vocabulary if bad == "vocabulary" else bad
     with pytest.raises(
         ValueError,
-        match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} at index 1",
+        match=f"ids to decode: needed tokens from 0 to {tokenizer.vocabulary - 1}, got {bad} "
+        f"at index 1",
     ):
         tokenizer.decode([0, bad])
 
@@ -160,7 +161,8 @@ def test_encode_file_names_the_missing_file(tmp_path):
         corpus.encode_file(tmp_path / "absent.txt", corpus.bytes_tokenizer())
 
 
-# Baselines: the naive versions count in dictionaries, and write the probabilities as the docstrings do.
+# Baselines: the naive versions count in dictionaries, and write the probabilities as the docstrings
+# do.
 
 
 def chance_alone(train, vocabulary):
@@ -203,7 +205,8 @@ def test_baselines_equal_counting_in_dictionaries(drawn):
 
 @given(texts())
 def test_chances_add_to_one(drawn):
-    """Each next token held out alone: the exponentials of minus its nats are the whole distribution."""
+    """Each next token held out alone: the exponentials of minus its nats are the whole
+    distribution."""
     vocabulary, train, held_out = drawn
     train, before = np.array(train), held_out[0]
     one = sum(
@@ -280,7 +283,10 @@ def test_how_the_shipped_text_was_made(tmp_path):
     )
     (tmp_path / "data" / "metadata.csv").write_text(table, encoding="utf-8")
     for name in ("first", "second"):
-        address = f"[Delivered at 9:04 p.m.]\n\n{name}\u00a0 one \n\n\n\n[Applause] stays [See APP Note.]\n\n"
+        address = (
+            f"[Delivered at 9:04 p.m.]\n\n{name}\u00a0 one \n\n\n\n[Applause] stays "
+            f"[See APP Note.]\n\n"
+        )
         (tmp_path / "data" / "speeches" / f"{name}.txt").write_text(address, encoding="utf-8")
     runpy.run_path(str(EXAMPLES / "make_state_of_the_union.py"))["main"](
         tmp_path, tmp_path / "made.txt"

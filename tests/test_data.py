@@ -291,7 +291,8 @@ def test_any_count_is_permuted(count, keys):
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 16, 17])
 def test_every_window_is_as_likely_at_every_place(count):
-    """Over 4,000 epochs, each window at the first and at the last place, within five standard deviations."""
+    """Over 4,000 epochs, each window at the first and at the last place, within five standard
+    deviations."""
     tokens, epochs = np.arange(count + 1), 4000
     orders = [
         data.batch(tokens, seed=3, step=epoch, size=count, length=1)[:, 0]
@@ -362,7 +363,8 @@ def test_tokens_may_lie_in_a_file(tmp_path):
         ({"rows": slice(4, None)}, "rows must select some of the 4 sequences"),
         (
             {"length": 20},
-            r"needs 21 tokens \(length 20 and the next one\), the text has 20\. .*a length up to 19",
+            r"needs 21 tokens \(length 20 and the next one\), the text has 20\. .*a length up "
+            r"to 19",
         ),
     ],
 )

@@ -1,7 +1,9 @@
-"""Real processes, really killed: the job ends at once, says why, and goes on from its last checkpoint to the same bits.
+"""Real processes, really killed: the job ends at once, says why, and goes on from its last
+checkpoint to the same bits.
 
-The issue of each: with JAX's defaults a rank that raised left the others waiting for more than 90 s, a straggler for ever, and
-SIGTERM was swallowed. A test that would meet that takes minutes, so `SECONDS` is loose, and the figures are printed (`-rP`).
+The issue of each: with JAX's defaults a rank that raised left the others waiting for more than 90
+s, a straggler for ever, and SIGTERM was swallowed. A test that would meet that takes minutes, so
+`SECONDS` is loose, and the figures are printed (`-rP`).
 """
 
 import contextlib
@@ -157,11 +159,11 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 def test_kills_at_random_moments_end_in_the_same_bits(
     tmp_path, cache, undisturbed_long, long, pytestconfig
 ):
-    """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All end, nobody stays behind, and
-    a step is lost for good only back to the last finished checkpoint.
+    """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All
+    end, nobody stays behind, and a step is lost for good only back to the last finished checkpoint.
 
-    The job comes back with 1, 2 or 4 processes, which share the same devices, started by mpirun or by none. The moments are drawn
-    by --seed: 3 kills, or 60 with --all.
+    The job comes back with 1, 2 or 4 processes, which share the same devices, started by mpirun or
+    by none. The moments are drawn by --seed: 3 kills, or 60 with --all.
     """
     generator, every, took, lost, saving, reached = (
         random.Random(pytestconfig.option.seed),
@@ -226,14 +228,16 @@ def test_kills_at_random_moments_end_in_the_same_bits(
         f"{seconds:.1f} s ({how}, {who}, {when})" for seconds, how, who, when in sorted(took)[-3:]
     )
     print(
-        f"{kills} kills, {len(begun)} as it started, {saving} during a save; last to end: {slowest}; lost {sorted(lost)} steps"
+        f"{kills} kills, {len(begun)} as it started, {saving} during a save; last to end: "
+        f"{slowest}; lost {sorted(lost)} steps"
     )
     assert max(took)[0] < LIMIT + MORE
     assert_same_bits(tmp_path, undisturbed_long)
 
 
 def goes_on_from(job):
-    """The step that the job goes on from, once it has said so and its metrics have begun: those of an earlier job are there."""
+    """The step that the job goes on from, once it has said so and its metrics have begun: those of
+    an earlier job are there."""
     saved = any((job.folder / "checkpoints").glob("0*/manifest.json"))
     said = lambda: not saved or "restored step " in job.printed()
     job.until(lambda: job.steps() and job.metrics.stat().st_mtime > job.began and said())
@@ -259,7 +263,8 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(
         start = time.monotonic()
         assert job.wait(SECONDS) == 0, job.printed()
         print(
-            f"{launcher}, rank {rank}: saved and gone after {time.monotonic() - start:.2f} s, at step {job.steps()}"
+            f"{launcher}, rank {rank}: saved and gone after {time.monotonic() - start:.2f} s, "
+            f"at step {job.steps()}"
         )
         assert f"preempted: saved step {job.steps()}" in job.printed()
         reached = job.steps()
@@ -281,7 +286,8 @@ def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher)
     ) as job:
         assert job.wait() != 0
         print(
-            f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which {WATCHDOG} are the watchdog's"
+            f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which "
+            f"{WATCHDOG} are the watchdog's"
         )
         assert since_fault(job) < WATCHDOG + SECONDS
         named = [line for line in job.printed().splitlines() if line.startswith("watchdog: ")]
@@ -330,7 +336,8 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
             kill(job.rank(rank), signal.SIGCONT)
         assert job.wait() != 0
         print(
-            f"{launcher}, {leave}, rank {rank}: all ranks gone {since_fault(job):.2f} s after it; the watchdog has {WATCHDOG}"
+            f"{launcher}, {leave}, rank {rank}: all ranks gone {since_fault(job):.2f} s after "
+            f"it; the watchdog has {WATCHDOG}"
         )
         assert since_fault(job) < WATCHDOG + MORE
         printed = job.printed()
@@ -345,7 +352,8 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("delay", "late"), [(0.5, 0), (0.5, 8), (8.0, 0)])
 def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay, late):
-    """Without mpirun, which would end them: before the processes have met, with slow imports too, and when they compile."""
+    """Without mpirun, which would end them: before the processes have met, with slow imports too,
+    and when they compile."""
     options = [
         "--layout",
         "small",
@@ -367,7 +375,8 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
         assert job.wait(LIMIT + SECONDS) != 0
         took = time.monotonic() - killed
         print(
-            f"rank {rank} killed {delay} s after the start, imports {late} s longer: the others gone {took:.2f} s later"
+            f"rank {rank} killed {delay} s after the start, imports {late} s longer: the "
+            f"others gone {took:.2f} s later"
         )
         assert took < LIMIT + MORE
         printed = job.printed()
@@ -382,7 +391,8 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
 @pytest.mark.programs
 @pytest.mark.long
 def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch):
-    """With JAX's coordinator alone, at that port, each took the other's ranks, and both were aborted."""
+    """With JAX's coordinator alone, at that port, each took the other's ranks, and both were
+    aborted."""
     options = {
         "processes": 2,
         "cache": cache,
@@ -515,7 +525,8 @@ def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache)
 @pytest.mark.programs
 @pytest.mark.long
 def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturbed):
-    """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device, then back."""
+    """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device,
+    then back."""
     for layout, processes, steps in [
         ("pipeline", 4, 3),
         ("plain", 2, 6),

@@ -1,4 +1,5 @@
-"""Batches made in the background: in order, each row read once, and what goes wrong arrives where it belongs."""
+"""Batches made in the background: in order, each row read once, and what goes wrong arrives where
+it belongs."""
 
 import threading
 import time

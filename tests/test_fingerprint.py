@@ -1,4 +1,5 @@
-"""A bit that turns in one device's copy is found, with its leaf and its device; copies that are equal raise no alarm."""
+"""A bit that turns in one device's copy is found, with its leaf and its device; copies that are
+equal raise no alarm."""
 
 import functools
 import random
@@ -62,7 +63,8 @@ def values(dtype, shape=(8, 4)):
 
 
 def leaves_of_all_types(devices):
-    """A leaf for each type and spec, and random keys, scalars, an empty array, and what is no array."""
+    """A leaf for each type and spec, and random keys, scalars, an empty array, and what is no
+    array."""
     tree = {f"{dtype}_{number}": values(dtype) for dtype in DTYPES for number in range(len(SPECS))}
     specs = {f"{dtype}_{number}": spec for dtype in DTYPES for number, spec in enumerate(SPECS)}
     tree |= {
@@ -83,7 +85,8 @@ def leaves_of_all_types(devices):
 
 
 def by_hand(octets: bytes, width: int) -> list[int]:
-    """What the two words are, of numbers of `width` bytes each: in whole numbers, one number after another."""
+    """What the two words are, of numbers of `width` bytes each: in whole numbers, one number after
+    another."""
     sums = [0, 0]
     words = [
         int.from_bytes(octets[at : at + min(width, 4)], "little")
@@ -123,7 +126,8 @@ places = st.tuples(st.integers(0, 63), st.integers(0, 7))
 def test_a_bit_changes_the_first_word_and_what_may_cancel_does_not(
     place, bit, other, second, zeros
 ):
-    """Two bits turned, of equal weight too; two numbers or rows exchanged; a number moved to another place."""
+    """Two bits turned, of equal weight too; two numbers or rows exchanged; a number moved to
+    another place."""
     x = np.zeros_like(NUMBERS) if zeros else NUMBERS
     before = WORDS(x).tolist()
     once = x.copy()
@@ -226,7 +230,10 @@ def test_the_error_is_a_line_with_step_leaf_and_device():
     tree["w"] = [tree["w"][0], flips.flipped(tree["w"][1], 5, 0, 0)]
     with pytest.raises(fingerprint.CopiesDiffer) as raised:
         fingerprint.check(3, tree)
-    line = "step 3: device 5 (process 0) holds other bits of w.1 than 7 of the 8 devices that should hold the same."
+    line = (
+        "step 3: device 5 (process 0) holds other bits of w.1 than 7 of the 8 devices that "
+        "should hold the same."
+    )
     assert str(raised.value) == line
     assert (raised.value.step, raised.value.found[0].device) == (3, 5)
     tree["w"][0] = flips.flipped(tree["w"][0], 5, 0, 0)
@@ -236,7 +243,8 @@ def test_the_error_is_a_line_with_step_leaf_and_device():
     with pytest.raises(fingerprint.CopiesDiffer) as raised:
         fingerprint.check(4, [flips.flipped(pair, 3, 0, 0)])
     assert str(raised.value) == (
-        "step 4: device 2 (process 0) holds other bits of 0 than 1 of the 2 devices that should hold the same, and as many hold "
+        "step 4: device 2 (process 0) holds other bits of 0 than 1 of the 2 devices that "
+        "should hold the same, and as many hold "
         "those: which are right is not known (and 1 more)."
     )
 
@@ -340,7 +348,8 @@ def prepared(layout, optimizer=None):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_leaf_that_a_layout_copies_is_compared(name):
-    """Each leaf in turn, on a device drawn; what is split over all devices alone is named as not compared."""
+    """Each leaf in turn, on a device drawn; what is split over all devices alone is named as not
+    compared."""
     one, devices = prepared(LAYOUTS[name])
     state, generator = one.init(), random.Random(name)
     assert fingerprint.differing(state) == []
@@ -383,7 +392,8 @@ NO_FAULT = np.zeros(3, np.int32)
 
 
 def trained(state, specs, devices, optimizer, *, faulty=lambda gradients, fault: gradients):
-    """The step of `Layers` over data: `(state, batch, fault) -> state`. `faulty` has the reduced gradients in its hands."""
+    """The step of `Layers` over data: `(state, batch, fault) -> state`. `faulty` has the reduced
+    gradients in its hands."""
 
     def loss(model, batch):
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["x"][:, :4]) ** 2)
@@ -431,10 +441,12 @@ KINDS = {"parameters": "model.", "moments": "u.", "sums of gradients": "acc_grad
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
-    """It turns between two steps; the steps go on until the next check, which names the leaf and the device.
+    """It turns between two steps; the steps go on until the next check, which names the leaf and
+    the device.
 
-    A later step may round the difference away (the last bits of a moment fade by 0.9 a step; sums of gradients begin again
-    from 0): then the copies are equal again, to the bit, and there is nothing left to find. What is left is found.
+    A later step may round the difference away (the last bits of a moment fade by 0.9 a step; sums
+    of gradients begin again from 0): then the copies are equal again, to the bit, and there is
+    nothing left to find. What is left is found.
     """
     state, one = training
     generator, found, healed = random.Random(kind), 0, 0
@@ -459,13 +471,15 @@ def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
         assert {each.device for each in told} <= {device}
         found, healed = found + bool(told), healed + (not seen)
     print(
-        f"{kind}: {found} of 100 found after up to {EVERY - 1} more steps; {healed} had been rounded away"
+        f"{kind}: {found} of 100 found after up to {EVERY - 1} more steps; {healed} had been "
+        f"rounded away"
     )
     assert found + healed == 100
 
 
 def test_a_bit_that_turns_inside_the_step_is_found():
-    """In one device's copy of the reduced gradient: its parameters and moments are others from then on."""
+    """In one device's copy of the reduced gradient: its parameters and moments are others from then
+    on."""
     devices, optimizer = over(data=8), optax.adamw(1e-3)
     state, specs = step.init(made, optimizer, rules.match("**", P()), devices)
 

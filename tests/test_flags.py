@@ -1,4 +1,5 @@
-"""Command lines with a fault: each is refused in a sentence of ours, nothing is written, and what the sentence proposes works."""
+"""Command lines with a fault: each is refused in a sentence of ours, nothing is written, and what
+the sentence proposes works."""
 
 import dataclasses
 import json
@@ -52,7 +53,8 @@ def test_every_number_has_a_range(example):
 
 
 def typed_in(settings, message, usual):
-    """The settings of each command line that a message proposes: the one that was refused, with these flags typed after it."""
+    """The settings of each command line that a message proposes: the one that was refused, with
+    these flags typed after it."""
     tail = message.rpartition("Take ")[2] if "Take " in message else ""
     alternatives = re.findall(r" \(or ([^)]*)\)", tail)
     first = re.sub(r" \(or .*|, the nearest.*|, which .*|, or a longer.*|\.$", "", tail)
@@ -149,7 +151,8 @@ def drawn_from(generator, values, share):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("part", range(4))
 def test_what_is_proposed_for_a_wrong_layout_works(example, usual, part):
-    """1,000 in all parts: each proposal, typed after the flags that were refused, passes the same check, in every respect."""
+    """1,000 in all parts: each proposal, typed after the flags that were refused, passes the same
+    check, in every respect."""
     generator, world = (
         random.Random(part),
         example.fitting.World(None, 256, room=lambda: (10**6, 10**5)),
@@ -236,23 +239,27 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     [
         (
             "--tensor 3",
-            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 4 --stage 1 --tensor 2, which "
+            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 4 "
+            "--stage 1 --tensor 2, which "
             "divides it.",
         ),
         (
             "--data 3",
-            "Layout: the batch's sequences (--batch 16) must divide by --data 3 x --microbatches 4. Take --data 8 --stage 1 "
+            "Layout: the batch's sequences (--batch 16) must divide by --data 3 x "
+            "--microbatches 4. Take --data 8 --stage 1 "
             "--tensor 1 --batch 32.",
         ),
         (
             "--data 2",
-            "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 devices. Take --data 8 --stage 1 "
+            "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 "
+            "devices. Take --data 8 --stage 1 "
             "--tensor 1 --batch 32 (or --devices 2).",
         ),
         ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132)."),
         (
             "--schedule pipedram",
-            "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b, zero_bubble, interleaved or a "
+            "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, "
+            "one_f_one_b, zero_bubble, interleaved or a "
             "file that ends in .csv; got pipedram. Take --schedule gpipe.",
         ),
         (
@@ -283,7 +290,8 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         ),
         (
             "--length 1000",
-            "text.txt has 21,240 tokens to train on and 2,360 held out; needed 1,001 and 16,001, for --batch 16 --length 1000. "
+            "text.txt has 21,240 tokens to train on and 2,360 held out; needed 1,001 and "
+            "16,001, for --batch 16 --length 1000. "
             "Take --length 125, or a longer text.",
         ),
     ],
@@ -354,7 +362,8 @@ def test_what_lies_in_the_folder_of_results_is_told_apart(example, usual, tmp_pa
     )
     with pytest.raises(
         ValueError,
-        match=r"metrics\.jsonl speaks of step 200, and .*checkpoints holds no checkpoint: they are lost",
+        match=r"metrics\.jsonl speaks of step 200, and .*checkpoints holds no checkpoint: "
+        r"they are lost",
     ):
         go(lost)
     # A run that was killed before its first checkpoint.

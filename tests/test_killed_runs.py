@@ -1,4 +1,5 @@
-"""Killed at any moment, a run goes on by the same command, from what it had saved, and leaves nothing behind."""
+"""Killed at any moment, a run goes on by the same command, from what it had saved, and leaves
+nothing behind."""
 
 import json
 import os
@@ -18,7 +19,8 @@ EVERY = 16
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_any_file_operation_the_same_command_goes_on(scene, first, tmp_path):
-    """The moments are those of start-up, save, thinning and resume, counted in `killed_run.py`: every sixteenth of them."""
+    """The moments are those of start-up, save, thinning and resume, counted in `killed_run.py`:
+    every sixteenth of them."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     }

@@ -257,11 +257,13 @@ def test_virtual_devices_must_divide(monkeypatch):
 
 
 def ended(program, *, signals=None, seconds=60):
-    """What a Python program printed, its exit code, and the seconds from `ready` (or a signal) to its end."""
+    """What a Python program printed, its exit code, and the seconds from `ready` (or a signal) to
+    its end."""
     command = [
         sys.executable,
         "-c",
-        f"import jax, sys, time, threading; from parallax.run import processes, watchdog\n{program}",
+        f"import jax, sys, time, threading; from parallax.run import processes, "
+        f"watchdog\n{program}",
     ]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
@@ -279,15 +281,15 @@ def ended(program, *, signals=None, seconds=60):
 
 
 ALONE = "job = processes.Job('hand')\n"
-STUCK = "threading.Thread(target=time.sleep, args=(100,)).start()\n"  # an exit handler would wait for it
+# an exit handler would wait for it
+STUCK = "threading.Thread(target=time.sleep, args=(100,)).start()\n"
 
 
 @pytest.mark.programs
 def test_an_exception_ends_the_process_and_is_printed_once():
     program = (
-        ALONE
-        + STUCK
-        + "def main(): print('ready', flush=True); raise ArithmeticError('a mistake')\nprocesses.run(main, job)"
+        ALONE + STUCK + "def main(): print('ready', flush=True); raise ArithmeticError('a "
+        "mistake')\nprocesses.run(main, job)"
     )
     _, err, code, seconds = ended(program)
     assert code == 1
@@ -299,8 +301,8 @@ def test_an_exception_ends_the_process_and_is_printed_once():
 @pytest.mark.programs
 def test_what_is_refused_before_the_work_is_told_in_a_line():
     program = (
-        ALONE
-        + "print('ready', flush=True)\ndef prepare(): raise FileNotFoundError('no such text')\nprocesses.together(prepare, job)"
+        ALONE + "print('ready', flush=True)\ndef prepare(): raise FileNotFoundError('no such "
+        "text')\nprocesses.together(prepare, job)"
     )
     out, err, code, _ = ended(program)
     assert (out, err, code) == ("", "error: no such text\n", 2)
@@ -352,7 +354,8 @@ def test_a_step_that_takes_too_long_is_named(waits, does):
     program = f"""
 job = processes.Job('hand', rank=2, processes=4)
 with watchdog.Watchdog(job, seconds=0.5) as watch:
-    watch.step(6); watch.step(7); watch.phase('a slow disk', waits={waits}); print('ready', flush=True)
+    watch.step(6); watch.step(7); watch.phase('a slow disk', waits={waits})
+    print('ready', flush=True)
     time.sleep(100)
 """
     _, err, code, seconds = ended(program)
@@ -368,7 +371,8 @@ with watchdog.Watchdog(job, seconds=0.5) as watch:
 
 @pytest.mark.programs
 def test_before_the_first_step_the_others_are_asked_too():
-    """All ranks are in one phase then: the line of one that runs once said that it held up the job, whoever was stopped."""
+    """All ranks are in one phase then: the line of one that runs once said that it held up the job,
+    whoever was stopped."""
     program = """
 class Peers:
     does = lambda self, doing, waits: None

@@ -1,4 +1,5 @@
-"""A folder belongs to one run, until its process ends, however it does; the others are told whose it is."""
+"""A folder belongs to one run, until its process ends, however it does; the others are told whose
+it is."""
 
 import errno
 import fcntl
@@ -39,7 +40,10 @@ HOLD = "claim = lock.take(sys.argv[1]); print('held', flush=True); "
 def test_the_second_is_told_who_holds_the_folder(tmp_path):
     with started(HOLD + "time.sleep(100)", tmp_path / "run") as holder:
         assert holder.stdout.readline() == "held\n"
-        told = rf"run belongs to another run: process {holder.pid} on {re.escape(os.uname().nodename)}, since 20"
+        told = (
+            rf"run belongs to another run: process {holder.pid} on "
+            rf"{re.escape(os.uname().nodename)}, since 20"
+        )
         with pytest.raises(lock.Held, match=told):
             lock.take(tmp_path / "run")
         holder.kill()
@@ -51,7 +55,10 @@ def test_the_second_is_told_who_holds_the_folder(tmp_path):
 @pytest.mark.programs
 def test_kill_9_frees_the_folder_though_a_child_lives_on(tmp_path):
     """A child process has a copy of the open file, which would keep the lock."""
-    child = "child = os.fork()\nif not child: print(os.getpid(), flush=True)  # it runs\ntime.sleep(100)"
+    child = (
+        "child = os.fork()\nif not child: print(os.getpid(), flush=True)  # it "
+        "runs\ntime.sleep(100)"
+    )
     with started(HOLD + child, tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         child = int(holder.stdout.readline())
@@ -240,7 +247,8 @@ def alone(tmp_path_factory):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_of_runs_started_at_once_one_trains(tmp_path, alone, pytestconfig, runs):
-    """Two times, or twenty with --all. Every second holder is killed, and the next run goes on to the same bits."""
+    """Two times, or twenty with --all. Every second holder is killed, and the next run goes on to
+    the same bits."""
     option, took = pytestconfig.option, []
     generator = random.Random(option.seed)
     for time_ in range(20 if option.all else 2):

@@ -1,4 +1,5 @@
-"""Manifests that are whole, sealed, and not manifests: each is refused by name, and the older good checkpoint is used."""
+"""Manifests that are whole, sealed, and not manifests: each is refused by name, and the older good
+checkpoint is used."""
 
 import contextlib
 import copy
@@ -53,7 +54,8 @@ PATHS = [
 
 
 def seal(path, record):
-    """Write a record as `manifest.write` does, whatever it is; the word `deep` stands for what no writer could write."""
+    """Write a record as `manifest.write` does, whatever it is; the word `deep` stands for what no
+    writer could write."""
     line = json.dumps(record, sort_keys=True).replace('"deep"', DEEP_TEXT).encode()
     path.write_bytes(line + f"\n{manifest.hashed(line)}\n".encode())
 

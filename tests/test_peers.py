@@ -1,4 +1,5 @@
-"""Processes without JAX, of which one is gone, silent, or late, or of another job: the others name it, or turn it away."""
+"""Processes without JAX, of which one is gone, silent, or late, or of another job: the others name
+it, or turn it away."""
 
 import contextlib
 import functools
@@ -49,7 +50,10 @@ class Members:
         self.port = port or free_port()
         self.started = {
             rank: subprocess.Popen(
-                [sys.executable, "-c", MEMBER + programs[rank], str(rank), str(self.port), str(limit), token],
+                [
+                    *(sys.executable, "-c", MEMBER + programs[rank]),
+                    *(str(rank), str(self.port), str(limit), token),
+                ],
                 env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in start
@@ -101,7 +105,10 @@ def gone_is_named(gone, how):
         for rank in {0, 1, 2} - {gone}:
             said = members.said(rank)
             process = members.started[gone].pid
-            words = rf"rank {rank} on \S+: rank {gone} on \S+ \(process {process}\) is gone: it was last in step 7, "
+            words = (
+                rf"rank {rank} on \S+: rank {gone} on \S+ \(process {process}\) is gone: "
+                rf"it was last in step 7, "
+            )
             assert re.search(words, said), said
             assert members.started[rank].returncode == 1
 
@@ -143,7 +150,10 @@ def silent_is_named(stopped):
     with Members(*[IDLE if rank == stopped else ASK for rank in range(3)]) as members:
         members.met()
         members.started[stopped].send_signal(signal.SIGSTOP)
-        named = rf"fault: rank {stopped} on \S+ \(process {members.started[stopped].pid}\) is stopped, or holds Python's lock: "
+        named = (
+            rf"fault: rank {stopped} on \S+ \(process {members.started[stopped].pid}\) is "
+            rf"stopped, or holds Python's lock: "
+        )
         others = [members.started[rank] for rank in range(3) if rank != stopped]
         said = [other.stdout.readline() for other in others]
         assert all(re.match(named, line) for line in said), said
@@ -187,7 +197,8 @@ def missing_is_named(start, missing):
 
 @pytest.mark.programs
 def test_the_time_for_all_to_come_begins_with_the_process():
-    """Slow imports belong to it: processes whose imports take longer would otherwise outlive a rank that was killed."""
+    """Slow imports belong to it: processes whose imports take longer would otherwise outlive a rank
+    that was killed."""
     program = """
 import time
 from parallax.run import launch, peers
@@ -207,7 +218,8 @@ here.coordinator()
 
 @pytest.mark.programs
 def test_a_socket_that_reached_itself_is_not_rank_0():
-    """Where nobody listens yet at a port of the system's own range, Linux may give it to the socket that asks for it."""
+    """Where nobody listens yet at a port of the system's own range, Linux may give it to the socket
+    that asks for it."""
     program = """
 import socket, time
 from parallax.run import launch, peers
@@ -289,8 +301,8 @@ def test_strangers_are_turned_away_in_a_line_and_the_job_goes_on():
         said = "".join(met[0]) + members.said(0)
     for answer in [*early, *late]:
         assert (
-            answer
-            == "another job listens there, or another program, or PARALLAX_JOB_TOKEN is not the same"
+            answer == "another job listens there, or another program, or PARALLAX_JOB_TOKEN is not "
+            "the same"
         )
     assert other == "a rank 1 has come already"
     found = re.findall(
@@ -317,7 +329,8 @@ def let_in(port, rank, **more):
 
 @pytest.mark.programs
 def test_no_message_names_what_is_killed():
-    """A process id of -1 is every process of the user. Whoever is let in, and then is silent, once had it killed."""
+    """A process id of -1 is every process of the user. Whoever is let in, and then is silent, once
+    had it killed."""
     program = f"""
 import os
 from parallax.run import launch, peers
@@ -332,7 +345,10 @@ peers.Peers(launch.Job("test", 0, 3, "127.0.0.1:PORT", secret="a token"), 6.0)
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         until(lambda: connects(port))
-        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        machine = (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.readlink('/proc/self/ns/pid')}"
+        )
         asked = [{"machine": machine, "process": process, "began": ""} for process in (-1, 2**22)]
         connections = [let_in(port, rank, **more) for rank, more in enumerate(asked, start=1)]
         said = process.communicate(timeout=60)[0]
@@ -370,7 +386,8 @@ def damaged(draw, sound):
 
 @given(damaged(STATUS), damaged(ABOUT))
 def test_each_field_of_a_message_is_checked(status, about):
-    """Nothing is raised; what is taken are whole numbers in their range, and texts that can be printed."""
+    """Nothing is raised; what is taken are whole numbers in their range, and texts that can be
+    printed."""
     with contextlib.closing(socket.socket()) as connection:
         peer = peers.Peer(handshake.Line(connection), ABOUT)
         if peer.take(status):
@@ -457,13 +474,18 @@ def test_two_jobs_given_one_port_stay_apart():
                 for process in [*first.started.values(), *second.started.values()]
             )
             refused = run(
-                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}'))"
+                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, "
+                f"'127.0.0.1:{first.port}'))"
             )
             assert refused.returncode == 2
-            words = rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port {first.port} is taken, by another job or"
+            words = (
+                rf"error: rank 0 on \S+ cannot listen at 127\.0\.0\.1:{first.port}: port "
+                rf"{first.port} is taken, by another job or"
+            )
             assert re.match(words, refused.stderr), refused.stderr
             refused = run(
-                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, '127.0.0.1:{first.port}', ports=2))"
+                f"handshake.TAKEN = 0.1; handshake.listen(launch.Job('test', 0, 3, "
+                f"'127.0.0.1:{first.port}', ports=2))"
             )
             assert f"each of the ports {first.port} to {first.port + 1} is taken" in refused.stderr
 

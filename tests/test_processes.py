@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.programs, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """A function that runs the example in float64, and returns the numbers of each step and what it printed."""
+    """A function that runs the example in float64, and returns the numbers of each step and what it
+    printed."""
 
     def train(processes, *options):
         folder = tmp_path_factory.mktemp("example")

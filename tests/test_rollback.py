@@ -1,4 +1,5 @@
-"""The example where a bit turns in one device's copy: it is named, and the run ends with the numbers of one without a fault."""
+"""The example where a bit turns in one device's copy: it is named, and the run ends with the
+numbers of one without a fault."""
 
 import json
 import re
@@ -61,12 +62,16 @@ def undisturbed(tmp_path_factory):
 
 def told(printed: str) -> list[tuple[str, ...]]:
     """The step, the device and the leaf of each line that tells of copies which differ."""
-    line = r"step (\d+): device (\d+) \(process (\d)\) holds other bits of (\S+) than 7 of the 8 .*The run goes back to its last"
+    line = (
+        r"step (\d+): device (\d+) \(process (\d)\) holds other bits of (\S+) than 7 of "
+        r"the 8 .*The run goes back to its last"
+    )
     return re.findall(line, printed)
 
 
 def test_a_run_goes_back_and_ends_as_if_nothing_had_been(undisturbed, tmp_path):
-    """Faults before the first checkpoint, found by the comparison before a save, and after it; in a parameter and a moment."""
+    """Faults before the first checkpoint, found by the comparison before a save, and after it; in a
+    parameter and a moment."""
     faults = ["2:5:model.wpe:12", "4:3:mu.wpe:27", "7:6:model.wpe:30"]
     code, records, printed = train(tmp_path, faults=faults)
     assert code == 0, printed
@@ -85,7 +90,10 @@ def test_past_the_budget_it_stops_and_the_same_command_goes_on(undisturbed, tmp_
     assert code == 1
     assert "Traceback" not in printed
     assert len(told(printed)) == 1
-    line = "error: step 6: device 2 (process 0) holds other bits of model.wpe than 7 of the 8 devices that should hold the same. "
+    line = (
+        "error: step 6: device 2 (process 0) holds other bits of model.wpe than 7 of the 8 "
+        "devices that should hold the same. "
+    )
     assert (
         line
         + "Copies differed at the steps [6, 6], and --rollback-budget is 1. Leave that device out."
@@ -98,7 +106,8 @@ def test_past_the_budget_it_stops_and_the_same_command_goes_on(undisturbed, tmp_
 
 
 def test_a_bit_that_makes_the_loss_not_finite_is_told_as_what_it_is(undisturbed, tmp_path):
-    """Before the learning rate is blamed, for a held-out loss or for steps that were skipped past their budget."""
+    """Before the learning rate is blamed, for a held-out loss or for steps that were skipped past
+    their budget."""
     faults = ["5:2:model.norm.weight:30", "9:4:model.norm.weight:30"]
     code, records, printed = train(
         tmp_path, "--skip-budget=1", "--fingerprint-every=50", faults=faults

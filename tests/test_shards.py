@@ -140,7 +140,8 @@ def text(folder):
     [
         (
             {"format": 4},
-            "json: it is of format 4, and this program reads format 3. Use the version that wrote it",
+            "json: it is of format 4, and this program reads format 3. Use the version that "
+            "wrote it",
         ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
         ({"format": 1}, "json: it is of format 1, and this program reads format 3"),
@@ -152,8 +153,11 @@ def text(folder):
 )
 def test_another_format_and_another_type_are_refused(own, tmp_path, changes, message):
     path = text(tmp_path)
-    for record, read in ((own / "manifest.json", lambda: shards.read(own, vocabulary=300)),
-                         (tokens.record_of(path), lambda: data.read(path, vocabulary=300))):  # fmt: skip
+    files = (
+        (own / "manifest.json", lambda: shards.read(own, vocabulary=300)),
+        (tokens.record_of(path), lambda: data.read(path, vocabulary=300)),
+    )
+    for record, read in files:
         manifest.write(record, manifest.read(record) | changes)
         with pytest.raises(ValueError, match=message):
             read()

@@ -1,4 +1,5 @@
-"""A signal is heard while the main thread is inside something that hears none; what was there before is there after."""
+"""A signal is heard while the main thread is inside something that hears none; what was there
+before is there after."""
 
 import os
 import signal

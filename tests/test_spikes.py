@@ -1,4 +1,5 @@
-"""A guard against spikes: the step leaves all as it was, the run goes back, and on with other batches, resumed or not."""
+"""A guard against spikes: the step leaves all as it was, the run goes back, and on with other
+batches, resumed or not."""
 
 import contextlib
 import json
@@ -119,7 +120,8 @@ def test_as_many_as_the_budget_among_the_last_64_steps_are_too_many():
     assert spikes.count(101 + WINDOW, 9.0)  # the first is too long ago
     with pytest.raises(
         Spiked,
-        match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 .*\(120, 165, 180 last\)",
+        match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 "
+        r".*\(120, 165, 180 last\)",
     ) as caught:
         spikes.count(180, 9.0)
     assert (caught.value.step, caught.value.first) == (180, 120)
@@ -180,7 +182,8 @@ def test_the_example_skips_goes_back_and_past_the_batches(tmp_path, capsys):
     assert (
         len(
             re.findall(
-                r"step 26: the loss is 9, above .* The run goes back to step 20, and past the batches of the steps up to 26\.",
+                r"step 26: the loss is 9, above .* The run goes back to step 20, and past the "
+                r"batches of the steps up to 26\.",
                 printed,
             )
         )
@@ -223,6 +226,7 @@ def test_a_checkpoint_between_the_spikes_is_passed_over_and_the_budget_ends_it(t
     assert "The run goes back to step 22, and past" in printed
     with pytest.raises(
         SystemExit,
-        match=r"Losses spiked at the steps \[26\], and --rollback-budget is 0\. Lower --learning-rate",
+        match=r"Losses spiked at the steps \[26\], and --rollback-budget is 0\. Lower "
+        r"--learning-rate",
     ):
         run(tmp_path / "two", capsys, rollback_budget=0)

@@ -1,4 +1,5 @@
-"""Storage that fails for a while: a save is tried again beside the steps, and what is stored is what was to be stored."""
+"""Storage that fails for a while: a save is tried again beside the steps, and what is stored is
+what was to be stored."""
 
 import errno
 import os
@@ -28,7 +29,8 @@ FAULTS = [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EACCES]
 
 
 class Faults:
-    """Errors of the operations on a folder, raised by a hook of Python's auditing, which stays: it asks whether it is on."""
+    """Errors of the operations on a folder, raised by a hook of Python's auditing, which stays: it
+    asks whether it is on."""
 
     def __init__(self):
         self.folder, self.left, self.number = "", [], 0
@@ -87,8 +89,9 @@ def assert_restored(folder, step):
 def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, faults, every):
     """Each save meets one, some of them two in a row; its state is donated as soon as it returns.
 
-    An error is told, but for two readings: of Orbax's own metadata, which it does without, and of whose a checkpoint is. Where
-    both records of that cannot be read, an older one stays until the next save, and the newest one stays in any case.
+    An error is told, but for two readings: of Orbax's own metadata, which it does without, and of
+    whose a checkpoint is. Where both records of that cannot be read, an older one stays until the
+    next save, and the newest one stays in any case.
     """
     said, untold, step = [], set(), 0
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
@@ -185,7 +188,8 @@ def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
         (PermissionError(errno.EACCES, "not allowed"), True),
         (
             ValueError(
-                "Error writing: Failed to write 7 bytes: No space left on device [os_error_code='28']"
+                "Error writing: Failed to write 7 bytes: No space left on device "
+                "[os_error_code='28']"
             ),
             True,
         ),

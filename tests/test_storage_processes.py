@@ -1,4 +1,5 @@
-"""Two processes whose storage fails on one of them, or is slow: all processes come to one answer, and no device waits for it."""
+"""Two processes whose storage fails on one of them, or is slow: all processes come to one answer,
+and no device waits for it."""
 
 import json
 import os

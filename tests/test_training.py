@@ -1,4 +1,5 @@
-"""A step that is not finite changes nothing and is counted; seconds and metrics survive a restart."""
+"""A step that is not finite changes nothing and is counted; seconds and metrics survive a
+restart."""
 
 import errno
 import functools
@@ -25,7 +26,8 @@ BAD = {"nan": math.nan, "inf": math.inf, "overflow": 1e300}
 
 
 def make_step():
-    """A linear model over data 4 x tensor 2, its weights split over tensor; a batch's own numbers can break it."""
+    """A linear model over data 4 x tensor 2, its weights split over tensor; a batch's own numbers
+    can break it."""
     axes = mesh.make(data=4, tensor=2)
 
     def loss(weights, batch):
@@ -106,7 +108,8 @@ def test_the_budget_holds_over_restarts():
 
 
 def test_probes_of_a_larger_loss_scale_are_no_faults():
-    """Every 2,000 good steps the scale is raised, and may be too large: 20 times in 40,000 steps of a converged float16 run."""
+    """Every 2,000 good steps the scale is raised, and may be too large: 20 times in 40,000 steps of
+    a converged float16 run."""
     good, bad = (
         step.Info(jnp.asarray(1.0), jnp.asarray(1.0), jnp.asarray(skips)) for skips in (False, True)
     )
@@ -131,7 +134,8 @@ def test_probes_of_a_larger_loss_scale_are_no_faults():
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("of", ["parameters", "state"])
 def test_an_update_that_is_not_finite_changes_nothing_on_any_device(of, shards):
-    """One number of one shard overflows, of finite gradients; what was infinite before stays so, and is no fault."""
+    """One number of one shard overflows, of finite gradients; what was infinite before stays so,
+    and is no fault."""
     devices = mesh.make(devices=jax.devices()[:shards], data=shards)
     large = lambda g: jnp.where(g > 50, jnp.inf, g)
 
@@ -236,7 +240,10 @@ def test_metrics_wait_while_the_storage_fails(tmp_path, monkeypatch):
     for number in range(1, 7):
         sink(number, {"loss": float(number)})
     assert metrics.recorded(path) == [{"step": i, "loss": float(i)} for i in range(1, 7)]
-    line = "the numbers of step 3 were not written; No space left on device. They wait; the run goes on meanwhile."
+    line = (
+        "the numbers of step 3 were not written; No space left on device. They wait; the "
+        "run goes on meanwhile."
+    )
     assert said == [f"{path}: {line}"]
     full.add(7)
     number, sink = 7, metrics.jsonl(path, after=6, say=said.append, patience=0.0)

@@ -1,7 +1,8 @@
 """Batches of a text. The one idea: **a batch is a pure function of (seed, step)**.
 
-It does not depend on how many devices or processes share it, nor on the batches before it. So a run resumes at any step, on any
-layout, with no loader state to save, and a process that holds a part of the batch reads only its `rows`.
+It does not depend on how many devices or processes share it, nor on the batches before it. So a run
+resumes at any step, on any layout, with no loader state to save, and a process that holds a part of
+the batch reads only its `rows`.
 
 Legend: N tokens.
 """
@@ -29,15 +30,18 @@ def batch(
     length: SupportsIndex,
     rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
-    """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token after them.
+    """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token
+    after them.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows that share one token with the next, and
-    deals each window once: window w is `tokens[o + w * length :][: length + 1]`. The offset o and the order of the windows are
-    drawn from (seed, epoch). Sequence i is the one at position p = step * size + i of this endless deal:
-    `batch(..., rows=r)` equals `batch(...)[r]` and reads only its own windows.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows that share
+    one token with the next, and deals each window once: window w is `tokens[o + w * length :][:
+    length + 1]`. The offset o and the order of the windows are drawn from (seed, epoch). Sequence i
+    is the one at position p = step * size + i of this endless deal: `batch(..., rows=r)` equals
+    `batch(...)[r]` and reads only its own windows.
 
-    The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one window, for tokens that are not
-    whole numbers or do not fit int32, or for a seed, step, size, length or `rows` outside its range.
+    The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
+    window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
+    length or `rows` outside its range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
@@ -59,7 +63,8 @@ def batch(
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # As many windows as fit at each of at least `length` offsets: all epochs have as many, and their windows begin anywhere.
+    # As many windows as fit at each of at least `length` offsets: all epochs have as many, and
+    # their windows begin anywhere.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     positions = (divmod(step * size + i, windows) for i in sequences)
@@ -75,7 +80,8 @@ def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
     """Where the windows at these places of an epoch's order begin in the text."""
-    # Raw counter values: NumPy promises them for good, and its `permutation` only until it finds a faster one.
+    # Raw counter values: NumPy promises them for good, and its `permutation` only until it finds a
+    # faster one.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)
@@ -84,10 +90,12 @@ def _starts(
 def permuted(
     places: Int64[np.ndarray, "n"], count: int, keys: Sequence[np.uint64]
 ) -> Int64[np.ndarray, "n"]:
-    """The numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose, in O(1) memory.
+    """The numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose, in O(1)
+    memory.
 
-    A Feistel network permutes the numbers of 2h bits, of which there are fewer than 4 `count`. A result outside goes through
-    the network again until it is inside (cycle walking: Black and Rogaway 2002), which leaves a permutation of those inside.
+    A Feistel network permutes the numbers of 2h bits, of which there are fewer than 4 `count`. A
+    result outside goes through the network again until it is inside (cycle walking: Black and
+    Rogaway 2002), which leaves a permutation of those inside.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     numbers = _feistel(places.astype(np.uint64), half, keys)
@@ -97,7 +105,8 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """A permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes one into the other."""
+    """A permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes one
+    into the other."""
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
     for key in keys:
@@ -106,7 +115,8 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on each bit of `x` (splitmix64: Steele, Lea and Flood 2014)."""
+    """Each bit of the result depends on each bit of `x` (splitmix64: Steele, Lea and Flood
+    2014)."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
@@ -119,10 +129,12 @@ def held_out_batches(
     length: SupportsIndex,
     limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
-    """The text's windows in order, `size` at a time, at most `limit` batches: the same for every evaluation.
+    """The text's windows in order, `size` at a time, at most `limit` batches: the same for every
+    evaluation.
 
-    Each token but the first is a target once. Windows at the end that do not fill a batch are left out, so all shapes are equal.
-    Raises `ValueError` for a text shorter than one batch, a size below 1, or as `batch` does for tokens.
+    Each token but the first is a target once. Windows at the end that do not fill a batch are left
+    out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, a size
+    below 1, or as `batch` does for tokens.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:

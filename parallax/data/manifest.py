@@ -1,9 +1,11 @@
-"""Files with their sizes and hashes, so that what is read is what was written, or the file that differs is named.
+"""Files with their sizes and hashes, so that what is read is what was written, or the file that
+differs is named.
 
-A manifest is a record sealed by its own hash: one line of JSON, and one with the hash of that line. No bit of it turns unseen, and
-neither does one of the files that it lists.
+A manifest is a record sealed by its own hash: one line of JSON, and one with the hash of that line.
+No bit of it turns unseen, and neither does one of the files that it lists.
 
-The hash is XXH3 of 128 bits, at 20 GB/s a core (sha256: 2 GB/s). It finds damage, and is no signature.
+The hash is XXH3 of 128 bits, at 20 GB/s a core (sha256: 2 GB/s). It finds damage, and is no
+signature.
 """
 
 import json
@@ -24,11 +26,13 @@ PARTIAL = ".*.partial"  # the names of files that were being written
 
 
 class Damaged(ValueError):
-    """A file is not what was written: missing, of another size, or with other bytes. The message names it."""
+    """A file is not what was written: missing, of another size, or with other bytes. The message
+    names it."""
 
 
 def hasher() -> Any:
-    """An empty hash, with `update` and `hexdigest`. Raises `ImportError` without the extra `data`."""
+    """An empty hash, with `update` and `hexdigest`. Raises `ImportError` without the extra
+    `data`."""
     try:
         from xxhash import xxh3_128
     except ImportError as error:
@@ -47,14 +51,16 @@ def hashed(content: Any) -> str:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Store a record of JSON values at `path`, sealed; the file appears whole or not at all, and outlives a power cut.
+    """Store a record of JSON values at `path`, sealed; the file appears whole or not at all, and
+    outlives a power cut.
 
     Raises `ValueError` for a record that `read` would refuse, since it is too large.
     """
     line = json.dumps(record, sort_keys=True)
     if len(line) > _files.LARGEST - SEAL:
         raise ValueError(
-            f"{path}: a manifest has {_files.LARGEST - SEAL} bytes at most; got {len(line)}. Note less in it."
+            f"{path}: a manifest has {_files.LARGEST - SEAL} bytes at most; got {len(line)}. "
+            f"Note less in it."
         )
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -69,10 +75,11 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record that `write` stored at `path`, an object of JSON. What is in it is for the caller to check, by `need`.
+    """The record that `write` stored at `path`, an object of JSON. What is in it is for the caller
+    to check, by `need`.
 
-    Raises `Damaged` where the file is missing, a bit of it has changed, it is no regular file of `disk.LARGEST` bytes at most, or
-    it holds no such object.
+    Raises `Damaged` where the file is missing, a bit of it has changed, it is no regular file of
+    `disk.LARGEST` bytes at most, or it holds no such object.
     """
     try:
         content = _files.read(path, "a manifest")
@@ -83,7 +90,8 @@ def read(path: Path) -> dict[str, Any]:
     line, _, rest = content.partition(b"\n")
     if rest != f"{hashed(line)}\n".encode():
         raise Damaged(
-            f"{path}: the manifest is damaged: needed a line of JSON and its hash, got {len(content)} other bytes."
+            f"{path}: the manifest is damaged: needed a line of JSON and its hash, got "
+            f"{len(content)} other bytes."
         )
     try:
         record = json.loads(line.decode())
@@ -96,7 +104,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def need(condition: object, place: object, what: str, value: object) -> None:
-    """Refuse with `Damaged` a value of a manifest that is not what was needed at `place`, a path and perhaps the name in it."""
+    """Refuse with `Damaged` a value of a manifest that is not what was needed at `place`, a path
+    and perhaps the name in it."""
     if not condition:
         shown = (
             repr(value)
@@ -104,12 +113,14 @@ def need(condition: object, place: object, what: str, value: object) -> None:
             else f"a {type(value).__name__}"
         )
         raise Damaged(
-            f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not written by this program."
+            f"{place}: needed {what}, got {shown[:60]}. The manifest is damaged, or was not "
+            f"written by this program."
         )
 
 
 def files(path: Path, value: Any) -> dict[str, list]:
-    """The `files` of a manifest at `path`, as `hashes` returned them: one or more, each inside the manifest's folder.
+    """The `files` of a manifest at `path`, as `hashes` returned them: one or more, each inside the
+    manifest's folder.
 
     Raises `Damaged` for anything else.
     """
@@ -173,7 +184,8 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuse with `Damaged` any file in `folder` that is missing or of another size than `hashes` found."""
+    """Refuse with `Damaged` any file in `folder` that is missing or of another size than `hashes`
+    found."""
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
         path = folder / name
@@ -190,7 +202,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
             raise Damaged(str(error)) from error
         if found != size:
             raise Damaged(
-                f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is another file."
+                f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is "
+                f"another file."
             )
 
 

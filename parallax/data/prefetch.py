@@ -1,4 +1,5 @@
-"""Batches on their way to the devices: each process reads its own rows, in the background, before they are needed."""
+"""Batches on their way to the devices: each process reads its own rows, in the background, before
+they are needed."""
 
 import queue
 import threading
@@ -25,11 +26,13 @@ def placed(
     size: SupportsIndex,
     length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
-    """`data.batch` as one array over all processes' devices, of which each process reads the rows of its own devices alone.
+    """`data.batch` as one array over all processes' devices, of which each process reads the rows
+    of its own devices alone.
 
     Args:
         tokens: as for `data.batch`; the same in every process.
-        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`; devices with the same rows share one reading.
+        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`; devices with the same
+            rows share one reading.
         seed: as for `data.batch`.
         step: likewise.
         size: the rows of the global batch, in all processes together.
@@ -53,14 +56,16 @@ def placed(
 
 
 class Prefetched(Generic[Batch]):
-    """An iterator over `make(start)`, ..., `make(stop - 1)`, made in a thread up to `ahead` before they are asked for.
+    """An iterator over `make(start)`, ..., `make(stop - 1)`, made in a thread up to `ahead` before
+    they are asked for.
 
-        with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as batches:
+        with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as
+        batches:
             for batch in batches:
                 ...
 
-    What `make` raises is raised by the `next` of its step. Holds `ahead` + 1 batches at a time. Leaving the block ends the
-    thread, waiting for the batch that it is making.
+    What `make` raises is raised by the `next` of its step. Holds `ahead` + 1 batches at a time.
+    Leaving the block ends the thread, waiting for the batch that it is making.
 
     Args:
         make: the batch of a step.

@@ -1,9 +1,11 @@
-"""A text too large for one file: token files with a manifest, read as one long array, of which a batch reads its windows.
+"""A text too large for one file: token files with a manifest, read as one long array, of which a
+batch reads its windows.
 
-    folder/manifest.json    the vocabulary and the type of a token; for each shard its tokens, bytes and hash
+    folder/manifest.json    the vocabulary, the type of a token; each shard's tokens, bytes and hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-A shard that is missing, cut short or damaged is refused by name before the first step, not met at step 40,000.
+A shard that is missing, cut short or damaged is refused by name before the first step, not met at
+step 40,000.
 """
 
 import dataclasses
@@ -28,8 +30,8 @@ MANIFEST = "manifest.json"
 class Shards:
     """Tokens in several files: `len(shards)`, and `shards[places]`, as if they were one array.
 
-    `data.batch` takes it, and gives the batches of the tokens in one array. Each file is opened when it is indexed. Raises
-    `IndexError` for a place outside, and as `token_file.File` does.
+    `data.batch` takes it, and gives the batches of the tokens in one array. Each file is opened
+    when it is indexed. Raises `IndexError` for a place outside, and as `token_file.File` does.
 
     Attributes:
         parts: the tokens of each file, in order.
@@ -69,11 +71,14 @@ def write(
     vocabulary: SupportsIndex,
     shard_tokens: SupportsIndex = 1 << 27,
 ) -> None:
-    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the last is shorter).
+    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the
+    last is shorter).
 
-    Holds one shard and one piece in memory. The manifest is written last: a folder whose writing was cut short is refused.
+    Holds one shard and one piece in memory. The manifest is written last: a folder whose writing
+    was cut short is refused.
 
-    Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a manifest already.
+    Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a
+    manifest already.
     """
     folder = Path(folder)
     vocabulary, size = argument_checks.whole_numbers(
@@ -104,14 +109,17 @@ def read(
     processes: SupportsIndex = 1,
     check_bytes: bool = True,
 ) -> Shards:
-    """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every `processes`-th one from `rank` on.
+    """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every
+    `processes`-th one from `rank` on.
 
-    So the processes of a job together check every byte once before step 0 and one process alone checks all. A
-    run that is restarted may pass `check_bytes=False`, and read no byte twice.
+    So the processes of a job together check every byte once before step 0 and one process alone
+    checks all. A run that is restarted may pass `check_bytes=False`, and read no byte twice.
 
     Raises:
-        manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the message names the file.
-        ValueError: the shards were made for another vocabulary or by another format, or hold a number that is no token.
+        manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the
+            message names the file.
+        ValueError: the shards were made for another vocabulary or by another format, or hold a
+            number that is no token.
     """
     vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes

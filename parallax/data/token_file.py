@@ -1,8 +1,8 @@
 """Tokens in a file, read when they are indexed: what a batch does not need stays on the disk.
 
-The file is not mapped into memory. Where a mapped file is cut short, the next access ends the process by a signal, SIGBUS,
-without a word; a read that comes back short is an error like any other. A batch of 8 windows of 1,024 tokens takes some 90
-microseconds this way and 22 mapped.
+The file is not mapped into memory. Where a mapped file is cut short, the next access ends the
+process by a signal, SIGBUS, without a word; a read that comes back short is an error like any
+other. A batch of 8 windows of 1,024 tokens takes some 90 microseconds this way and 22 mapped.
 """
 
 import contextlib
@@ -29,14 +29,16 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file: `len(file)`, `file[places]` for the tokens at these places, `file[start:stop]` for a view.
+    """A text in a file: `len(file)`, `file[places]` for the tokens at these places,
+    `file[start:stop]` for a view.
 
     `numpy.asarray(file)` reads it all. A run of places that follow one another is one read.
 
-    The file is opened for each index (some 10 microseconds), so that a text may have more files than a process may hold open.
+    The file is opened for each index (some 10 microseconds), so that a text may have more files
+    than a process may hold open.
 
-    Raises `IndexError` for a place outside, `manifest.Damaged` where the file has changed since, and `OSError`, with its name,
-    where it cannot be read.
+    Raises `IndexError` for a place outside, `manifest.Damaged` where the file has changed since,
+    and `OSError`, with its name, where it cannot be read.
 
     Attributes:
         path: where the file is.

@@ -44,11 +44,12 @@ class Source(Protocol):
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
     """Store `tokens` at `path`, and their record at `record_of(path)`.
 
-    Each file appears whole or not at all. The record is written last, and an older one is removed before the tokens appear:
-    a record never stands beside tokens of another vocabulary.
+    Each file appears whole or not at all. The record is written last, and an older one is removed
+    before the tokens appear: a record never stands beside tokens of another vocabulary.
 
-    Raises `ValueError` for no tokens, for tokens that are not whole numbers in one dim, or outside the vocabulary, and `OSError`
-    where the disk refuses them, such as a full one: then the older file is unchanged.
+    Raises `ValueError` for no tokens, for tokens that are not whole numbers in one dim, or outside
+    the vocabulary, and `OSError` where the disk refuses them, such as a full one: then the older
+    file is unchanged.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
@@ -93,14 +94,15 @@ def read(
     Args:
         path: of the file.
         vocabulary: of the tokenizer that made the tokens.
-        check_bytes: read the file once, and refuse other bytes, and numbers outside the vocabulary. A run that is
-            restarted may pass `False`: then the record and the size alone are checked.
+        check_bytes: read the file once, and refuse other bytes, and numbers outside the vocabulary.
+            A run that is restarted may pass `False`: then the record and the size alone are
+            checked.
 
     Raises:
         FileNotFoundError: there is no file.
         manifest.Damaged: its bytes are not those that were written, or the record is damaged.
-        ValueError: it was written with another vocabulary or by another format, has four bytes a token where V needs two, is
-            empty, cut short, or holds tokens outside the vocabulary.
+        ValueError: it was written with another vocabulary or by another format, has four bytes a
+            token where V needs two, is empty, cut short, or holds tokens outside the vocabulary.
     """
     path, item = Path(path), stored_as(vocabulary)
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
@@ -130,9 +132,10 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     """Read `file` once, and refuse bytes of another hash, and numbers that are no token of V.
 
-    Without a stored hash nothing says how many bytes a token has. Then a file in which every second number is 0 is refused: it holds
-    tokens of four bytes. So is one in which every second number is below `UPPER` and others are far above: these are the upper
-    halves of tokens of a vocabulary of up to 4 million.
+    Without a stored hash nothing says how many bytes a token has. Then a file in which every second
+    number is 0 is refused: it holds tokens of four bytes. So is one in which every second number is
+    below `UPPER` and others are far above: these are the upper halves of tokens of a vocabulary of
+    up to 4 million.
 
     Raises:
         manifest.Damaged: its bytes have another hash.
@@ -144,7 +147,8 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
         high, upper = max(high, int(part.max())), max(upper, int(part[1::2].max(initial=0)))
     if stored and digest.hexdigest() != stored:
         raise manifest.Damaged(
-            f"{file.path}: needed the hash {stored[:12]}..., the file has other bytes. It is damaged."
+            f"{file.path}: needed the hash {stored[:12]}..., the file has other bytes. It is "
+            f"damaged."
         )
     if high >= vocabulary:
         for number, part in enumerate(_chunks(file)):
@@ -159,7 +163,8 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """`(train, held_out)`: views of the first tokens and of the last `held_out` of them, a fraction.
+    """`(train, held_out)`: views of the first tokens and of the last `held_out` of them, a
+    fraction.
 
     The cut is at one place in the text, so that no held-out sentence has neighbours in training.
     Raises `ValueError` where a side would have no token.
@@ -179,7 +184,8 @@ def record_of(path: Path) -> Path:
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """The type of a stored token: two bytes, or four where V > 65,536. Raises `ValueError` for an impossible V."""
+    """The type of a stored token: two bytes, or four where V > 65,536. Raises `ValueError` for an
+    impossible V."""
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
         raise ValueError(
@@ -218,7 +224,8 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Refuse with a `ValueError` a record whose `tokens` are of another format, vocabulary or type."""
+    """Refuse with a `ValueError` a record whose `tokens` are of another format, vocabulary or
+    type."""
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
     manifest.need(type(stored) is int, f"{place}: vocabulary", "a whole number", stored)

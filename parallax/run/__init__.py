@@ -1,5 +1,6 @@
-"""Runs that outlive what goes wrong: many processes as one job, a lock on the folder, checkpoints, copies compared, a watchdog,
-and what a loop measures. Each module is imported when it is first asked for: `launch` and `lock` work before JAX is imported.
+"""Runs that outlive what goes wrong: many processes as one job, a lock on the folder, checkpoints,
+copies compared, a watchdog, and what a loop measures. Each module is imported when it is first
+asked for: `launch` and `lock` work before JAX is imported.
 """
 
 from importlib import import_module

@@ -1,15 +1,19 @@
-"""Checkpoints that can be trusted: Orbax writes the arrays, and a manifest with a hash of every file says what was written.
+"""Checkpoints that can be trusted: Orbax writes the arrays, and a manifest with a hash of every
+file says what was written.
 
-Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder; it does not notice a bit that turned.
-Here a checkpoint counts only with its manifest, which is written last. What fails its check is refused by name, the newest good
-one is restored, and nothing good is ever replaced by something worse. A state that is not finite is neither stored nor restored:
+Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder; it does
+not notice a bit that turned. Here a checkpoint counts only with its manifest, which is written
+last. What fails its check is refused by name, the newest good one is restored, and nothing good is
+ever replaced by something worse. A state that is not finite is neither stored nor restored:
 
     folder/00000100/arrays/...       Orbax's files
-    folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the arrays; written first
+    folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
+                                     arrays; written first
     folder/00000100/manifest.json    the same, with the size and hash of every file; written last
-    folder/newest.json               the newest step ever finished, so that no run begins again unseen
+    folder/newest.json               the newest step ever finished: no run begins again unseen
 
-The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back in the shardings asked for.
+The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back
+in the shardings asked for.
 """
 
 import itertools
@@ -40,7 +44,8 @@ _made = itertools.count()  # `Checkpoints`, in the same order on all processes
 
 
 class Refused(ValueError):
-    """The folder holds checkpoints, and none may be restored. The message names each with its reason."""
+    """The folder holds checkpoints, and none may be restored. The message names each with its
+    reason."""
 
 
 class Restored(NamedTuple):
@@ -60,7 +65,8 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder that all processes see. Every process makes the same calls.
+    """The checkpoints of one run, in one folder that all processes see. Every process makes the
+    same calls.
 
         with Checkpoints(folder, settings={"width": 128, "seed": 0}) as checkpoints:
             restored = checkpoints.restore(state)          # None: the folder is new
@@ -68,30 +74,34 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install -e ".[checkpoint]"`. From `with` on, the folder is this run's alone: another one that wants to
-    write is refused with `lock.Held`. Reading needs no lock, and no `with`.
+    Needs `pip install -e ".[checkpoint]"`. From `with` on, the folder is this run's alone: another
+    one that wants to write is refused with `lock.Held`. Reading needs no lock, and no `with`.
 
     Args:
         folder: is made where it is missing.
-        settings: what the run's numbers depend on (not its layout), as JSON values. A checkpoint with other settings is
-            another run's and is refused, with what differs.
-        lose_at_most: steps that a job killed at any moment may have to compute again. A save takes its time beside the steps,
-            so one begins every half of these, and ends before the next begins.
+        settings: what the run's numbers depend on (not its layout), as JSON values. A checkpoint
+            with other settings is another run's and is refused, with what differs.
+        lose_at_most: steps that a job killed at any moment may have to compute again. A save takes
+            its time beside the steps, so one begins every half of these, and ends before the next
+            begins.
         keep: how many of the newest checkpoints stay.
         keep_every: the checkpoints of steps that are multiples of this one stay for good.
-        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it is compiled. The default
-            stores the state as it is. For a pipeline, what joins the blocks of its chunks, as `decoder.stored` gives it.
+        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it
+            is compiled. The default stores the state as it is. For a pipeline, what joins the
+            blocks of its chunks, as `decoder.stored` gives it.
         from_disk: its inverse.
-        finite: which arrays must be finite, by their path: no others are stored or restored. By default all; a mask of -inf, or
-            an optimizer's best value that begins at inf, may be left out.
-        tries: how often a save is tried where the storage fails for a while (no space, no permission, an error of the disk or of
-            the network): after 1 s, and each time after twice as long, beside the steps; 8 take two minutes. Until a save is
-            finished each process keeps its blocks in the host's memory for that; with 1 it does not.
+        finite: which arrays must be finite, by their path: no others are stored or restored. By
+            default all; a mask of -inf, or an optimizer's best value that begins at inf, may be
+            left out.
+        tries: how often a save is tried where the storage fails for a while (no space, no
+            permission, an error of the disk or of the network): after 1 s, and each time after
+            twice as long, beside the steps; 8 take two minutes. Until a save is finished each
+            process keeps its blocks in the host's memory for that; with 1 it does not.
         say: prints a line on the first process, or on the one that met an error.
 
     Raises:
-        ValueError: `keep`, `keep_every` or `tries` is below 1, `lose_at_most` below 2, or one of `to_disk` and `from_disk` is
-            given without the other.
+        ValueError: `keep`, `keep_every` or `tries` is below 1, `lose_at_most` below 2, or one of
+            `to_disk` and `from_disk` is given without the other.
         ImportError: Orbax is not installed.
     """
 
@@ -111,17 +121,20 @@ class Checkpoints:
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(
-                f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, keep_every={keep_every}."
+                f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, "
+                f"keep_every={keep_every}."
             )
         if tries < 1:
             raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
             raise ValueError(
-                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To lose 1, save and wait after each."
+                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To "
+                f"lose 1, save and wait after each."
             )
         if (to_disk is None) != (from_disk is None):
             raise ValueError(
-                "Checkpoints needs both to_disk and from_disk, each the inverse of the other, or neither."
+                "Checkpoints needs both to_disk and from_disk, each the inverse of the other, "
+                "or neither."
             )
         self.folder = Path(folder).absolute()
         self.settings = json.loads(json.dumps(settings))
@@ -150,8 +163,8 @@ class Checkpoints:
             if kind is None:
                 self.wait()
         finally:
-            # After an error a writer may hang for its peers: whoever ends the process ends it too, and its lock. Until then the
-            # folder stays this run's, which may come back to it.
+            # After an error a writer may hang for its peers: whoever ends the process ends it too,
+            # and its lock. Until then the folder stays this run's, which may come back to it.
             if self._lock is not None and not self.saving():
                 self._lock.release()
                 self._lock = None
@@ -159,7 +172,8 @@ class Checkpoints:
     # Saving
 
     def due(self, step: int) -> bool:
-        """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most` steps."""
+        """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most`
+        steps."""
         return step % (self.lose_at_most // 2) == 0
 
     def save(
@@ -170,21 +184,25 @@ class Checkpoints:
         *,
         evaluated: float | None = None,
     ) -> None:
-        """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon as this returns.
+        """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon
+        as this returns.
 
-        Waits for the save before it. What went wrong in the background is raised by the next `save`, `check` or `wait`.
+        Waits for the save before it. What went wrong in the background is raised by the next
+        `save`, `check` or `wait`.
 
         Args:
-            state: arrays (one of them has a size above zero), random keys and plain numbers are stored; the rest (functions,
-                flags of a module) is not, and comes from the state that `restore` is given.
+            state: arrays (one of them has a size above zero), random keys and plain numbers are
+                stored; the rest (functions, flags of a module) is not, and comes from the state
+                that `restore` is given.
             note: JSON values to come back with the state, such as the counts of the loop.
-            evaluated: a loss that was measured of this state, on held-out data. The newest checkpoint with one that is finite
-                stays until there is a newer one.
+            evaluated: a loss that was measured of this state, on held-out data. The newest
+                checkpoint with one that is finite stays until there is a newer one.
 
         Raises:
-            ValueError: an array is not finite; or the folder holds a finished checkpoint of this step or of a later one, and it
-                was not refused.
-            OSError: the disk is full, say; the message names the folder and the newest good checkpoint.
+            ValueError: an array is not finite; or the folder holds a finished checkpoint of this
+                step or of a later one, and it was not refused.
+            OSError: the disk is full, say; the message names the folder and the newest good
+                checkpoint.
         """
         self.wait()
         arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
@@ -211,7 +229,8 @@ class Checkpoints:
         self._writer.check()
 
     def wait(self) -> None:
-        """Return when the last save is finished, with its manifest. Raises what went wrong in it, as `check` does."""
+        """Return when the last save is finished, with its manifest. Raises what went wrong in it,
+        as `check` does."""
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
@@ -226,23 +245,28 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
+        """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
+        says."""
         return kept.finished(self.folder)
 
     def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
-        """The newest good checkpoint of this run, or `None` where the folder never held a finished one.
+        """The newest good checkpoint of this run, or `None` where the folder never held a finished
+        one.
 
-        All files are checked against the manifest before an array is read (20 GB/s a core), a share of them by each process. That
-        may take as long as it takes: no device waits meanwhile.
+        All files are checked against the manifest before an array is read (20 GB/s a core), a share
+        of them by each process. That may take as long as it takes: no device waits meanwhile.
 
         Args:
-            like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or `jax.ShapeDtypeStruct`s.
-            before: pass over the checkpoints of this step and later ones, where there is an earlier one; the run then goes on
-                behind them, and they go as it does.
+            like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
+                `jax.ShapeDtypeStruct`s.
+            before: pass over the checkpoints of this step and later ones, where there is an earlier
+                one; the run then goes on behind them, and they go as it does.
 
         Raises:
-            Refused: there were checkpoints, and none is good; the message says of each why. So no run starts again unnoticed.
-            ValueError: the checkpoint is good, and its arrays are not those of `like`; the message names the leaf.
+            Refused: there were checkpoints, and none is good; the message says of each why. So no
+                run starts again unnoticed.
+            ValueError: the checkpoint is good, and its arrays are not those of `like`; the message
+                names the leaf.
         """
         self.wait()
         self.refused = {}
@@ -280,13 +304,15 @@ class Checkpoints:
         )
 
     def _come(self) -> None:
-        """Return when all processes have come here, however long that takes: what they do next together takes no time."""
+        """Return when all processes have come here, however long that takes: what they do next
+        together takes no time."""
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """What is wrong with the files of a checkpoint, on all processes; each has hashed its share of them."""
+        """What is wrong with the files of a checkpoint, on all processes; each has hashed its share
+        of them."""
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -311,7 +337,8 @@ class Checkpoints:
         self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        """The newest step whose checkpoint is one, as far as names and sizes tell, and was not refused. Others are refused."""
+        """The newest step whose checkpoint is one, as far as names and sizes tell, and was not
+        refused. Others are refused."""
         steps, damage = kept.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -321,7 +348,10 @@ class Checkpoints:
                 try:
                     records.verify(self._path(step), step, self.settings)
                 except RecursionError:
-                    nested = f"{self._path(step) / MANIFEST}: needed a manifest, got one nested too deep to compare."
+                    nested = (
+                        f"{self._path(step) / MANIFEST}: needed a manifest, got one "
+                        f"nested too deep to compare."
+                    )
                     self._refuse(step, manifest.Damaged(nested))
                 except OSError as error:
                     self._refuse(step, ValueError(_unreadable(error, self._path(step))))
@@ -349,7 +379,8 @@ class Checkpoints:
         )
         if others := records.differences(record.numbers, numbers):
             self._say(
-                f"step {step} has other plain numbers than this program, and they are taken: {others}. Make what belongs to the "
+                f"step {step} has other plain numbers than this program, and they are taken: "
+                f"{others}. Make what belongs to the "
                 "code a static field."
             )
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}

@@ -1,20 +1,23 @@
-"""Copies compared on the devices that hold them: a bit that turned in one of them is found, with its leaf and its device.
+"""Copies compared on the devices that hold them: a bit that turned in one of them is found, with
+its leaf and its device.
 
     for i in range(first + 1, steps + 1):
         state, info = train(state, batch)
         if i % 50 == 0:
             fingerprint.check(i, state)            # raises CopiesDiffer, on all processes alike
 
-A parameter that all replicas hold is the same on all of them, to the bit, or something is broken: a memory, an arithmetic unit,
-a link, or a program. Nothing else notices it, since JAX reads one copy and takes it for all.
+A parameter that all replicas hold is the same on all of them, to the bit, or something is broken: a
+memory, an arithmetic unit, a link, or a program. Nothing else notices it, since JAX reads one copy
+and takes it for all.
 
-Each device makes two words of 32 bits of each of its own blocks, one gather brings the words of all devices to all, and every
-device compares what should be equal: along the mesh axes that do not split the leaf. It is a program of its own beside the step,
-so a step without a check costs nothing, compiles to what it was, and the check reads the arrays as they lie in memory. It reads
-the state once, and sends 8 bytes a leaf.
+Each device makes two words of 32 bits of each of its own blocks, one gather brings the words of all
+devices to all, and every device compares what should be equal: along the mesh axes that do not
+split the leaf. It is a program of its own beside the step, so a step without a check costs nothing,
+compiles to what it was, and the check reads the arrays as they lie in memory. It reads the state
+once, and sends 8 bytes a leaf.
 
-An array of which each device has another block cannot be compared: `uncompared` names it. With ZeRO those are in the optimizer's
-state, and in stage 3 among the parameters too.
+An array of which each device has another block cannot be compared: `uncompared` names it. With ZeRO
+those are in the optimizer's state, and in stage 3 among the parameters too.
 """
 
 import functools
@@ -48,8 +51,8 @@ class Differs(NamedTuple):
         process: the process that the device belongs to.
         alike: devices that hold the bits that this one holds, itself included.
         copies: devices that should all hold the same bits.
-        outvoted: whether some other bits are on more devices than any. Where not, each of the copies may be the right one, and
-            each is named.
+        outvoted: whether some other bits are on more devices than any. Where not, each of the
+            copies may be the right one, and each is named.
     """
 
     leaf: str
@@ -60,13 +63,17 @@ class Differs(NamedTuple):
     outvoted: bool
 
     def __str__(self) -> str:
-        where = f"device {self.device} (process {self.process}) holds other bits of {self.leaf} than {self.copies - self.alike}"
+        where = (
+            f"device {self.device} (process {self.process}) holds other bits of "
+            f"{self.leaf} than {self.copies - self.alike}"
+        )
         doubt = "" if self.outvoted else ", and as many hold those: which are right is not known"
         return f"{where} of the {self.copies} devices that should hold the same{doubt}"
 
 
 class CopiesDiffer(RuntimeError):
-    """Copies that should be the same are not. The message is one line, with the step, the leaf and the device.
+    """Copies that should be the same are not. The message is one line, with the step, the leaf and
+    the device.
 
     Attributes:
         step: the step after which they were compared.
@@ -86,19 +93,21 @@ def check(step: int, tree: PyTree) -> None:
 
 
 def differing(tree: PyTree) -> list[Differs]:
-    """The copies of the arrays of `tree` that differ from those on other devices; an empty list where all is well.
+    """The copies of the arrays of `tree` that differ from those on other devices; an empty list
+    where all is well.
 
-    What should be equal is known from the arrays themselves: a copy lies along each axis of the mesh that its spec does not name.
-    All processes call it, and get the same list. The copies that most devices hold are taken to be right. The first in the list
-    is the rarest: where a step has since carried the fault on, as between tensor shards, that is where it came from.
+    What should be equal is known from the arrays themselves: a copy lies along each axis of the
+    mesh that its spec does not name. All processes call it, and get the same list. The copies that
+    most devices hold are taken to be right. The first in the list is the rarest: where a step has
+    since carried the fault on, as between tensor shards, that is where it came from.
 
-    One bit that turned is always found. So is any other difference but for one in some 2^64 of them. A difference that a
-    later step rounds away, as in the last bit of a moment, is gone from the memory too, and is not found. NumPy arrays and other
-    leaves are not looked at.
+    One bit that turned is always found. So is any other difference but for one in some 2^64 of
+    them. A difference that a later step rounds away, as in the last bit of a moment, is gone from
+    the memory too, and is not found. NumPy arrays and other leaves are not looked at.
 
     Raises:
-        ValueError: there are no arrays; or one is not on a mesh, or on another mesh than the first; or `tree` is being traced:
-            inside a program call `compared`.
+        ValueError: there are no arrays; or one is not on a mesh, or on another mesh than the first;
+            or `tree` is being traced: inside a program call `compared`.
     """
     placed = _placed(tree)
     same, words = jax.block_until_ready(
@@ -108,7 +117,8 @@ def differing(tree: PyTree) -> list[Differs]:
 
 
 def uncompared(tree: PyTree) -> list[str]:
-    """The paths of the arrays (or shapes with shardings) of which no device holds a second copy. Raises as `differing` does."""
+    """The paths of the arrays (or shapes with shardings) of which no device holds a second copy.
+    Raises as `differing` does."""
     placed = _placed(tree)
     copies = lambda spec: math.prod(
         count for name, count in placed.mesh.shape.items() if name not in _split(spec)
@@ -119,7 +129,8 @@ def uncompared(tree: PyTree) -> list[str]:
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
-    """The program that `differing` runs for these arrays, or shapes with shardings, to look at. Raises as `differing` does."""
+    """The program that `differing` runs for these arrays, or shapes with shardings, to look at.
+    Raises as `differing` does."""
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
 
@@ -127,14 +138,16 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
 def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
-    """Whether the copies of each array of `tree` along `axis` are the same, and the words of all of them. Inside `mesh.spmd`.
+    """Whether the copies of each array of `tree` along `axis` are the same, and the words of all of
+    them. Inside `mesh.spmd`.
 
     One gather of 8 bytes a leaf. Both results are the same on all devices of `axis`.
 
     Args:
         tree: local blocks.
         specs: of each array, a tree like it.
-        axis: all axes along which to compare, with who moves the data: of a whole mesh, `mesh.axis_names`.
+        axis: all axes along which to compare, with who moves the data: of a whole mesh,
+            `mesh.axis_names`.
 
     Raises:
         ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
@@ -145,7 +158,8 @@ def compared(
     found = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
     if not leaves or len(found) != len(leaves):
         raise ValueError(
-            f"fingerprint.compared needs arrays, and a PartitionSpec for each; got {len(leaves)} arrays and {len(found)} specs. "
+            f"fingerprint.compared needs arrays, and a PartitionSpec for each; got "
+            f"{len(leaves)} arrays and {len(found)} specs. "
             "Take the specs of rules.specs or step.init."
         )
     # As varying values: the type says that replicas are equal, and that is the question.
@@ -172,11 +186,13 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Two words of all bits of `x` and of their places: another number, another place, another word. Of any dtype.
+    """Two words of all bits of `x` and of their places: another number, another place, another
+    word. Of any dtype.
 
-    Each number is mixed with its place by a function that is one to one (the last steps of MurmurHash3, by Austin Appleby), so
-    one number that changes always changes the first word, which is the sum modulo 2^32. In the second, as in Fletcher's
-    checksum, places weigh the terms, so what cancels in one sum does not in the other. Integers sum to the same in any order.
+    Each number is mixed with its place by a function that is one to one (the last steps of
+    MurmurHash3, by Austin Appleby), so one number that changes always changes the first word, which
+    is the sum modulo 2^32. In the second, as in Fletcher's checksum, places weigh the terms, so
+    what cancels in one sum does not in the other. Integers sum to the same in any order.
 
     Costs a few integer operations beside reading `x` once on each device, and no memory.
     """
@@ -191,7 +207,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         bits ^ place * np.uint32(0x9E3779B9)
     )  # 2^32 over the golden ratio: near places are far apart in bits
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
-    # One reduction of both: two would each store what they add up, as large as `x`, on a CPU, and take three times as long.
+    # One reduction of both: two would each store what they add up, as large as `x`, on a CPU, and
+    # take three times as long.
     both = lambda sums, terms: (sums[0] + terms[0], sums[1] + terms[1])
     return jnp.stack(
         lax.reduce((mixed, weighed), (np.uint32(0), np.uint32(0)), both, tuple(range(bits.ndim)))
@@ -256,7 +273,8 @@ def _placed(tree: PyTree) -> _Placed:
     for path, other in zip(paths, meshes, strict=True):
         if _places(other) != _places(over):
             raise ValueError(
-                f"fingerprint compares arrays of one mesh; {path} is on {other}, and {paths[0]} on {over}. Call it on "
+                f"fingerprint compares arrays of one mesh; {path} is on {other}, and "
+                f"{paths[0]} on {over}. Call it on "
                 "each part alone, or place all on one mesh: mesh.place."
             )
     return _Placed(leaves, paths, specs, over)
@@ -265,13 +283,15 @@ def _placed(tree: PyTree) -> _Placed:
 def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
     if isinstance(leaf, Tracer):
         raise ValueError(
-            f"fingerprint looks at arrays that are there, and {path or 'the array'} is being traced. Call it outside of jax.jit, "
+            f"fingerprint looks at arrays that are there, and {path or 'the array'} is being "
+            f"traced. Call it outside of jax.jit, "
             "beside the step; or, inside mesh.spmd, call fingerprint.compared."
         )
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise ValueError(
-            f"fingerprint needs arrays on a mesh; {path or 'the array'} has the sharding {sharding}. Place it: "
+            f"fingerprint needs arrays on a mesh; {path or 'the array'} has the sharding "
+            f"{sharding}. Place it: "
             "mesh.place(tree, specs, mesh)."
         )
     return sharding.spec, sharding.mesh
@@ -295,7 +315,8 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """The copies that differ, rarest first, from the words [*mesh, leaves, words] of all devices."""
+    """The copies that differ, rarest first, from the words [*mesh, leaves, words] of all
+    devices."""
     found = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
@@ -309,7 +330,8 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(over: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """The devices' places in the mesh, those together that differ along other dims than `splits`."""
+    """The devices' places in the mesh, those together that differ along other dims than
+    `splits`."""
     groups = defaultdict(list)
     for place in np.ndindex(*over.devices.shape):
         groups[tuple(place[dim] for dim in splits)].append(place)
@@ -317,7 +339,8 @@ def _groups(over: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]
 
 
 def _strays(path: str, held: dict[tuple[int, ...], tuple[int, ...]], over: Mesh) -> list[Differs]:
-    """The devices of one group, by place, whose words are not the most common ones: all devices where no words are."""
+    """The devices of one group, by place, whose words are not the most common ones: all devices
+    where no words are."""
     counts = Counter(held.values())
     if len(counts) == 1:
         return []

@@ -1,16 +1,18 @@
-"""Who belongs to a job: rank 0 listens at the coordinator's port, and lets in who knows the job's secret. No JAX is imported.
+"""Who belongs to a job: rank 0 listens at the coordinator's port, and lets in who knows the job's
+secret. No JAX is imported.
 
-JAX's own coordinator takes anybody who reaches it, as does what listens for gloo and NCCL. So a process comes here first. Only
-those that are let in are told at which port JAX's coordinator is, which is free, and chosen when all have come. Both sides prove
-that they know the secret, which is never sent:
+JAX's own coordinator takes anybody who reaches it, as does what listens for gloo and NCCL. So a
+process comes here first. Only those that are let in are told at which port JAX's coordinator is,
+which is free, and chosen when all have come. Both sides prove that they know the secret, which is
+never sent:
 
     rank r -> rank 0    its rank, and a number drawn at random
     rank 0 -> rank r    another number, and its proof: an HMAC of both
     rank r -> rank 0    its own proof, and who it is
     rank 0 -> rank r    who it is; or why rank r is not let in
 
-The lines that follow are not encrypted, and whoever can change what is on the network can change them. `SECURITY.md` says what
-that means on a cluster.
+The lines that follow are not encrypted, and whoever can change what is on the network can change
+them. `SECURITY.md` says what that means on a cluster.
 """
 
 import contextlib
@@ -36,12 +38,14 @@ SHORT, LONG = 256, 1024  # characters of a host's name, or of what a process doe
 
 @dataclasses.dataclass(frozen=True)
 class Secret:
-    """What the processes of one job share: `secret.proof(rank, ...)` shows that one knows it, and does not tell it."""
+    """What the processes of one job share: `secret.proof(rank, ...)` shows that one knows it, and
+    does not tell it."""
 
     key: bytes = dataclasses.field(repr=False)
 
     def proof(self, whose: int, rank: int, of_rank: str, of_zero: str) -> str:
-        """That process `whose` knows the secret, in a meeting of `rank` with rank 0: for these two numbers alone."""
+        """That process `whose` knows the secret, in a meeting of `rank` with rank 0: for these two
+        numbers alone."""
         said = json.dumps([whose, rank, of_rank, of_zero]).encode()
         return hmac.new(self.key, said, hashlib.sha256).hexdigest()
 
@@ -63,7 +67,8 @@ def nonce() -> str:
 
 
 def ports(job: launch.Job) -> list[int]:
-    """Where rank 0 may listen: it takes the first that is free, and the others look for it at each."""
+    """Where rank 0 may listen: it takes the first that is free, and the others look for it at
+    each."""
     _, port = address(job)
     return [port + i for i in range(job.ports)]
 
@@ -88,7 +93,8 @@ def listen(job: launch.Job) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     launch.end(
-                        f"error: {job.who} cannot listen at {job.coordinator}: {error.strerror or error}.\n",
+                        f"error: {job.who} cannot listen at {job.coordinator}: "
+                        f"{error.strerror or error}.\n",
                         launch.REFUSED,
                     )
         if time.monotonic() > until:
@@ -99,8 +105,10 @@ def listen(job: launch.Job) -> socket.socket:
                 else f"each of the ports {first} to {first + job.ports - 1}"
             )
             launch.end(
-                f"error: {job.who} cannot listen at {job.coordinator}: {which} is taken, by another job or another program. "
-                'Give all ranks another one, by initialize(coordinator="host:port") or JAX_COORDINATOR_ADDRESS=host:port.\n',
+                f"error: {job.who} cannot listen at {job.coordinator}: {which} is taken, by "
+                f"another job or another program. "
+                'Give all ranks another one, by initialize(coordinator="host:port") or '
+                "JAX_COORDINATOR_ADDRESS=host:port.\n",
                 launch.REFUSED,
             )
         time.sleep(0.2)
@@ -141,7 +149,8 @@ def is_whole(value: Any, least: int, most: int) -> bool:
 
 
 def is_text(value: Any, most: int) -> TypeGuard[str]:
-    """Whether a JSON value is a text of so many characters at most, with no control character: it is printed."""
+    """Whether a JSON value is a text of so many characters at most, with no control character: it
+    is printed."""
     return isinstance(value, str) and len(value) <= most and value.isprintable()
 
 
@@ -156,7 +165,8 @@ def is_about(value: Any, rank: int) -> bool:
 
 
 def is_status(message: dict[str, Any]) -> bool:
-    """Whether a message says what a process does, as `Peers` sends it; the port is 0 until all have come."""
+    """Whether a message says what a process does, as `Peers` sends it; the port is 0 until all have
+    come."""
     return (
         is_text(message.get("doing"), SHORT)
         and all(is_text(message.get(name), LONG) for name in ("fault", "gone"))
@@ -178,7 +188,8 @@ class Line:
             self.connection.send(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What has come, which may be nothing; None where the connection is closed, or brings more than a line can be."""
+        """What has come, which may be nothing; None where the connection is closed, or brings more
+        than a line can be."""
         try:
             found = self.connection.recv(LONGEST)
         except (BlockingIOError, TimeoutError):
@@ -198,9 +209,11 @@ class Line:
 def present(
     line: Line, rank: int, secret: Secret, about: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Show rank 0, at the other end of `line`, that this is a rank of its job; `about` says more of it.
+    """Show rank 0, at the other end of `line`, that this is a rank of its job; `about` says more of
+    it.
 
-    The answer is `IN` and rank 0's message, or why not, in words. A process that proves nothing is told nothing.
+    The answer is `IN` and rank 0's message, or why not, in words. A process that proves nothing is
+    told nothing.
     """
     mine, until = nonce(), time.monotonic() + ANSWER
     line.send({"rank": rank, "nonce": mine})
@@ -219,7 +232,8 @@ def present(
             ):
                 line.send({})  # no proof: there it is known then why this one goes
                 return (
-                    f"another job listens there, or another program, or {launch.TOKEN} is not the same",
+                    f"another job listens there, or another program, or {launch.TOKEN} is not "
+                    f"the same",
                     {},
                 )
             if not proved:

@@ -1,4 +1,5 @@
-"""Which of a folder's checkpoints stay, and which go: of this run's alone, whatever else somebody put there."""
+"""Which of a folder's checkpoints stay, and which go: of this run's alone, whatever else somebody
+put there."""
 
 import itertools
 import os
@@ -31,13 +32,15 @@ def step_of(path: Path) -> int | None:
 
 
 def finished(folder: Path) -> list[int]:
-    """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it says."""
+    """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
+    says."""
     found = ((path, step_of(path)) for path in folder.iterdir())
     return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
-    """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong with the latter, in words."""
+    """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong
+    with the latter, in words."""
     steps, wrong = (
         {
             step
@@ -74,7 +77,8 @@ def listed(names: list[str]) -> str:
 def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
-    """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that was refused.
+    """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that
+    was refused.
 
     Raises:
         Later: a finished one stands there, or after it.
@@ -82,7 +86,8 @@ def make_room(
     later = [other for other in finished(folder) if other >= step and other not in refused]
     if later:
         raise Later(
-            f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step {step} would go back behind it. "
+            f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step "
+            f"{step} would go back behind it. "
             f"Restore it first, or choose another folder."
         )
     path = path_of(folder, step)
@@ -104,12 +109,15 @@ def thin(
     keep: int,
     keep_every: int | None,
 ) -> None:
-    """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and replaced ones left behind.
+    """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and
+    replaced ones left behind.
 
-    The newest `keep` stay, those of every so many steps, and the newest one whose loss was measured. A refused checkpoint stays
-    until a newer one is good; where no damage was found in it, it stays for ever. At least one is finished.
+    The newest `keep` stay, those of every so many steps, and the newest one whose loss was
+    measured. A refused checkpoint stays until a newer one is good; where no damage was found in it,
+    it stays for ever. At least one is finished.
     """
-    # Asked once for each: one that cannot be read now is nobody's and stays, and must not go when it can be a moment later.
+    # Asked once for each: one that cannot be read now is nobody's and stays, and must not go when
+    # it can be a moment later.
     ours = {}
     for path in folder.iterdir():
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
@@ -143,7 +151,8 @@ def thin(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until nothing else is left."""
+    """Remove a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until
+    nothing else is left."""
     if not (path / MANIFEST).is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
     for inside in path.iterdir():

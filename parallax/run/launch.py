@@ -1,7 +1,9 @@
-"""What started this process, and how it ends: all that is known before JAX is imported, which takes seconds.
+"""What started this process, and how it ends: all that is known before JAX is imported, which takes
+seconds.
 
-`srun`, `mpirun`, a Kubernetes JobSet or Cloud TPU starts the same program on every machine; `found` reads their variables
-(nothing else in the project reads the environment) and connects nothing. `processes.initialize` does that.
+`srun`, `mpirun`, a Kubernetes JobSet or Cloud TPU starts the same program on every machine; `found`
+reads their variables (nothing else in the project reads the environment) and connects nothing.
+`processes.initialize` does that.
 """
 
 import contextlib
@@ -24,7 +26,8 @@ PORTS = (
     65536,
 )  # the range for private use (RFC 6335) from which a job's coordinator gets its port
 OTHERS = 8  # ports from there on, of which rank 0 takes the first that is free
-TOKEN = "PARALLAX_JOB_TOKEN"  # the variable with a secret of the user's for a job, the same for all its processes
+# the variable with a secret of the user's for a job, the same for all its processes
+TOKEN = "PARALLAX_JOB_TOKEN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +38,15 @@ class Job:
         launcher: in words.
         rank: of this process, from 0.
         processes: how many there are.
-        coordinator: `host:port` at which rank 0 listens; `None` for a process alone, or where JAX finds it itself.
+        coordinator: `host:port` at which rank 0 listens; `None` for a process alone, or where JAX
+            finds it itself.
         local_rank: among the processes of this machine, where the launcher says so.
         local_processes: how many those are, where the launcher says so.
-        peers: the other processes, as `peers.Peers` knows them; `None` until they are connected, and for a process alone.
+        peers: the other processes, as `peers.Peers` knows them; `None` until they are connected,
+            and for a process alone.
         ports: rank 0 listens at the first of so many, from the coordinator's on, that is free.
-        secret: what tells this job from others: the launcher's name for it, and what only its processes know, if there is such.
+        secret: what tells this job from others: the launcher's name for it, and what only its
+            processes know, if there is such.
     """
 
     launcher: str
@@ -67,7 +73,10 @@ class Job:
     def __str__(self):
         if self.processes == 1:
             return f"1 process, started by {self.launcher}"
-        return f"{self.processes} processes, started by {self.launcher}, coordinator {self.coordinator}"
+        return (
+            f"{self.processes} processes, started by {self.launcher}, coordinator "
+            f"{self.coordinator}"
+        )
 
 
 # What started this process
@@ -78,7 +87,8 @@ TPU = "Cloud TPU"
 def found(
     environment: Mapping[str, str] = os.environ, coordinator: str | None = None
 ) -> Job | None:
-    """The job that the launcher's variables describe; `None` where there are none. Looks, and connects nothing.
+    """The job that the launcher's variables describe; `None` where there are none. Looks, and
+    connects nothing.
 
     Raises `ValueError` where they do not say where rank 0 is, and `coordinator` does not either.
     """
@@ -92,8 +102,10 @@ def found(
         address, ports = coordinator or job.coordinator, job.ports
         if address is None:
             raise ValueError(
-                f"{job.launcher} started {job.processes} processes and does not say where rank 0 is. Pass "
-                f'initialize(coordinator="host:port"), or set JAX_COORDINATOR_ADDRESS=host:port for all of them.'
+                f"{job.launcher} started {job.processes} processes and does not say where "
+                f"rank 0 is. Pass "
+                f'initialize(coordinator="host:port"), or set '
+                f"JAX_COORDINATOR_ADDRESS=host:port for all of them."
             )
         if coordinator and re.search(r":\d+$", coordinator):
             ports = 1
@@ -110,7 +122,8 @@ def found(
 def told(
     coordinator: str | None, processes: int | None, rank: int | None, token: str = ""
 ) -> Job | None:
-    """The job that these arguments describe; `None` where they are none. Raises `ValueError` where some are missing."""
+    """The job that these arguments describe; `None` where they are none. Raises `ValueError` where
+    some are missing."""
     if processes is None and rank is None:
         return None
     if (
@@ -120,12 +133,15 @@ def told(
         or not 0 <= rank < processes
     ):
         raise ValueError(
-            "initialize needs coordinator, processes and rank together, with 0 <= rank < processes; got "
-            f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Or give none, and the launcher decides."
+            "initialize needs coordinator, processes and rank together, with 0 <= rank < "
+            "processes; got "
+            f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Or give none, "
+            f"and the launcher decides."
         )
     if processes > 1 and not re.search(r".:\d+$", coordinator or ""):
         raise ValueError(
-            f'initialize needs a coordinator "host:port", with a port that is free on rank 0; got {coordinator!r}.'
+            f'initialize needs a coordinator "host:port", with a port that is free on rank 0; '
+            f"got {coordinator!r}."
         )
     return Job("arguments", rank, processes, coordinator, secret=token)
 
@@ -136,8 +152,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Job | None:
     number = lambda name: int(environment[f"OMPI_COMM_WORLD_{name}"])
     old, new = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
     name = environment.get("OMPI_MCA_ess_base_jobid") or new
-    # mpirun's own host holds rank 0 unless a host file says otherwise. Open MPI 4 tells its address, 5 puts its name into
-    # prterun-HOST-PID@JOB.
+    # mpirun's own host holds rank 0 unless a host file says otherwise. Open MPI 4 tells its
+    # address, 5 puts its name into prterun-HOST-PID@JOB.
     address, within = (
         re.search(r"tcp://([^,:;]+)", old),
         re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", new),
@@ -223,7 +239,8 @@ def port(job: str) -> int:
 
 
 def end(message: str, code: int = FAILED) -> NoReturn:
-    """Print and be gone, with no exit handler. One write, so that the lines of several processes do not mix."""
+    """Print and be gone, with no exit handler. One write, so that the lines of several processes do
+    not mix."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,7 +249,8 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
-    """End at once, for a signal that came where there is nothing to save, or a second time. For `signals.listening`."""
+    """End at once, for a signal that came where there is nothing to save, or a second time. For
+    `signals.listening`."""
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
         128 + number,

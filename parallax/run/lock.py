@@ -1,17 +1,19 @@
-"""A folder belongs to one run: an exclusive lock that ends with the process that holds it. JAX is not imported here, so that a
-second run is refused before it has cost a second.
+"""A folder belongs to one run: an exclusive lock that ends with the process that holds it. JAX is
+not imported here, so that a second run is refused before it has cost a second.
 
-    claim = lock.take("out/run")       # raises `Held`, with the host and the process of the run that is there
+    claim = lock.take("out/run")       # raises `Held`, with the host and the process of its run
     ...
     claim.release()                    # or the process ends, however it does
 
-The lock is the kernel's `flock` on FOLDER/.lock. The kernel gives it back when its process is gone, by kill -9 too; the file that
-then stays says nothing and is taken over by the next run. Readers need no lock.
+The lock is the kernel's `flock` on FOLDER/.lock. The kernel gives it back when its process is gone,
+by kill -9 too; the file that then stays says nothing and is taken over by the next run. Readers
+need no lock.
 
-On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`), CephFS, GPFS, SMB and Lustre
-mounted with `flock` hold it for all machines. A machine that dies at once keeps it until the server notices (NFSv4: a lease of
-some 90 s). Lustre with `localflock`, and BeeGFS as it comes, hold it for the processes of one machine. A file system without
-locks is told in a line, and nothing keeps a second run out.
+On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
+CephFS, GPFS, SMB and Lustre mounted with `flock` hold it for all machines. A machine that dies at
+once keeps it until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`, and
+BeeGFS as it comes, hold it for the processes of one machine. A file system without locks is told in
+a line, and nothing keeps a second run out.
 """
 
 import atexit
@@ -29,7 +31,9 @@ from typing import Any
 from parallax import _files
 
 FILE = ".lock"
-TRIES = 10  # each begins again where another run has just removed the file, or the empty folder, that it released
+# each begins again where another run has just removed the file, or the empty folder, that it
+# released
+TRIES = 10
 TOLD = 1.0  # seconds within which a holder writes down who it is
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
@@ -55,7 +59,8 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Give the folder back, and remove the lock's file and the folders that `take` made, where they are empty."""
+        """Give the folder back, and remove the lock's file and the folders that `take` made, where
+        they are empty."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
@@ -96,7 +101,8 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         raise FileNotFoundError(errno.ENOENT, "it cannot be made")
     except BlockingIOError:
         raise Held(
-            f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has ended, or choose another folder."
+            f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has "
+            f"ended, or choose another folder."
         ) from None
     except OSError as error:
         _remove(made)
@@ -122,7 +128,8 @@ def _remove(made: list[Path]) -> None:
 
 
 def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
-    """The open file at `path` with the lock on it; `None` where its last holder removed it after it was opened here."""
+    """The open file at `path` with the lock on it; `None` where its last holder removed it after it
+    was opened here."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -138,7 +145,8 @@ def _locked(path: Path, say: Callable[[str], Any]) -> int | None:
             os.close(descriptor)
             raise
         say(
-            f"{path.parent}: its file system has no locks ({error.strerror}), so nothing keeps a second run out of it."
+            f"{path.parent}: its file system has no locks ({error.strerror}), so nothing "
+            f"keeps a second run out of it."
         )
     try:
         if os.path.samestat(os.fstat(descriptor), path.stat()):

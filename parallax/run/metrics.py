@@ -1,4 +1,5 @@
-"""The pieces of a loop that outlives what goes wrong: skip what is not finite, count it, time it, write it down.
+"""The pieces of a loop that outlives what goes wrong: skip what is not finite, count it, time it,
+write it down.
 
 Each is small and knows nothing of the others; a loop of one's own takes what it needs.
 """
@@ -30,8 +31,8 @@ class OverBudget(RuntimeError):
 class Skipped:
     """Counts the steps that `step.make` skipped, since they were not finite, against a budget.
 
-    With a loss scale, a step that overflows is first of all a probe: the scale was too large, and falls. Only one that overflows
-    at the smallest scale is a fault.
+    With a loss scale, a step that overflows is first of all a probe: the scale was too large, and
+    falls. Only one that overflows at the smallest scale is a fault.
 
     Args:
         budget: how many may be skipped in a run.
@@ -43,7 +44,8 @@ class Skipped:
     _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the state is still good to save.
+        """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the
+        state is still good to save.
 
         Args:
             number: of the step.
@@ -64,8 +66,10 @@ class Skipped:
                 else ""
             )
             raise OverBudget(
-                f"step {number}: the loss is {loss} and the gradient norm {norm}.{what} {len(self.steps)} steps were not finite "
-                f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is {self.budget}. Lower the learning rate, clip "
+                f"step {number}: the loss is {loss} and the gradient norm {norm}.{what} "
+                f"{len(self.steps)} steps were not finite "
+                f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is "
+                f"{self.budget}. Lower the learning rate, clip "
                 "the gradients, or look at these batches."
             )
         return True
@@ -75,13 +79,15 @@ class Skipped:
 
 
 class Clock:
-    """Where the seconds of a run went, and its goodput: productive seconds over all seconds since the run first began.
+    """Where the seconds of a run went, and its goodput: productive seconds over all seconds since
+    the run first began.
 
         with clock("steps"):
             ...
 
-    `clock.note()` goes into each checkpoint. A run that goes on from one starts with its seconds, so what was done after that
-    checkpoint and lost, and the time until the restart, count as wall and not as productive.
+    `clock.note()` goes into each checkpoint. A run that goes on from one starts with its seconds,
+    so what was done after that checkpoint and lost, and the time until the restart, count as wall
+    and not as productive.
 
     Args:
         note: what `note` returned, from the checkpoint; `None` for a new run.
@@ -106,13 +112,15 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def note(self) -> dict[str, Any]:
-        """What a checkpoint should hold, as JSON values: when the run began, and the seconds by name."""
+        """What a checkpoint should hold, as JSON values: when the run began, and the seconds by
+        name."""
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
         """Productive seconds over all seconds since the run first began, from 0 to 1.
 
-        Where the system's clock was set back since, all seconds are those that were counted, at least.
+        Where the system's clock was set back since, all seconds are those that were counted, at
+        least.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -130,7 +138,8 @@ def recorded(
 ) -> list[dict[str, Any]]:
     """The records that `jsonl` wrote to a file, oldest first; none where there is no file.
 
-    What is no record, such as a line that a crash cut short or filled with zeros, is passed over, and said.
+    What is no record, such as a line that a crash cut short or filled with zeros, is passed over,
+    and said.
     """
     path, found, others = Path(path), [], 0
     if not path.exists():
@@ -147,7 +156,8 @@ def recorded(
             others += 1
     if others:
         say(
-            f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and passed over."
+            f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and "
+            f"passed over."
         )
     return found
 
@@ -155,13 +165,17 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when the call returns.
+    """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when
+    the call returns.
 
-    Where the storage fails for a while, the lines wait in memory and are written with the next one that it takes.
+    Where the storage fails for a while, the lines wait in memory and are written with the next one
+    that it takes.
 
     Args:
-        after: keep the lines of an earlier session up to this step, and drop the later ones, which are computed again.
-        say: prints a line where what an earlier session left is not whole; that is cut out. And where lines wait.
+        after: keep the lines of an earlier session up to this step, and drop the later ones, which
+            are computed again.
+        say: prints a line where what an earlier session left is not whole; that is cut out. And
+            where lines wait.
         patience: seconds for which lines may wait. After them the sink raises `OSError`.
     """
     path = Path(path)
@@ -232,7 +246,8 @@ def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
 
 
 def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
-    """A sink to Weights & Biases; the same `run` id goes on where it stopped. Raises `ImportError` without `wandb` installed."""
+    """A sink to Weights & Biases; the same `run` id goes on where it stopped. Raises `ImportError`
+    without `wandb` installed."""
     try:
         import wandb as client  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -242,7 +257,8 @@ def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """A sink that passes each record to all of `sinks`. Without any it does nothing, which is right on ranks other than 0."""
+    """A sink that passes each record to all of `sinks`. Without any it does nothing, which is right
+    on ranks other than 0."""
 
     def sink(step, values):
         for each in sinks:
@@ -256,10 +272,11 @@ def to_all(*sinks: Sink) -> Sink:
 
 @contextlib.contextmanager
 def profiler(folder: str | Path, steps: range) -> Iterator[Callable[[int], None]]:
-    """A function to call as each step begins, which writes a trace of the chosen `steps` into `folder`.
+    """A function to call as each step begins, which writes a trace of the chosen `steps` into
+    `folder`.
 
-    The trace, for Perfetto, XProf or TensorBoard, ends where a step outside begins, or with the block. Wait for each step's
-    arrays, or the last ones are missing.
+    The trace, for Perfetto, XProf or TensorBoard, ends where a step outside begins, or with the
+    block. Wait for each step's arrays, or the last ones are missing.
     """
     on = False
 

@@ -1,11 +1,15 @@
-"""Who of a job is there: all meet at rank 0, before JAX connects them, and keep that connection, by which all learn who is gone.
+"""Who of a job is there: all meet at rank 0, before JAX connects them, and keep that connection, by
+which all learn who is gone.
 
-Rank 0 listens at the coordinator's address, and lets in whom `handshake` knows; a stranger is turned away with a line, and the
-job goes on. A process that ends, however it does, closes its connection, in the middle of a program too. One that is stopped, or
-holds Python's lock, keeps its connection and sends nothing. Only the time that passes tells such a process from one that works
-for long, so there the `Watchdog` decides, and asks this module which process to name. JAX is not imported here.
+Rank 0 listens at the coordinator's address, and lets in whom `handshake` knows; a stranger is
+turned away with a line, and the job goes on. A process that ends, however it does, closes its
+connection, in the middle of a program too. One that is stopped, or holds Python's lock, keeps its
+connection and sends nothing. Only the time that passes tells such a process from one that works for
+long, so there the `Watchdog` decides, and asks this module which process to name. JAX is not
+imported here.
 
-A process ends itself alone: no message says what is killed. Whatever a message says is checked before it is used.
+A process ends itself alone: no message says what is killed. Whatever a message says is checked
+before it is used.
 """
 
 import contextlib
@@ -21,8 +25,8 @@ from typing import Any
 
 from parallax.run import handshake, launch, signals
 
-# Seconds in which the process that failed first, and not one that waited for it, has the last word: launchers send SIGKILL to
-# what is left a second after SIGTERM.
+# Seconds in which the process that failed first, and not one that waited for it, has the last word:
+# launchers send SIGKILL to what is left a second after SIGTERM.
 GRACE = 1.5
 BEAT = 0.5  # seconds from one message to the next
 SILENT = 4 * BEAT  # seconds without one, after which a process is called silent
@@ -69,7 +73,8 @@ class Peer:
         return time.monotonic() - self.heard
 
     def take(self, message: dict[str, Any]) -> bool:
-        """What this one says now, of a message of its own. False, and nothing changes, where that is malformed."""
+        """What this one says now, of a message of its own. False, and nothing changes, where that
+        is malformed."""
         if not handshake.is_status(message):
             return False
         self.doing, self.waits, self.port = message["doing"], message["waits"], message["port"]
@@ -80,11 +85,15 @@ class Peer:
         return True
 
     def why(self) -> tuple[int, float, str]:
-        """How likely this one holds up the others, for how long, and the words; (0, 0, "") where it waits as they do."""
+        """How likely this one holds up the others, for how long, and the words; (0, 0, "") where it
+        waits as they do."""
         if self.left:
             return 3, self.silent, f"{self} has left: it was last {self.doing}"
         if self.silent > SILENT:
-            words = f"{self} is stopped, or holds Python's lock: it was heard last {self.silent:.1f} s ago, {self.doing}"
+            words = (
+                f"{self} is stopped, or holds Python's lock: it was heard last "
+                f"{self.silent:.1f} s ago, {self.doing}"
+            )
             return 2, self.silent, words
         return (0, 0.0, "") if self.waits else (1, self.silent, f"{self} is {self.doing}")
 
@@ -123,7 +132,8 @@ class Peers:
     # What this process tells
 
     def coordinator(self) -> str:
-        """The address for JAX's coordinator, once all processes have come: at a port that was free a moment ago."""
+        """The address for JAX's coordinator, once all processes have come: at a port that was free
+        a moment ago."""
         self._here.wait()
         port = self._message["port"] if self.job.rank == 0 else self.others[0].port
         host = handshake.bound(self.job)
@@ -134,7 +144,8 @@ class Peers:
         self._met.set()
 
     def does(self, doing: str, *, waits: bool) -> None:
-        """What this process does from now on; `waits` says that it cannot end without the others."""
+        """What this process does from now on; `waits` says that it cannot end without the
+        others."""
         self._message |= {"doing": doing[: handshake.SHORT], "waits": waits}
 
     def leave(self) -> None:
@@ -143,7 +154,8 @@ class Peers:
         self._send(now=True)
 
     def close(self) -> None:
-        """The job is over, and this process may go: that its connection closes is no fault. Returns once the others know."""
+        """The job is over, and this process may go: that its connection closes is no fault. Returns
+        once the others know."""
         self._message["over"] = True
         self._send(now=True)
         for peer in list(self.others):
@@ -158,7 +170,8 @@ class Peers:
     # What it knows
 
     def fault(self) -> str:
-        """Whom to name where this process waits for too long, in words; empty where nobody is known."""
+        """Whom to name where this process waits for too long, in words; empty where nobody is
+        known."""
         if self.gone:
             return self.gone
         sure, _, words = max((peer.why() for peer in list(self.others)), default=(0, 0.0, ""))
@@ -166,7 +179,8 @@ class Peers:
         return told or words
 
     def end_late(self) -> None:
-        """End this process, for those that did not come in time, which are named. Rank 0 knows who, and has the word."""
+        """End this process, for those that did not come in time, which are named. Rank 0 knows who,
+        and has the word."""
         while self.job.rank and self.others and time.monotonic() < self._began + self.limit:
             time.sleep(BEAT / 5)
         here = {0, self.job.rank, *(peer.about["rank"] for peer in self.others)}
@@ -182,13 +196,15 @@ class Peers:
         self._message["gone"] = why
         self._send(now=True)
         launch.end(
-            f"{self.job.who}: the start took more than the {self.limit:g} s allowed: {why}. The job ends.\n"
+            f"{self.job.who}: the start took more than the {self.limit:g} s allowed: {why}. "
+            f"The job ends.\n"
         )
 
     # The thread
 
     def _lead(self, server: socket.socket) -> None:
-        """On rank 0: who connects is asked, heard, and told; one of the job that closes without a word ends it."""
+        """On rank 0: who connects is asked, heard, and told; one of the job that closes without a
+        word ends it."""
         server.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
@@ -265,7 +281,8 @@ class Peers:
         )
 
     def _follow(self) -> None:
-        """On another rank: rank 0 is looked for, heard, and told; where it closes without a word, this process ends."""
+        """On another rank: rank 0 is looked for, heard, and told; where it closes without a word,
+        this process ends."""
         host, _ = handshake.address(self.job)
         while not self.others:
             for port in handshake.ports(self.job):
@@ -287,9 +304,11 @@ class Peers:
         self._closed(self.others[0])
 
     def _present(self, connection: socket.socket) -> None:
-        """Ask to be let in. Raises `OSError` where it is not rank 0 of this job that listens, or it does not let this one in."""
+        """Ask to be let in. Raises `OSError` where it is not rank 0 of this job that listens, or it
+        does not let this one in."""
         where = connection.getpeername()
-        # Where nobody listens yet, the system can give the port to the socket that asks for it, which then hears itself.
+        # Where nobody listens yet, the system can give the port to the socket that asks for it,
+        # which then hears itself.
         if connection.getsockname() == where:
             connection.close()
             raise ConnectionRefusedError
@@ -301,7 +320,10 @@ class Peers:
             self.others.append(peer)
             return
         connection.close()
-        asked = f"{self.job.who} was not let in at {where[0]} port {where[1]}: {answer}. It looks on for rank 0 of its job."
+        asked = (
+            f"{self.job.who} was not let in at {where[0]} port {where[1]}: {answer}. It "
+            f"looks on for rank 0 of its job."
+        )
         self._say((where, answer), asked)
         time.sleep(1.0)  # and asks there again
         raise ConnectionRefusedError
@@ -318,7 +340,8 @@ class Peers:
         return messages is not None
 
     def _say(self, what: Hashable, line: str) -> None:
-        """Write a line about a stranger, or a malformed message, once, and about the first few alone."""
+        """Write a line about a stranger, or a malformed message, once, and about the first few
+        alone."""
         if what not in self._said and len(self._said) < LINES:
             self._said.add(what)
             signals.say(line + " More of this is not printed." * (len(self._said) == LINES))
@@ -335,7 +358,8 @@ class Peers:
             self.end_late()
 
     def _closed(self, peer: Peer) -> None:
-        """A connection is closed. Where there was no good-bye the job ends; the process that failed has the last word."""
+        """A connection is closed. Where there was no good-bye the job ends; the process that failed
+        has the last word."""
         if not peer.over and not self._message["over"]:
             self.gone = peer.gone or f"{peer} is gone: it was last {peer.doing}"
             self._message["gone"] = self.gone
@@ -353,7 +377,8 @@ class Peers:
 
 
 def about(job: launch.Job) -> dict[str, Any]:
-    """Who this process is, for others: words for their lines, and nothing else is done with them."""
+    """Who this process is, for others: words for their lines, and nothing else is done with
+    them."""
     return {"rank": job.rank, "host": socket.gethostname(), "process": os.getpid()}
 
 

@@ -1,7 +1,9 @@
-"""What a checkpoint's manifest says, as a typed record: a malformed one is refused where it is read, by name, and passed over.
+"""What a checkpoint's manifest says, as a typed record: a malformed one is refused where it is
+read, by name, and passed over.
 
 contents.json    the record alone, written first: whose checkpoint this is, from its first moment
-manifest.json    the record and, as `files`, the size and hash of every file beside it, contents.json too; written last
+manifest.json    the record and, as `files`, the size and hash of every file beside it,
+                 contents.json too; written last
 
 Both have the number of their format.
 """
@@ -59,7 +61,8 @@ def begin(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, record: Record) -> None:
-    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and write the manifest."""
+    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and
+    write the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names)
     manifest.write(
@@ -68,10 +71,11 @@ def seal(folder: Path, record: Record) -> None:
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
-    """Whether the run with these settings made `folder` for its checkpoint of `step`, finished or not.
+    """Whether the run with these settings made `folder` for its checkpoint of `step`, finished or
+    not.
 
-    False unless a record there says so: for a link, for the folder of another run, for other files. An empty folder holds nothing
-    to lose.
+    False unless a record there says so: for a link, for the folder of another run, for other files.
+    An empty folder holds nothing to lose.
     """
     if folder.is_symlink():
         return False
@@ -85,9 +89,11 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
 
 
 def read(folder: Path) -> tuple[Record, dict[str, list]]:
-    """The record of the checkpoint in `folder`, and its files as `manifest.hashes` gave them; no file is looked at.
+    """The record of the checkpoint in `folder`, and its files as `manifest.hashes` gave them; no
+    file is looked at.
 
-    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError` where it is of another format.
+    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError`
+    where it is of another format.
     """
     path = folder / MANIFEST
     found = manifest.read(path)
@@ -112,7 +118,8 @@ def most_bytes(record: Record) -> int:
 
 
 def _typed(found: dict[str, Any], path: Path) -> Record:
-    """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the first entry that is wrong."""
+    """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the
+    first entry that is wrong."""
     manifest.check_format(found, path, FORMAT)
     found.pop("format")
     manifest.need(
@@ -137,7 +144,8 @@ def _typed(found: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Refuse what is no finished checkpoint of `step` of the run with these settings, as far as names and sizes tell.
+    """Refuse what is no finished checkpoint of `step` of the run with these settings, as far as
+    names and sizes tell.
 
     Raises:
         manifest.Damaged: it was not finished, or something is missing or was changed.
@@ -147,22 +155,26 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
     if not os.path.lexists(folder / MANIFEST):
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has lost its manifest."
+            f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has "
+            f"lost its manifest."
         )
     record, files = read(folder)
     if record.step != step:
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step {record.step}."
+            f"{folder / MANIFEST}: needed the manifest of step {step}, got that of step "
+            f"{record.step}."
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Set them so, or choose another folder."
+            f"{folder}: it is of another run, which had {differing}. Set them so, or choose "
+            f"another folder."
         )
     check_form(folder, record, files)
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they agree."""
+    """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they
+    agree."""
     absent = object()
     words = lambda value: "none" if value is absent else repr(value)
     pairs = (
@@ -173,14 +185,15 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Refuse with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or a record that is not that of
-    its arrays. What is left to check are the files' hashes.
+    """Refuse with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or
+    a record that is not that of its arrays. What is left to check are the files' hashes.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: needed what {CONTENTS} says, which was written with the arrays; got "
+            f"{folder / MANIFEST}: needed what {CONTENTS} says, which was written with the "
+            f"arrays; got "
             "something else. It is damaged."
         )
 

@@ -1,7 +1,8 @@
 """Signals that say `end`, heard while the main thread is inside a compiled program too.
 
-Python calls a signal's handler between two of its own instructions, so a program that compiles or waits for its devices hears
-nothing. The C part of the handler writes to a pipe at once, and a thread reads it. JAX is not imported here.
+Python calls a signal's handler between two of its own instructions, so a program that compiles or
+waits for its devices hears nothing. The C part of the handler writes to a pipe at once, and a
+thread reads it. JAX is not imported here.
 """
 
 import contextlib
@@ -18,9 +19,11 @@ Hear = Callable[[signal.Signals, int], None]
 
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
-    """Inside, each of these signals calls `hear(signal, count)`, with how many of them have come by then, in a thread.
+    """Inside, each of these signals calls `hear(signal, count)`, with how many of them have come by
+    then, in a thread.
 
-    A signal that was ignored, as by nohup, stays so. Only the main thread can listen; in others nothing changes.
+    A signal that was ignored, as by nohup, stays so. Only the main thread can listen; in others
+    nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -53,13 +56,15 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, with one call, from any thread; a terminal that is gone is no error."""
+    """Write a line to stderr, with one call, from any thread; a terminal that is gone is no
+    error."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def leave_terminal() -> None:
-    """After SIGHUP the terminal is gone: what is printed from now on goes nowhere, instead of ending the save by an error."""
+    """After SIGHUP the terminal is gone: what is printed from now on goes nowhere, instead of
+    ending the save by an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -1,14 +1,16 @@
-"""A guard against spikes: a loss far above its running median changes nothing, and after some of them the run goes back.
+"""A guard against spikes: a loss far above its running median changes nothing, and after some of
+them the run goes back.
 
     spikes = Spikes(2.0, 3, note=note.get("spikes"))
     ...
     state, info = train(state, batch(i + spikes.past), None, spikes.limit)
-    spike = spikes.count(i, float(info.loss))                  # raises `Spiked`: restore a checkpoint from before, and
+    spike = spikes.count(i, float(info.loss))      # raises `Spiked`: restore an older checkpoint
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
-A stretch of data, met by one state of the optimizer, may drive the loss up for many steps. What helped PaLM (arXiv 2204.02311)
-was to go back to a checkpoint from before, and past the batches in question. Which batch a step takes stays a function of the
-seed and of step + `past`, and `note` puts that into each checkpoint, so that a run that is resumed takes the same.
+A stretch of data, met by one state of the optimizer, may drive the loss up for many steps. What
+helped PaLM (arXiv 2204.02311) was to go back to a checkpoint from before, and past the batches in
+question. Which batch a step takes stays a function of the seed and of step + `past`, and `note`
+puts that into each checkpoint, so that a run that is resumed takes the same.
 """
 
 import math
@@ -54,7 +56,8 @@ class Spikes:
 
     @property
     def limit(self) -> float:
-        """What the next loss may be: infinite while there are fewer than 16 losses, or their median is not above 0."""
+        """What the next loss may be: infinite while there are fewer than 16 losses, or their median
+        is not above 0."""
         median = statistics.median(self._losses) if len(self._losses) >= LEAST else 0.0
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
@@ -70,8 +73,10 @@ class Spikes:
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
         if len(self._at) >= self.budget:
             raise Spiked(
-                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, {self.factor:g} times its running median; so it "
-                f"was at {len(self._at)} of the last {WINDOW} steps ({', '.join(map(str, self._at[-5:]))} last).",
+                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
+                f"{self.factor:g} times its running median; so it "
+                f"was at {len(self._at)} of the last {WINDOW} steps "
+                f"({', '.join(map(str, self._at[-5:]))} last).",
                 number,
                 self._at[0],
             )
@@ -82,7 +87,8 @@ class Spikes:
         return {"losses": self._losses, "at": self._at, "past": self.past}
 
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
-        """The guard after the run went back from `step` to the checkpoint of step `first`, with its note: past those batches."""
+        """The guard after the run went back from `step` to the checkpoint of step `first`, with its
+        note: past those batches."""
         found = Spikes(self.factor, self.budget, note)
         found.past = self.past + step - first
         return found

@@ -1,7 +1,8 @@
-"""Work in stages that all processes end well, or none: each learns whether the others did, and whether to try again.
+"""Work in stages that all processes end well, or none: each learns whether the others did, and
+whether to try again.
 
-They meet at barriers of JAX's coordinator, not in a collective: so work in the background may be in stages, no device waits, and
-a stage may take as long as it takes.
+They meet at barriers of JAX's coordinator, not in a collective: so work in the background may be in
+stages, no device waits, and a stage may take as long as it takes.
 """
 
 import contextlib
@@ -53,8 +54,9 @@ class Elsewhere(OSError):
     """Another process could not do its part, and says why itself."""
 
 
-# A barrier, `meet(key=..., timeout_ms=...)`: it returns when all processes have called it with this key, and raises
-# `jax.errors.JaxRuntimeError` on all of them where one has not come within the time. `orbax.checkpoint.multihost` has one.
+# A barrier, `meet(key=..., timeout_ms=...)`: it returns when all processes have called it with this
+# key, and raises `jax.errors.JaxRuntimeError` on all of them where one has not come within the
+# time. `orbax.checkpoint.multihost` has one.
 Meet = Callable[..., None]
 
 
@@ -74,7 +76,8 @@ class Stages:
         self._number, self._over = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Return when all processes have ended this stage well. `error` says why this one has not, and is raised.
+        """Return when all processes have ended this stage well. `error` says why this one has not,
+        and is raised.
 
         Raises:
             Elsewhere: this process has ended it well, and another one has not.
@@ -107,7 +110,8 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Whether to try again after `error`, of this process or out of `end`: all processes get one answer."""
+        """Whether to try again after `error`, of this process or out of `end`: all processes get
+        one answer."""
         if not self._over:
             with contextlib.suppress(Exception):
                 self.end(error)
@@ -131,7 +135,8 @@ def _is_late(error: BaseException) -> bool:
 
 
 def transient(error: BaseException | None) -> bool:
-    """Whether an error is of the storage, and may be over in a while, as those of `TRANSIENT` may."""
+    """Whether an error is of the storage, and may be over in a while, as those of `TRANSIENT`
+    may."""
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None

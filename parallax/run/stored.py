@@ -1,7 +1,8 @@
 """A tree as named arrays, in the one form that all layouts share, and back in any shardings.
 
-Arrays are named by their path in the tree. What a layout does to a state (a pipeline chunks its blocks) is undone on the way to
-disk and done again on the way back by a pair of functions that the caller knows.
+Arrays are named by their path in the tree. What a layout does to a state (a pipeline chunks its
+blocks) is undone on the way to disk and done again on the way back by a pair of functions that the
+caller knows.
 """
 
 import math
@@ -45,12 +46,14 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             raise ValueError(
-                f"The state has {count} leaves of the path {name}. Rename one of them: they are stored by path."
+                f"The state has {count} leaves of the path {name}. Rename one of them: they "
+                f"are stored by path."
             )
     for name, number in numbers.items():
         if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
             raise ValueError(
-                f"{name}: a plain number to store must be finite; got {number}. Store it as an array."
+                f"{name}: a plain number to store must be finite; got {number}. Store it as "
+                f"an array."
             )
     return arrays, numbers
 
@@ -82,7 +85,8 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
-    """The arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which it adds the other leaves."""
+    """The arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which it adds
+    the other leaves."""
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 
@@ -97,7 +101,8 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message names them."""
+    """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message
+    names them."""
     kind = lambda number: "complex" if isinstance(number, list) else type(number).__name__
     there = record.arrays | {name: [kind(number), []] for name, number in record.numbers.items()}
     wanted = arrays | {name: [kind(number), []] for name, number in numbers.items()}
@@ -110,8 +115,10 @@ def check_same(
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
-            f"{folder}: the arrays are not those of the state to restore. {'; '.join(wrong[:3])}{more}. "
-            "Restore with the model and the optimizer that were saved, and the to_disk that they were saved by."
+            f"{folder}: the arrays are not those of the state to restore. "
+            f"{'; '.join(wrong[:3])}{more}. "
+            "Restore with the model and the optimizer that were saved, and the to_disk that "
+            "they were saved by."
         )
 
 
@@ -136,7 +143,8 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Begin to look at all numbers; a function that waits for the end, and gives the names of the arrays with a nan or an inf.
+    """Begin to look at all numbers; a function that waits for the end, and gives the names of the
+    arrays with a nan or an inf.
 
     All processes learn of the shards of all. The arrays may be donated meanwhile.
     """
@@ -149,7 +157,8 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
 
 @jax.jit
 def _all_finite(arrays):
-    """Nothing finite times 0 is nan, and all else is: on CPUs this sum takes two thirds of the time of `all(isfinite)`."""
+    """Nothing finite times 0 is nan, and all else is: on CPUs this sum takes two thirds of the time
+    of `all(isfinite)`."""
 
     def finite(leaf):
         parts = (
@@ -188,8 +197,8 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """A function that gives the arrays again, also after they were donated.
 
-    Until it is gone, the blocks that this process has are in the host's memory, each once. The arrays that it gives are there
-    too, where the devices can read them from there.
+    Until it is gone, the blocks that this process has are in the host's memory, each once. The
+    arrays that it gives are there too, where the devices can read them from there.
     """
     split = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)

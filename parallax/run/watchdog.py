@@ -1,7 +1,7 @@
 """A step that takes too long ends the job, and the rank that held it up is named.
 
-A collective waits for ever for a rank that sleeps, reads a dead disk, or waits for something else, and no heartbeat fails. What
-each rank was doing is the one thing worth knowing then.
+A collective waits for ever for a rank that sleeps, reads a dead disk, or waits for something else,
+and no heartbeat fails. What each rank was doing is the one thing worth knowing then.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
 class Watchdog:
-    """Ends the job when a step takes too long, and names the rank that held it up, with its last phase.
+    """Ends the job when a step takes too long, and names the rank that held it up, with its last
+    phase.
 
         with Watchdog(job, seconds=60) as watch:
             for i in range(steps):
@@ -26,16 +27,19 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
-    The time runs from the moment when it is made, so make it first: `first` is then the limit of the whole start.
+    The time runs from the moment when it is made, so make it first: `first` is then the limit of
+    the whole start.
 
-    Every rank watches itself. In a phase that `waits` for the others (all that communicates) it is likely a victim, and says so
-    only `processes.GRACE` seconds later: the rank that never came speaks first, with the stacks of its threads, and ends the job.
-    Where that one cannot speak, being stopped, gone or held by Python's lock, the others name it, as `peers` knows it.
+    Every rank watches itself. In a phase that `waits` for the others (all that communicates) it is
+    likely a victim, and says so only `processes.GRACE` seconds later: the rank that never came
+    speaks first, with the stacks of its threads, and ends the job. Where that one cannot speak,
+    being stopped, gone or held by Python's lock, the others name it, as `peers` knows it.
 
     Args:
         job: what `processes.initialize` found.
         seconds: the longest that a step may take.
-        first: the same for what comes before the second step, which compiles; ten times `seconds` by default.
+        first: the same for what comes before the second step, which compiles; ten times `seconds`
+            by default.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -48,7 +52,8 @@ class Watchdog:
         self.seconds, self.first = seconds, 10 * seconds if first is None else first
         self._number: int | None = None
         self._steps = 0
-        # Restoring and compiling wait for all ranks: a process of several that has begun no step is no more at fault than others.
+        # Restoring and compiling wait for all ranks: a process of several that has begun no step is
+        # no more at fault than others.
         self._phase, self._waits = "start", job.processes > 1
         self._step_began = self._phase_began = time.monotonic()
         self._left = threading.Event()
@@ -71,7 +76,8 @@ class Watchdog:
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """What this rank does from now on; `waits` says that it cannot end without the other ranks."""
+        """What this rank does from now on; `waits` says that it cannot end without the other
+        ranks."""
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:
             self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
@@ -85,7 +91,8 @@ class Watchdog:
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
-        """The last resort is a thread of C: where something holds Python's lock, no thread of Python's runs."""
+        """The last resort is a thread of C: where something holds Python's lock, no thread of
+        Python's runs."""
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
         )
@@ -107,7 +114,9 @@ class Watchdog:
             named = self.job.peers.fault()
         processes.end(
             (f"at fault: {named}\n" if named else "")
-            + f"watchdog: {self.job.who} {doing}: {self._where}, which has taken {now - self._step_began:.1f} s of the "
-            f"{limit - processes.GRACE * self._waits:g} s allowed, {now - self._phase_began:.1f} s of them in phase "
+            + f"watchdog: {self.job.who} {doing}: {self._where}, which has taken "
+            f"{now - self._step_began:.1f} s of the "
+            f"{limit - processes.GRACE * self._waits:g} s allowed, "
+            f"{now - self._phase_began:.1f} s of them in phase "
             f"{self._phase!r}. The job ends.\n"
         )

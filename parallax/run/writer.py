@@ -1,7 +1,8 @@
-"""Checkpoints are written beside the steps: Orbax's files are committed and hashed, the manifest seals them, old ones go.
+"""Checkpoints are written beside the steps: Orbax's files are committed and hashed, the manifest
+seals them, old ones go.
 
-A save whose storage fails for a while is tried again with growing pauses. All processes go through the same stages, and come to
-one answer.
+A save whose storage fails for a while is tried again with growing pauses. All processes go through
+the same stages, and come to one answer.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ class Writer:
         folder: of the checkpoints.
         name: unlike that of any other writer of the job, and the same on all processes.
         make_room: is given a step, and makes way for its checkpoint. On the first process.
-        sealed: is given a step whose checkpoint is finished. On the first process, in the writer's thread.
+        sealed: is given a step whose checkpoint is finished. On the first process, in the writer's
+            thread.
         tries: how often a save is tried.
         say: prints a line of an error that this process met.
 
@@ -62,10 +64,12 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
-        """Begin to write a checkpoint; the arrays may be donated as soon as this returns. The one before must be finished.
+        """Begin to write a checkpoint; the arrays may be donated as soon as this returns. The one
+        before must be finished.
 
-        `lost` waits for the names of the arrays that are not finite. It is called when the writing has begun, since both at once
-        take less time than one after the other; where it names any, what was written is removed.
+        `lost` waits for the names of the arrays that are not finite. It is called when the writing
+        has begun, since both at once take less time than one after the other; where it names any,
+        what was written is removed.
 
         Raises:
             ValueError: there are such names.
@@ -86,7 +90,8 @@ class Writer:
         if names := lost():
             self._drop(record.step)
             raise ValueError(
-                f"The state of step {record.step} is not finite, and was not saved: {kept.listed(names)}. "
+                f"The state of step {record.step} is not finite, and was not saved: "
+                f"{kept.listed(names)}. "
                 f"{kept.newest_in_words(self._folder)}"
             )
         arguments = name, record, copies, error
@@ -137,7 +142,8 @@ class Writer:
         self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove what was written of a checkpoint. Orbax's writer may have failed, and does not go on then: take a new one."""
+        """Remove what was written of a checkpoint. Orbax's writer may have failed, and does not go
+        on then: take a new one."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 kept.remove(self._path(step))
@@ -150,7 +156,8 @@ class Writer:
         copies: Callable[[], dict[str, Any]],
         begun: Exception | None,
     ) -> None:
-        """The writer's thread. Where the storage fails, what is not done yet is done again after a pause.
+        """The writer's thread. Where the storage fails, what is not done yet is done again after a
+        pause.
 
         `begun` says how `_begin` failed, if it did.
         """
@@ -175,7 +182,8 @@ class Writer:
                     return
                 if not isinstance(failure, Elsewhere):
                     self._say(
-                        f"{error} The next of {self._tries} tries is in {pause:g} s; the run goes on meanwhile."
+                        f"{error} The next of {self._tries} tries is in {pause:g} s; the run "
+                        f"goes on meanwhile."
                     )
             time.sleep(pause)
 
@@ -188,7 +196,8 @@ class Writer:
         checkpoint = orbax()
         # Weights hardly compress, and trying takes more processor time than all the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
-        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the background.
+        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the
+        # background.
         processes = set(range(jax.process_count()))
         together = checkpoint.options.MultiprocessingOptions(
             active_processes=processes, barrier_sync_key_prefix=self._name
@@ -197,7 +206,8 @@ class Writer:
         def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
             self._stages.end()
 
-        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5 minutes.
+        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5
+        # minutes.
         ends = checkpoint.options.AsyncOptions(
             barrier_sync_fn=meet, create_directories_asynchronously=False
         )
