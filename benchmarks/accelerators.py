@@ -127,7 +127,7 @@ def compiled(
     """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
     world, compute = (
         mesh.make(devices=there.devices, **layout.axes),
-        Compute(attend=gpt2.FAMILY.attend),
+        Compute(attention=gpt2.FAMILY.attention),
     )
     prepared = decoder.train_step(
         gpt2.FAMILY,

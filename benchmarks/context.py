@@ -188,7 +188,7 @@ def masked(tokens: int) -> str:
         numbers = np.stack(
             [np.searchsorted(np.sort(row), np.arange(tokens), side="right") for row in cuts]
         )
-        shares.append(f"{1 - documents.seen(numbers):.0%} of {count} documents")
+        shares.append(f"{1 - documents.visible_share(numbers):.0%} of {count} documents")
     return f"T = {tokens:,}: {' and '.join(shares)}"
 
 

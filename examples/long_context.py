@@ -21,7 +21,7 @@ from parallax.models import decoder, documents, llama
 
 TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 END = 0  # of a speech: a byte that no text has
-SPEECHES = documents.ended_by(END)
+SPEECHES = documents.ends_with(END)
 ALONE, RING = Layout(), Layout(context=4)
 
 
@@ -56,7 +56,7 @@ def memory(lengths):
     )
     for T in lengths:
         scores = 4 * 2 * T**2 / 1e6
-        tiles, ring = temporary(ALONE, T, attend=context.blockwise), temporary(RING, T)
+        tiles, ring = temporary(ALONE, T, attention=context.blockwise), temporary(RING, T)
         print(
             f"{T:6,}  {'above ' + format(scores, ',.0f'):>14}  {tiles:14.1f}  {ring:16.1f}   1/{tiles / ring:.1f}",
             flush=True,
@@ -85,7 +85,7 @@ def train(T, steps):
     )
     print(f"Layout {layout}: {T // 4:,} tokens of each sequence on a device")
     print(
-        f"{1 - documents.seen(numbers):.1%} of the pairs that are computed cross a cut between speeches, and are masked"
+        f"{1 - documents.visible_share(numbers):.1%} of the pairs that are computed cross a cut between speeches, and are masked"
     )
     state = step.init()
     for number in range(steps):

@@ -103,9 +103,9 @@ def stages(
     remat=lambda block: block,
     unroll=1,
 ):
-    """`(enter, stage, head)`."""
+    """`(embed, stage, head)`."""
 
-    def enter(model, part):
+    def embed(model, part):
         over = comms(axis, shared=stage_axis)
         tokens = Batch(*part).windows[:, :-1]
         return tensor.copy_to(
@@ -129,7 +129,7 @@ def stages(
         )
         return (loss, {"square": jnp.mean(y * y)}) if config.told else loss
 
-    return enter, stage, head
+    return embed, stage, head
 
 
 def rules_(axis="tensor", *, stage=None, size=1):
@@ -157,5 +157,5 @@ def logits(model, tokens):
 
 
 FAMILY = Family(
-    model=Bare, stages=stages, rules=rules_, logits=logits, attend=attention, blocks="layers"
+    model=Bare, stages=stages, rules=rules_, logits=logits, attention=attention, blocks="layers"
 )

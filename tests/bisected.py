@@ -57,7 +57,7 @@ RUNS = {  # of the mutants of a module, by the first words of its name
     "models.gpt2.model": GPT2,
     "models.llama.forward": "llama; tensor=4",
     "models.recipe": GPT2,
-    "models.pieces": "gpt2; stage=2,microbatches=2",
+    "models.decoder_parts": "gpt2; stage=2,microbatches=2",
     "pipeline": ONE_BEHIND,
     "split_backward": WEIGHTS_LATER,
     "schedule": ONE_BEHIND,

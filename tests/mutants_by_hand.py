@@ -2263,8 +2263,8 @@ CONTEXT = (
     ),
     Mutant(
         "_check",
-        "family.around is not None and compute.attend is None",
-        "family.around is not None",
+        "family.context_attention is not None and compute.attention is None",
+        "family.context_attention is not None",
         "test_context_layouts.py -k ignores_the_axis",
     ),
     Mutant(
@@ -2274,13 +2274,13 @@ CONTEXT = (
         "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit",
     ),
     Mutant(
-        "ended_by",
+        "ends_with",
         "jnp.cumsum(ends, axis=1) - ends",
         "jnp.cumsum(ends, axis=1)",
         "test_documents.py -k packed_window",
     ),
     Mutant(
-        "apart",
+        "with_segments",
         "jnp.where(same, weights, jnp.zeros_like(weights))",
         "weights",
         "test_documents.py -k packed_window",
@@ -2293,7 +2293,7 @@ CONTEXT = (
         long=True,
     ),
     Mutant(
-        "minded",
+        "requires_segments",
         "== [True]",
         "!= []",
         "test_documents.py::test_layers_that_do_not_read_the_documents_are_refused",

@@ -130,7 +130,9 @@ def gpt2_on_one_device(
     @jax.jit
     def train(model, optimizer, number, tokens):
         keys = (
-            decoder.sequence_keys(dropout_key, number, batch) if kind.FAMILY.drops(config) else None
+            decoder.sequence_keys(dropout_key, number, batch)
+            if kind.FAMILY.uses_dropout(config)
+            else None
         )
         loss, gradients = jax.value_and_grad(kind.loss)(model, apart(decoder.Batch(tokens, keys)))
         with jax.numpy_dtype_promotion(

@@ -96,8 +96,8 @@ def test_with_any_two_of_data_stage_and_tensor(text, kind, algorithm):
 
 
 ULYSSES, GATHERED = (
-    {"around": context.ulysses},
-    {"attend": context.blockwise, "around": context.gathered},
+    {"context_attention": context.ulysses},
+    {"attention": context.blockwise, "context_attention": context.gathered},
 )
 
 
@@ -214,18 +214,18 @@ def lowered(family, config, layout, **compute):
 
 
 REFUSED = {
-    "Bare's family has no `around`, so that a token would see those of its own device alone": (
+    "Bare's family has no `context_attention`, so that a token would see those of its own device alone": (
         bare.FAMILY,
         bare.Config(),
         {},
     ),
-    "context=2, and Compute has `attend` alone": (
+    "context=2, and Compute has `attention` alone": (
         gpt2.FAMILY,
         KINDS["gpt2"][1],
-        {"attend": gpt2.attention},
+        {"attention": gpt2.attention},
     ),
     "the layers send nothing along ['context'], which splits their tokens": (
-        dataclasses.replace(bare.FAMILY, around=context.causal_attention),
+        dataclasses.replace(bare.FAMILY, context_attention=context.causal_attention),
         bare.Config(),
         {},
     ),
@@ -234,7 +234,7 @@ REFUSED = {
 
 def test_gathered_weights_are_no_attention():
     """ZeRO-3 sends along the axis too, weights that is."""
-    family = dataclasses.replace(bare.FAMILY, around=context.causal_attention)
+    family = dataclasses.replace(bare.FAMILY, context_attention=context.causal_attention)
     with pytest.raises(
         ValueError,
         match=re.escape("the layers send nothing along ['context'], which splits their tokens"),

@@ -102,7 +102,9 @@ def test_gradients_equal_one_device(layout, of):
     split = ("data", "context") if "data" in axes else "context"
     if "stage" in axes:
         model, rule = chunked(model), rules_of("tensor", stage="stage")
-        stages = family.stages(config, ring("stage"), t, comms=comms, attend=family.FAMILY.attend)
+        stages = family.stages(
+            config, ring("stage"), t, comms=comms, attend=family.FAMILY.attention
+        )
         grad = pipeline.value_and_grad(
             *stages, schedule.one_f_one_b_lockstep(stages=2, microbatches=2), ring("stage")
         )

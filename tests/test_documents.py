@@ -32,12 +32,12 @@ KINDS = {
     "gpt2": (gpt2, gpt2.Config(**SIZES)),
     "llama": (llama, llama.Config(**SIZES, groups=2, hidden=24)),
 }
-ENDED = documents.ended_by(END)  # one token in eleven: most windows have a cut
+ENDED = documents.ends_with(END)  # one token in eleven: most windows have a cut
 
 
 def apart(batch):
     """What the recipe makes of a batch, on one device."""
-    batch = documents.apart(batch, ENDED(batch.windows))
+    batch = documents.with_segments(batch, ENDED(batch.windows))
     return batch._replace(weights=batch.weights / jnp.mean(batch.weights))
 
 
@@ -94,7 +94,7 @@ def test_packed_documents_train_over_context_as_on_one_device():
         ("data=2,tensor=2,microbatches=2,sequence=True,remat=attention", "gpt2", {}),
         ("context=2,stage=2,tensor=2,microbatches=2,zero=1", "gpt2", {}),
         ("context=4,tensor=2,sequence=True,zero=3,remat=products", "llama", {}),
-        ("data=2,context=2", "llama", {"around": context.ulysses}),
+        ("data=2,context=2", "llama", {"context_attention": context.ulysses}),
     ],
 )
 def test_packed_documents_train_as_on_one_device(text, kind, compute):
@@ -111,7 +111,7 @@ def test_attention_weights_dropped_within_documents():
     of_second = jnp.array([[0.0, 0.0, 0.0, 1.0, 1.0]])
     loss = lambda windows: gpt2.loss(
         model,
-        documents.apart(
+        documents.with_segments(
             decoder.Batch(jnp.asarray(windows), keys, of_second), ENDED(jnp.asarray(windows))
         ),
     )
@@ -140,4 +140,4 @@ def test_numbers_that_do_not_fit_the_windows_are_refused(numbers):
     with pytest.raises(
         ValueError, match=r"documents needs whole numbers of the windows' shape \[2, 5\]"
     ):
-        documents.apart(decoder.Batch(jnp.zeros((2, 5), jnp.int32)), jnp.asarray(numbers))
+        documents.with_segments(decoder.Batch(jnp.zeros((2, 5), jnp.int32)), jnp.asarray(numbers))

@@ -99,5 +99,5 @@ def test_a_fault_in_the_kernel_is_told():
 def test_a_mesh_of_tpus_takes_the_kernel(family):
     own = lambda q, k, v: q
     assert attention_of(family, Compute(), "tpu") is flash.attention
-    assert attention_of(family, Compute(), "cpu") is family.attend
-    assert attention_of(family, Compute(attend=own), "tpu") is own
+    assert attention_of(family, Compute(), "cpu") is family.attention
+    assert attention_of(family, Compute(attention=own), "tpu") is own

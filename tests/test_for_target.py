@@ -18,7 +18,7 @@ CONFIG = gpt2.Config(layers=2, heads=2, width=8, context=8, vocabulary=32)
 def after_two_steps(words):
     layout = Layout.parse(words)
     world = mesh.make(devices=jax.devices()[: layout.devices], **layout.axes)
-    compute = Compute(attend=attention, dtype=jnp.float64)
+    compute = Compute(attention=attention, dtype=jnp.float64)
     prepared = decoder.train_step(
         gpt2.FAMILY,
         CONFIG,

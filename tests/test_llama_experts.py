@@ -136,7 +136,7 @@ def check_info(case):
         return jax.pure_callback(by_hand, jax.ShapeDtypeStruct(ids.shape, bool), ids)
 
     compute, tokens = (
-        decoder.Compute(dtype=FLOAT64, dispatch=dispatch),
+        decoder.Compute(dtype=FLOAT64, expert_dispatch=dispatch),
         windows(config, 0, 0, BATCH),
     )
     options = {"batch": BATCH, "key": KEY, "compute": compute}

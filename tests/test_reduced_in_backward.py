@@ -194,7 +194,7 @@ def trains_as_one_device(text, algorithm=ring, **compute):
     ],
 )
 def test_the_recipe_trains_as_one_device(text):
-    trains_as_one_device(text, sums=grads.reduced_in_backward)
+    trains_as_one_device(text, reduce_in_backward=True)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def lowered(text, **compute):
 
 
 def test_the_recipe_sums_in_the_loop():
-    found, D = inside_loops(lowered("data=2", sums=grads.reduced_in_backward)), CONFIG.width
+    found, D = inside_loops(lowered("data=2", reduce_in_backward=True)), CONFIG.width
     assert found[True][D, 4 * D] == CONFIG.layers
     assert found[True][4 * D, D] == CONFIG.layers
     assert (CONFIG.layers, D, 4 * D) not in found[False]
@@ -251,20 +251,19 @@ def test_products_while_tokens_travel_gather_nothing():
 
 
 SUMS = (
-    "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs "
-    "stage=1, microbatches=1 and "
+    "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, so it "
+    "needs stage=1, microbatches=1 and zero=0"
 )
-SUMS += "zero=0"
 REFUSED = {
     "data=2,microbatches=2": (
-        {"sums": grads.reduced_in_backward},
-        f"{SUMS}; got Layout(data=2,microbatches=2). Leave `sums` out",
+        {"reduce_in_backward": True},
+        f"{SUMS}; got Layout(data=2,microbatches=2). Leave it out",
     ),
     "data=2,zero=1": (
-        {"sums": grads.reduced_in_backward},
-        f"{SUMS}; got Layout(data=2,zero=1). Leave `sums` out",
+        {"reduce_in_backward": True},
+        f"{SUMS}; got Layout(data=2,zero=1). Leave it out",
     ),
-    "stage=2,microbatches=2": ({"sums": grads.reduced_in_backward}, SUMS),
+    "stage=2,microbatches=2": ({"reduce_in_backward": True}, SUMS),
     "tensor=2": (
         {"comms": sequence.overlapping},
         "decoder: Compute(comms=...) says how blocks join whose tokens are split over",

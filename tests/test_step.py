@@ -183,7 +183,7 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     config = gpt2.Config(
         layers=1, heads=2, width=4, context=4, vocabulary=8, vocabulary_multiple=8, dropout=0.1
     )
-    state, train = adamw_step(config, Layout(data=4, tensor=2), attend=attend)
+    state, train = adamw_step(config, Layout(data=4, tensor=2), attention=attend)
     after = []
     with (
         jax.numpy_dtype_promotion("standard"),

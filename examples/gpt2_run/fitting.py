@@ -8,7 +8,7 @@ from gpt2_run.settings import Settings, faults, spelt
 from parallax import schedule, validate
 from parallax.layout import Layout
 from parallax.models import gpt2, recipe
-from parallax.models.numbers import divisor
+from parallax.models.checked_numbers import divisor
 from parallax.schedule import Schedule
 
 INTERLEAVED = "interleaved"  # 1F1B in two chunks

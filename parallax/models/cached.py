@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from parallax import tensor
 from parallax._typing import PyTree
 from parallax.models.attention import grouped
-from parallax.models.pieces import Pieces, positions
+from parallax.models.decoder_parts import DecoderParts, positions
 from parallax.pipeline.checks import output
 
 
@@ -50,7 +50,7 @@ class Cached(NamedTuple):
     ]
 
 
-def cached(pieces: Pieces, model: Any) -> Cached:
+def cached(parts: DecoderParts, model: Any) -> Cached:
     """`model`, whole, with the keys and values of its tokens kept: 2 L S G K numbers a sequence.
 
     Under `jax.jit` arrays placed over a mesh stay split: heads of keys and values over the devices that have them, sequences over
@@ -59,17 +59,17 @@ def cached(pieces: Pieces, model: Any) -> Cached:
 
     def begin(tokens, places):
         keep = lambda _, new: jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
-        return _run(pieces, model, tokens, None, 0, keep)
+        return _run(parts, model, tokens, None, 0, keep)
 
     def go_on(tokens, cache, first):
         keep = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, first, axis=1)
-        return _run(pieces, model, tokens[:, None], cache, first, keep)
+        return _run(parts, model, tokens[:, None], cache, first, keep)
 
     return Cached(begin, go_on)
 
 
 def _run(
-    pieces: Pieces,
+    parts: DecoderParts,
     model: Any,
     tokens: Int[Array, "batch tokens"],
     cache: Cache | None,
@@ -87,11 +87,11 @@ def _run(
             made.append(Cache(*map(keep, old or (None, None), (k, v))))
             return grouped(q, *made[0], first=first)
 
-        apply = pieces.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
+        apply = parts.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
         return output(apply(eqx.combine(weights, static), x, None, layer)).x, made[0]
 
-    x = pieces.embed(model, tokens, None, first=first)
+    x = parts.embed(model, tokens, None, first=first)
     places = positions(x, tokens.shape[1], first)
     layers = jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
     x, kept = lax.scan(block, x, (arrays, layers, cache))
-    return pieces.unembed(model, x[:, -1:])[:, 0], kept
+    return parts.unembed(model, x[:, -1:])[:, 0], kept

@@ -24,7 +24,7 @@ from parallax import mesh as meshes
 from parallax import pipeline, rules, zero
 from parallax._typing import PyTree
 from parallax.layout import Layout
-from parallax.models import recipe, tapped
+from parallax.models import decoder_taps, recipe
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import Compute
 from parallax.schedule import Schedule
@@ -197,7 +197,7 @@ def local_step(
 
     def grad_of(scale):
         grad = compose(functions, layout, family, specs, axes, compute, scale)
-        return tapped.gradients(
+        return decoder_taps.gradients(
             lambda model, batch: grad(model, recipe.weighted(batch, axes, compute)), specs
         )
 
@@ -212,7 +212,9 @@ def local_step(
     )
 
     def keys(number, sequences):
-        return sequence_keys(dropout_key, number, sequences) if family.drops(config) else None
+        return (
+            sequence_keys(dropout_key, number, sequences) if family.uses_dropout(config) else None
+        )
 
     return LocalStep(
         step, state._replace(init=init), keys, mesh, batch, layout.batch_axes, compute.trainable
@@ -287,9 +289,9 @@ def loss_step(
 
     The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
     own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `axes`, `attend`,
-    `around`, `documents`, `dispatch`, `comms` and `schedule`.
+    `context_attention`, `documents`, `dispatch`, `comms` and `schedule`.
     """
-    compute = dataclasses.replace(compute, remat=None, sums=None)
+    compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
@@ -407,22 +409,23 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             raise ValueError(
                 f"decoder: the layout has {name}={size}, and the mesh {dict(mesh.shape)}. Make it with mesh.make(**layout.axes)."
             )
-    by_family = family.around is not None and compute.attend is None
-    if layout.context > 1 and compute.around is None and not by_family:
+    by_family = family.context_attention is not None and compute.attention is None
+    if layout.context > 1 and compute.context_attention is None and not by_family:
         who = (
-            f"{family.model.__name__}'s family has no `around`"
-            if compute.attend is None
-            else "Compute has `attend` alone"
+            f"{family.model.__name__}'s family has no `context_attention`"
+            if compute.attention is None
+            else "Compute has `attention` alone"
         )
         raise ValueError(
             f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its "
-            "own device alone. Take Compute(around=context.causal_attention) where attention is softmax(q k^T / sqrt(K)) v, or "
-            "context.ulysses."
+            "own device alone. Use Compute(context_attention=context.causal_attention) where attention is "
+            "softmax(q k^T / sqrt(K)) v, or context.ulysses."
         )
-    if compute.sums is not None and (layout.pipelined or layout.microbatches > 1 or layout.zero):
+    if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(
-            "decoder: Compute(sums=...) sums a block's gradients wherever they are made, so it needs stage=1, microbatches=1 and "
-            f"zero=0; got Layout({layout}). Leave `sums` out: gradients are then reduced once, or by zero=3 where they are made."
+            "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, so it "
+            f"needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it out: gradients are then "
+            "reduced once, or by zero=3 where they are made."
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(

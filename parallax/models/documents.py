@@ -1,7 +1,7 @@
 """Documents packed into one window: a token sees those of its own document, and the loss leaves out what follows a cut.
 
-    compute = decoder.Compute(documents=documents.ended_by(tokenizer.end))     # whatever the layout
-    loss = gpt2.loss(model, documents.apart(Batch(windows), documents.ended_by(0)(windows)))
+    compute = decoder.Compute(documents=documents.ends_with(tokenizer.end))     # whatever the layout
+    loss = gpt2.loss(model, documents.with_segments(Batch(windows), documents.ends_with(0)(windows)))
 
 The cuts are read from the tokens, so nothing but windows has to be stored, sent or split. Places in the window stay: a model with
 rotary positions computes for each document what it would alone; one that learns its positions sees them go on.
@@ -23,7 +23,7 @@ from parallax.trees import is_array
 Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 
 
-def ended_by(token: int) -> Documents:
+def ends_with(token: int) -> Documents:
     """From windows to the number of each token's document, where each document ends with `token`: 0 for the first one."""
 
     def numbered(windows):
@@ -33,7 +33,7 @@ def ended_by(token: int) -> Documents:
     return numbered
 
 
-def apart(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
+def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     """`batch` with its documents apart, by the number of each token's: of inputs of another one none is seen, and a target of
     another one than its input has a weight of 0.
 
@@ -56,7 +56,7 @@ def apart(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     )
 
 
-def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
+def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
     """`stage`, one of `Family.stages`, refused when it is traced where it does not read the documents of its part."""
 
     def wrapped(*arguments):
@@ -67,14 +67,14 @@ def minded(stage: Callable[..., Any]) -> Callable[..., Any]:
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those of other documents. Attend by "
-                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.pieces does, or leave Compute(documents=...) out."
+                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.decoder_parts does, or leave Compute(documents=...) out."
             )
         return stage(*arguments)
 
     return wrapped
 
 
-def seen(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
+def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
     """The share of all pairs of a token and one before it, or itself, that are of one document: attention masks the rest.
 
     `numbers` are those of the tokens' documents, each of which lies in one piece.

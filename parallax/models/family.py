@@ -29,7 +29,7 @@ class Batch(NamedTuple):
         keys: a random key for each sequence; None: no dropout.
         weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
         segments: the document of each token but the last, by a whole number: a token sees those of its own alone; None: all are
-            of one. `documents.apart` makes them, with the weights that go with them.
+            of one. `documents.with_segments` makes them, with the weights that go with them.
     """
 
     windows: Int[Array, "batch window"]
@@ -55,7 +55,7 @@ class Family:
     Args:
         model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf may be static. The arrays of
             its blocks have a first dim of layers.
-        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions `(enter, stage, head)` of
+        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions `(embed, stage, head)` of
             `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
             join by `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`); `remat` wraps the function
             `(weights, ...)` of one layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first
@@ -65,24 +65,25 @@ class Family:
             are split over, where a layout splits them.
         logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
         cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
-        attend: the attention function, given to `stages` unless `Compute` has another.
-        kernel: the same by a kernel for TPUs, taken instead on a mesh of them; None: there is none.
+        attention: the attention function, given to `stages` unless `Compute` has another.
+        tpu_attention: the same by a kernel for TPUs, taken instead on a mesh of them; None: there is none.
         blocks: the path of the blocks in the model.
-        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it: `context.causal_attention`
-            where `attend` is softmax(q k^T / sqrt(K)) v of each token and those before it; None: it has no context axis.
-        drops: whether a configuration has dropout: then each sequence gets a random key.
+        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it:
+            `context.causal_attention` where `attention` is softmax(q k^T / sqrt(K)) v of each token and those before it; None:
+            it has no context axis.
+        uses_dropout: whether a configuration has dropout: then each sequence gets a random key.
     """
 
     model: type[Any]
     stages: Callable[..., tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]]
     rules: Callable[..., Rule]
     logits: Callable[..., Float[Array, "batch tokens vocabulary"]]
-    attend: Callable[..., Any]
-    kernel: Callable[..., Any] | None = None
+    attention: Callable[..., Any]
+    tpu_attention: Callable[..., Any] | None = None
     cached: Callable[[Any], Any] | None = None
     blocks: str = "blocks"
-    around: Callable[..., Any] | None = None
-    drops: Callable[[Any], bool] = lambda config: False
+    context_attention: Callable[..., Any] | None = None
+    uses_dropout: Callable[[Any], bool] = lambda config: False
 
     def where(self, model: Any) -> Any:
         """The blocks of a model, or of its specs."""

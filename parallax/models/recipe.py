@@ -37,7 +37,7 @@ from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import accumulation_dtype, varying
 from parallax.grads import Grad, map_loss_and_aux
 from parallax.layout import Layout
-from parallax.models import documents, tapped
+from parallax.models import decoder_taps, documents
 from parallax.models.documents import Documents
 from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
@@ -80,12 +80,12 @@ class Compute:
     Args:
         axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor": ring("tensor")}`; along the
             others `jax.lax` moves the data.
-        attend: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
-        around: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
+        attention: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
+        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
             `context.ulysses`, instead of the family's.
-        documents: from windows to the number of each token's document, such as `documents.ended_by(token)`: tokens see those of
+        documents: from windows to the number of each token's document, such as `documents.ends_with(token)`: tokens see those of
             their own, and the loss leaves out a target that follows a cut. By default a window is one document.
-        dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`.
+        expert_dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`.
         remat: wraps each block, instead of the layout's `remat`; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
@@ -99,16 +99,16 @@ class Compute:
     """
 
     axes: Mapping[str, AxisLike] = field(default_factory=dict)
-    attend: Callable[..., Any] | None = None
+    attention: Callable[..., Any] | None = None
     remat: Callable[..., Any] | None = None
     dtype: DTypeLike = jnp.float32
     schedule: Schedule | None = None
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
-    around: Callable[..., Any] | None = None
+    context_attention: Callable[..., Any] | None = None
     documents: Documents | None = None
-    dispatch: experts.Dispatch = experts.gathered
-    sums: Callable[..., Any] | None = None
+    expert_dispatch: experts.Dispatch = experts.gathered
+    reduce_in_backward: bool = False
     comms: Callable[..., tensor.Comms] | None = None
     grad_of: Callable[..., Grad] | None = None
 
@@ -117,12 +117,12 @@ class Functions(NamedTuple):
     """The model's three functions, as `pipeline.value_and_grad` takes them.
 
     Attributes:
-        enter: `(model, part) -> x`.
+        embed: `(model, part) -> x`.
         stage: `(model, x, part, position) -> x`, or to a `pipeline.Output`.
         head: `(model, x, part) -> loss`.
     """
 
-    enter: Callable[..., Any]
+    embed: Callable[..., Any]
     stage: Callable[..., Any]
     head: Callable[..., Any]
 
@@ -149,13 +149,13 @@ def grad_of(
     """
     shards = along(axes, SHARDED_OVER)
     scatter = functools.partial(zero.reduce_scatter, axis=shards, specs=specs)
-    enter, stage, head = functions
+    embed, stage, head = functions
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
 
     if layout.pipelined:
         grad = pipeline.value_and_grad(
-            *(enter, stage, head),
+            *(embed, stage, head),
             schedule_of(layout, compute),
             axes["stage"],
             blocks=family.where,
@@ -165,7 +165,7 @@ def grad_of(
             scatter=scatter if layout.zero == 2 else _unchanged,
         )
     else:
-        grad = differentiated(pipeline.sequential(enter, stage, head), compute.trainable)
+        grad = differentiated(pipeline.sequential(embed, stage, head), compute.trainable)
         if layout.zero == 2:
             grad = _with_gradients(grad, scatter)
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
@@ -181,7 +181,7 @@ def grad_of(
     if layout.zero in (1, 2):
         grad = zero.reduce_scattered(grad, along(axes, REDUCED_OVER), specs)
     else:
-        already_summed = None if compute.sums is None else family.where
+        already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, along(axes, REDUCED_OVER), reduced=already_summed)
     if layout.replica > 1:
         grad = grads.averaged(grad, axes["replica"])
@@ -205,15 +205,15 @@ def functions_of(
     keep = remat_of(layout, compute, platform)
 
     def wrapped(block):
-        block = tapped.block(block, specs, family.where, loops)
-        if compute.sums is not None:
-            block = compute.sums(block, along(axes, REDUCED_OVER))
+        block = decoder_taps.block(block, specs, family.where, loops)
+        if compute.reduce_in_backward:
+            block = grads.reduced_in_backward(block, along(axes, REDUCED_OVER))
         if layout.zero == 3:
             block = zero.gathered(block, shards, layer_specs)
         return keep(block)
 
     attend = attention_of(family, compute, platform)
-    enter, stage, head = family.stages(
+    embed, stage, head = family.stages(
         config,
         axes["stage"] if layout.pipelined else (),
         axes["tensor"],
@@ -224,12 +224,12 @@ def functions_of(
         unroll=2 if layout.zero == 3 and platform != "tpu" else 1,
     )
     if compute.documents is not None:
-        stage = documents.minded(stage)
+        stage = documents.requires_segments(stage)
     if layout.context > 1:
         stage = context.must_communicate(stage, axes["context"])
-    enter = tapped.ends(enter, "enter", specs, family.where)
-    head = tapped.ends(head, "head", specs, family.where)
-    return Functions(enter, _with_local_loss(stage, along(axes, MEAN_OVER)), head)
+    embed = decoder_taps.ends(embed, "embed", specs, family.where)
+    head = decoder_taps.ends(head, "head", specs, family.where)
+    return Functions(embed, _with_local_loss(stage, along(axes, MEAN_OVER)), head)
 
 
 def loss_of(
@@ -255,10 +255,10 @@ def loss_of(
     if layout.pipelined:
         table, exchange = schedule_of(layout, compute), exchange_of(layout, axes)
         loss = pipeline.value(
-            functions.enter, stage, head, table, axes["stage"], blocks=family.where, send=exchange
+            functions.embed, stage, head, table, axes["stage"], blocks=family.where, send=exchange
         )
     else:
-        loss = pipeline.sequential(functions.enter, stage, head)
+        loss = pipeline.sequential(functions.embed, stage, head)
     if layout.zero == 3:
         loss = zero.gathered(
             loss, along(axes, SHARDED_OVER), shard_specs(layout, family, specs).ends
@@ -333,8 +333,8 @@ def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., A
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
     """The attention function: the one of `compute`, else the family's, on TPUs its kernel."""
-    kernel = family.kernel if platform == "tpu" else None
-    return compute.attend or kernel or family.attend
+    kernel = family.tpu_attention if platform == "tpu" else None
+    return compute.attention or kernel or family.attention
 
 
 def joins_of(
@@ -343,7 +343,7 @@ def joins_of(
     """How the blocks communicate."""
     comms = compute.comms or (sequence.comms if layout.sequence else tensor.comms)
     if layout.context > 1:
-        around = compute.around or family.around
+        around = compute.context_attention or family.context_attention
         assert around is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
@@ -353,7 +353,7 @@ def joins_of(
             context.comms, context=axes["context"], inner=comms, around=attend_around
         )
     return functools.partial(
-        experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=compute.dispatch
+        experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=compute.expert_dispatch
     )
 
 
@@ -370,7 +370,7 @@ def shard_specs(layout: Layout, family: Family, specs: Specs) -> zero.PartSpecs:
 def weighted(batch: Batch, axes: Mapping[str, Axis], compute: Compute) -> Batch:
     """The batch with its documents apart, and with weights whose mean over all devices' tokens is 1, where it has any."""
     if compute.documents is not None:
-        batch = documents.apart(batch, compute.documents(batch.windows))
+        batch = documents.with_segments(batch, compute.documents(batch.windows))
     if batch.weights is None:
         return batch
     return batch._replace(

@@ -6,12 +6,12 @@ from parallax.context import causal_attention
 from parallax.models import flash
 from parallax.models.cached import cached
 from parallax.models.family import Family
-from parallax.models.gpt2.forward import PIECES, logits
+from parallax.models.gpt2.forward import PARTS, logits
 from parallax.models.gpt2.model import GPT2, Config, attention, rules
 from parallax.models.gpt2.pipelined import stages
 
 
-def _drops(config: Config) -> bool:
+def _uses_dropout(config: Config) -> bool:
     return config.dropout > 0 or config.attention_dropout > 0
 
 
@@ -20,9 +20,9 @@ FAMILY = Family(
     stages=stages,
     rules=rules,
     logits=logits,
-    attend=attention,
-    kernel=flash.attention,
-    cached=functools.partial(cached, PIECES),
-    drops=_drops,
-    around=causal_attention,
+    attention=attention,
+    tpu_attention=flash.attention,
+    cached=functools.partial(cached, PARTS),
+    uses_dropout=_uses_dropout,
+    context_attention=causal_attention,
 )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces, tapped
+from parallax.models import decoder_parts, decoder_taps
 from parallax.models.family import Batch
 from parallax.models.gpt2.model import GPT2, Block, Config, attention
 from parallax.remat import none
@@ -55,7 +55,7 @@ def loss(
             known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
     """
     options = {"axis": axis, "comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
-    return pieces.loss(PIECES, model, batch, **options)[0]
+    return decoder_parts.loss(PARTS, model, batch, **options)[0]
 
 
 def logits(
@@ -65,7 +65,7 @@ def logits(
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
-    return pieces.logits(PIECES, model, tokens, attend=attend)
+    return decoder_parts.logits(PARTS, model, tokens, attend=attend)
 
 
 def unembedded(
@@ -91,8 +91,8 @@ def embed(
     go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
     Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
-    pieces.check_tokens("gpt2", tokens, model.wpe.shape[0])
-    x = across(pieces.looked_up(model.wte, tokens, weights, comms, model.config.vocabulary))
+    decoder_parts.check_tokens("gpt2", tokens, model.wpe.shape[0])
+    x = across(decoder_parts.looked_up(model.wte, tokens, weights, comms, model.config.vocabulary))
     T = tokens.shape[1]
     positions = (
         model.wpe[first : first + T]
@@ -101,7 +101,7 @@ def embed(
     )
     x = x + comms.local_tokens(positions, dim=0)[None]
     x = _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
-    return tapped.residual(x, "embedding", comms)
+    return decoder_taps.residual(x, "embedding", comms)
 
 
 def block(
@@ -122,9 +122,13 @@ def block(
         weights.mlp.down,
     )
 
-    x = tapped.residual(x, "blocks.*.in", comms)
-    y = tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms)
-    y = tapped.split(comms.column(y, qkv.weight, qkv.bias), "blocks.*.attention.qkv", comms, dim=3)
+    x = decoder_taps.residual(x, "blocks.*.in", comms)
+    y = decoder_taps.residual(
+        weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms
+    )
+    y = decoder_taps.split(
+        comms.column(y, qkv.weight, qkv.bias), "blocks.*.attention.qkv", comms, dim=3
+    )
     q, k, v = y[:, :, 0], y[:, :, 1], y[:, :, 2]
     if keys is not None and config.attention_dropout:
         if comms.context_shards > 1:
@@ -137,21 +141,21 @@ def block(
         attend = functools.partial(
             attention, drop=lambda weights: _dropped_heads(weights, at, first_head, rate)
         )
-    y = tapped.split(
+    y = decoder_taps.split(
         comms.wrap_attention(attend)(q, k, v), "blocks.*.attention.heads", comms, dim=2
     )
-    y = tapped.residual(comms.row(y, out.weight, out.bias), "blocks.*.attention.out", comms)
-    x = tapped.residual(
+    y = decoder_taps.residual(comms.row(y, out.weight, out.bias), "blocks.*.attention.out", comms)
+    x = decoder_taps.residual(
         x + _dropped(y, keys, config.dropout, comms, layer, site=1), "blocks.*.middle", comms
     )
 
-    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
+    y = decoder_taps.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
     y = jax.nn.gelu(
-        tapped.split(comms.column(y, up.weight, up.bias), "blocks.*.mlp.up", comms, dim=2),
+        decoder_taps.split(comms.column(y, up.weight, up.bias), "blocks.*.mlp.up", comms, dim=2),
         approximate=True,
     )
-    y = tapped.residual(comms.row(y, down.weight, down.bias), "blocks.*.mlp.down", comms)
-    return tapped.residual(
+    y = decoder_taps.residual(comms.row(y, down.weight, down.bias), "blocks.*.mlp.down", comms)
+    return decoder_taps.residual(
         x + _dropped(y, keys, config.dropout, comms, layer, site=2), "blocks.*.out", comms
     )
 
@@ -169,10 +173,10 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = tapped.whole(
+    x = decoder_taps.whole(
         comms.all_tokens(across(model.norm(x, model.config.epsilon))), "head.in", comms
     )
-    return pieces.mean_loss(x, model.wte, targets, weights, comms, model.config.vocabulary)
+    return decoder_parts.mean_loss(x, model.wte, targets, weights, comms, model.config.vocabulary)
 
 
 def _layer(
@@ -185,7 +189,7 @@ def _layer(
     return functools.partial(block, config=config, comms=comms, attend=attend)
 
 
-PIECES = pieces.Pieces("gpt2", embed=embed, layer=_layer, head=head, unembed=unembedded)
+PARTS = decoder_parts.DecoderParts("gpt2", embed=embed, layer=_layer, head=head, unembed=unembedded)
 
 
 def _at(keys, layer, site: int):
@@ -200,7 +204,9 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
     T, D = x.shape[1] * comms.token_shards, x.shape[2]
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, (T, D)))(_at(keys, layer, site))
     x = jnp.where(comms.local_tokens(kept, dim=1), x / (1 - rate), jnp.zeros((), x.dtype))
-    return tapped.residual(x, f"blocks.*.dropped.{site}" if site else "embedding.dropped", comms)
+    return decoder_taps.residual(
+        x, f"blocks.*.dropped.{site}" if site else "embedding.dropped", comms
+    )
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, Key
 from parallax import precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
-from parallax.models import numbers
+from parallax.models import checked_numbers
+from parallax.models.decoder_parts import initial, vocabulary_rows
 from parallax.models.files.origin import Origin
-from parallax.models.pieces import initial, vocabulary_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +65,28 @@ class Config:
     def __post_init__(self):
         for field in ("layers", "heads", "width", "context", "vocabulary", "vocabulary_multiple"):
             object.__setattr__(
-                self, field, numbers.whole(f"gpt2.Config needs {field}", getattr(self, field))
+                self,
+                field,
+                checked_numbers.whole(f"gpt2.Config needs {field}", getattr(self, field)),
             )
         if self.vocabulary_multiple > 2**20:
             raise ValueError(
                 f"gpt2.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
             )
         if self.width % self.heads:
-            below = numbers.divisor(self.width, self.heads)
+            below = checked_numbers.divisor(self.width, self.heads)
             raise ValueError(
                 f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}."
             )
         for field in ("dropout", "attention_dropout"):
             needed = f"gpt2.Config needs {field} from 0 up to, not including, 1"
-            object.__setattr__(self, field, numbers.real(needed, getattr(self, field), below=1.0))
+            object.__setattr__(
+                self, field, checked_numbers.real(needed, getattr(self, field), below=1.0)
+            )
         object.__setattr__(
-            self, "epsilon", numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon)
+            self,
+            "epsilon",
+            checked_numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon),
         )
 
     @property

@@ -1,11 +1,11 @@
-"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices: see `models.pieces`."""
+"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices: see `models.decoder_parts`."""
 
 from collections.abc import Callable
 from typing import Any
 
 from parallax import pipeline, tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces
+from parallax.models import decoder_parts
 from parallax.models.gpt2 import forward
 from parallax.models.gpt2.model import Config, attention
 from parallax.remat import none
@@ -22,7 +22,7 @@ def stages(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """`(enter, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules("tensor", stage="stage")`.
+    """`(embed, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules("tensor", stage="stage")`.
 
     Args:
         config: the model's sizes and dropout rates.
@@ -35,7 +35,7 @@ def stages(
     """
 
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
-    return pieces.stages(forward.PIECES, config, stage_axis, axis, **options)
+    return decoder_parts.stages(forward.PARTS, config, stage_axis, axis, **options)
 
 
 def stored(placement: Placement) -> dict[str, Callable[..., Any]]:

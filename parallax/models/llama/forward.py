@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import experts, pipeline, tensor
 from parallax.collectives import AxisLike
-from parallax.models import pieces, tapped
+from parallax.models import decoder_parts, decoder_taps
 from parallax.models.attention import grouped
 from parallax.models.family import Batch
 from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm
@@ -69,8 +69,8 @@ def loss_and_statistics(
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], experts.Statistics | None]:
     """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
-    return pieces.loss(
-        PIECES, model, batch, axis=axis, comms=comms, attend=attend, remat=remat, unroll=unroll
+    return decoder_parts.loss(
+        PARTS, model, batch, axis=axis, comms=comms, attend=attend, remat=remat, unroll=unroll
     )
 
 
@@ -81,7 +81,7 @@ def logits(
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
     """
-    return pieces.logits(PIECES, model, tokens, attend=attend)
+    return decoder_parts.logits(PARTS, model, tokens, attend=attend)
 
 
 def unembedded(
@@ -104,9 +104,11 @@ def embed(
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
     """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
-    pieces.check_tokens("llama", tokens, model.config.context)
-    x = across(pieces.looked_up(model.table, tokens, weights, comms, model.config.vocabulary))
-    return tapped.residual(x, "embedding", comms)
+    decoder_parts.check_tokens("llama", tokens, model.config.context)
+    x = across(
+        decoder_parts.looked_up(model.table, tokens, weights, comms, model.config.vocabulary)
+    )
+    return decoder_taps.residual(x, "embedding", comms)
 
 
 def block(
@@ -129,24 +131,30 @@ def block(
     """
     attention = weights.attention
 
-    x = tapped.residual(x, "blocks.*.in", comms)
+    x = decoder_taps.residual(x, "blocks.*.in", comms)
     y = comms.all_tokens(
-        tapped.residual(weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms)
+        decoder_taps.residual(
+            weights.attention_norm(x, config.epsilon), "blocks.*.attention.norm", comms
+        )
     )
     q, k, v = queries_keys_values(attention, y, turns, config, comms)
     y = comms.wrap_attention(attend)(
-        tapped.split(q, "blocks.*.attention.query", comms, dim=2), k, v
+        decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
     )
-    y = tapped.split(y, "blocks.*.attention.heads", comms, dim=2)
-    y = tapped.residual(comms.row(y, attention.out.weight, None), "blocks.*.attention.out", comms)
-    x = tapped.residual(x + y, "blocks.*.middle", comms)
+    y = decoder_taps.split(y, "blocks.*.attention.heads", comms, dim=2)
+    y = decoder_taps.residual(
+        comms.row(y, attention.out.weight, None), "blocks.*.attention.out", comms
+    )
+    x = decoder_taps.residual(x + y, "blocks.*.middle", comms)
 
-    y = tapped.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
+    y = decoder_taps.residual(weights.mlp_norm(x, config.epsilon), "blocks.*.mlp.norm", comms)
     if isinstance(weights.mlp, MLP):
-        y = tapped.residual(fed_forward(weights.mlp, y, comms), "blocks.*.mlp.down", comms)
-        return tapped.residual(x + y, "blocks.*.out", comms)
+        y = decoder_taps.residual(fed_forward(weights.mlp, y, comms), "blocks.*.mlp.down", comms)
+        return decoder_taps.residual(x + y, "blocks.*.out", comms)
     y, told = mixed(weights.mlp, y, config, comms)
-    x = tapped.residual(x + tapped.residual(y, "blocks.*.mlp.down", comms), "blocks.*.out", comms)
+    x = decoder_taps.residual(
+        x + decoder_taps.residual(y, "blocks.*.mlp.down", comms), "blocks.*.out", comms
+    )
     return pipeline.Output(x, loss=config.balance * told.balance + config.z * told.z, aux=told)
 
 
@@ -155,7 +163,7 @@ def fed_forward(
 ) -> Float[Array, "batch tokens_shard width"]:
     """What the feed-forward adds to the residual stream."""
     y = comms.all_tokens(y)
-    y = tapped.split(
+    y = decoder_taps.split(
         jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up),
         "blocks.*.mlp.up",
         comms,
@@ -271,10 +279,12 @@ def head(
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
-    x = tapped.whole(
+    x = decoder_taps.whole(
         comms.all_tokens(across(model.norm(x, model.config.epsilon))), "head.in", comms
     )
-    return pieces.mean_loss(x, model.unembedding, targets, weights, comms, model.config.vocabulary)
+    return decoder_parts.mean_loss(
+        x, model.unembedding, targets, weights, comms, model.config.vocabulary
+    )
 
 
 def _layer(
@@ -289,7 +299,9 @@ def _layer(
     )
 
 
-PIECES = pieces.Pieces("llama", embed=embed, layer=_layer, head=head, unembed=unembedded)
+PARTS = decoder_parts.DecoderParts(
+    "llama", embed=embed, layer=_layer, head=head, unembed=unembedded
+)
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:

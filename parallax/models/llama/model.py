@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Key
 from parallax import experts, precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
-from parallax.models import numbers
+from parallax.models import checked_numbers
+from parallax.models.decoder_parts import initial, vocabulary_rows
 from parallax.models.llama.sizes import Config
-from parallax.models.pieces import initial, vocabulary_rows
 
 
 class Linear(eqx.Module):
@@ -273,6 +273,6 @@ def split_groups(groups: int, devices: int) -> bool:
         fit = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         raise ValueError(
             f"llama: {groups} heads of keys and values and {devices} devices that split the heads: one must divide the other. "
-            f"Take {fit} devices, or groups={numbers.divisor(devices, groups)}."
+            f"Take {fit} devices, or groups={checked_numbers.divisor(devices, groups)}."
         )
     return groups % devices == 0

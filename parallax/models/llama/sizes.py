@@ -6,7 +6,7 @@ Sources: the files `config.json` that were published with the weights of Llama 3
 import dataclasses
 import math
 
-from parallax.models import numbers
+from parallax.models import checked_numbers
 from parallax.models.files.origin import Origin
 
 
@@ -32,11 +32,11 @@ class Scaling:
     def __post_init__(self):
         for field in ("factor", "low", "high"):
             needed = f"llama.Scaling needs {field} of more than 0"
-            object.__setattr__(self, field, numbers.real(needed, getattr(self, field)))
+            object.__setattr__(self, field, checked_numbers.real(needed, getattr(self, field)))
             if not getattr(self, field):
                 raise ValueError(f"{needed}; got 0.")
         object.__setattr__(
-            self, "original", numbers.whole("llama.Scaling needs original", self.original)
+            self, "original", checked_numbers.whole("llama.Scaling needs original", self.original)
         )
         if self.low >= self.high:
             raise ValueError(
@@ -114,24 +114,24 @@ class Config:
             "vocabulary",
             "vocabulary_multiple",
         ):
-            made(field, numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
+            made(field, checked_numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
         if self.vocabulary_multiple > 2**20:
             raise ValueError(
                 f"llama.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
             )
         if self.head_width == 0 and self.width % self.heads:
-            below = numbers.divisor(self.width, self.heads)
+            below = checked_numbers.divisor(self.width, self.heads)
             raise ValueError(
                 f"llama.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}, or give head_width."
             )
         if self.heads % self.groups:
-            below = numbers.divisor(self.heads, self.groups)
+            below = checked_numbers.divisor(self.heads, self.groups)
             raise ValueError(
                 f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take groups={below}."
             )
         made(
             "head_width",
-            numbers.whole(
+            checked_numbers.whole(
                 "llama.Config needs head_width", self.head_width or self.width // self.heads
             ),
         )
@@ -139,8 +139,10 @@ class Config:
             raise ValueError(
                 f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}."
             )
-        made("epsilon", numbers.real("llama.Config needs epsilon of 0 or more", self.epsilon))
-        made("theta", numbers.real("llama.Config needs theta of more than 0", self.theta))
+        made(
+            "epsilon", checked_numbers.real("llama.Config needs epsilon of 0 or more", self.epsilon)
+        )
+        made("theta", checked_numbers.real("llama.Config needs theta of more than 0", self.theta))
         if not self.theta:
             raise ValueError("llama.Config needs theta of more than 0; got 0.")
         self._check_experts()
@@ -150,12 +152,16 @@ class Config:
         for field, least in (("experts", 0), ("chosen", 1), ("shared", 0)):
             made(
                 field,
-                numbers.whole(f"llama.Config needs {field}", getattr(self, field), least=least),
+                checked_numbers.whole(
+                    f"llama.Config needs {field}", getattr(self, field), least=least
+                ),
             )
         for field in ("balance", "z"):
             made(
                 field,
-                numbers.real(f"llama.Config needs {field} of 0 or more", getattr(self, field)),
+                checked_numbers.real(
+                    f"llama.Config needs {field} of 0 or more", getattr(self, field)
+                ),
             )
         for field in ("shared", "balance", "z"):
             if getattr(self, field) and not self.experts:

@@ -1,4 +1,4 @@
-"""A decoder put together of its pieces: an embedding, a layer and a head make the loss, and the three functions of a pipeline.
+"""A decoder put together of its parts: an embedding, a layer and a head make the loss, and the three functions of a pipeline.
 
 Each family has one record of them. Its vocabulary is shared out over stages and tensor devices: each stage holds 1/P of the rows,
 so each does 1/P of the head on what the last stage hands out, and none is slower than the others.
@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Int
 from parallax import argument_checks, cross_entropy, pipeline, tensor
 from parallax.collectives import AxisLike
 from parallax.collectives.types import varying, varying_axes
-from parallax.models import tapped
+from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
 from parallax.pipeline.checks import output
 from parallax.remat import none
 
 
-class Pieces(NamedTuple):
+class DecoderParts(NamedTuple):
     """What a family's model is made of. The model's `config` has the vocabulary, and its `blocks` a first dim of layers.
 
     Attributes:
@@ -44,7 +44,7 @@ class Pieces(NamedTuple):
 
 
 def loss(
-    pieces: Pieces,
+    parts: DecoderParts,
     model: Any,
     batch: Batch | tuple[Any, ...],
     *,
@@ -59,34 +59,38 @@ def loss(
     With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each, or None.
     """
     windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
-    argument_checks.check_not_deleted(f"{pieces.name}.loss", model)
+    argument_checks.check_not_deleted(f"{parts.name}.loss", model)
     argument_checks.check_tokens(
-        f"{pieces.name}.loss", windows, model.config.vocabulary, weights=weights
+        f"{parts.name}.loss", windows, model.config.vocabulary, weights=weights
     )
     made = comms(axis)
-    x = pieces.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
+    x = parts.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
     own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
-    apply = pieces.layer(model.config, positions=own, comms=_apart(made, segments), attend=attend)
+    apply = parts.layer(model.config, positions=own, comms=_apart(made, segments), attend=attend)
     out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
-    value = pieces.head(model, out.x, windows[:, 1:], weights=weights, comms=made)
+    value = parts.head(model, out.x, windows[:, 1:], weights=weights, comms=made)
     return value if out.loss is None else value + out.loss, out.aux
 
 
 def logits(
-    pieces: Pieces, model: Any, tokens: Int[Array, "batch tokens"], *, attend: Callable[..., Any]
+    parts: DecoderParts,
+    model: Any,
+    tokens: Int[Array, "batch tokens"],
+    *,
+    attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout: as `gpt2.logits` says, for any family."""
-    argument_checks.check_not_deleted(f"{pieces.name}.logits", model)
-    argument_checks.check_tokens(f"{pieces.name}.logits", tokens, model.config.vocabulary)
-    x = pieces.embed(model, tokens, None)
-    apply = pieces.layer(
+    argument_checks.check_not_deleted(f"{parts.name}.logits", model)
+    argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
+    x = parts.embed(model, tokens, None)
+    apply = parts.layer(
         model.config, positions=positions(x, tokens.shape[1]), comms=tensor.comms(()), attend=attend
     )
-    return pieces.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
+    return parts.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
 def stages(
-    pieces: Pieces,
+    parts: DecoderParts,
     config: Any,
     stage_axis: AxisLike = "stage",
     axis: AxisLike = "tensor",
@@ -96,10 +100,10 @@ def stages(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """`(enter, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
+    """`(embed, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
 
     Args:
-        pieces: the family's.
+        parts: the family's.
         config: the model's sizes and rates.
         stage_axis: the axis of the stages; `()` without a pipeline.
         axis: the tensor axis inside each stage.
@@ -109,19 +113,17 @@ def stages(
         unroll: blocks in the loop's body.
     """
 
-    def enter(model, part):
+    def embed(model, part):
         windows, keys, weights, _ = Batch(*part)
         across = functools.partial(tensor.copy_to, axis=stage_axis)
         made = comms(axis, shared=stage_axis)
-        return pieces.embed(
-            model, windows[:, :-1], keys, weights=weights, comms=made, across=across
-        )
+        return parts.embed(model, windows[:, :-1], keys, weights=weights, comms=made, across=across)
 
     def stage(model, x, part, position):
         windows, keys, _, segments = Batch(*part)
         made = comms(axis)
         own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
-        apply = pieces.layer(config, positions=own, comms=_apart(made, segments), attend=attend)
+        apply = parts.layer(config, positions=own, comms=_apart(made, segments), attend=attend)
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(
             model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll
@@ -130,7 +132,7 @@ def stages(
     def head(model, x, part):
         across = functools.partial(pipeline.from_last, axis=stage_axis)
         windows, _, weights, _ = Batch(*part)
-        return pieces.head(
+        return parts.head(
             model,
             x,
             windows[:, 1:],
@@ -139,7 +141,7 @@ def stages(
             across=across,
         )
 
-    return enter, stage, head
+    return embed, stage, head
 
 
 def _apart(comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None) -> tensor.Comms:
@@ -190,7 +192,7 @@ def mean_loss(
     """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
     targets = comms.context_tokens(targets, dim=1)
     weights = None if weights is None else comms.context_tokens(weights, dim=1)
-    return tapped.loss(
+    return decoder_taps.loss(
         cross_entropy.mean(
             x, table, targets, comms.everywhere, weights=weights, vocabulary=vocabulary
         )

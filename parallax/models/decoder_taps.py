@@ -70,7 +70,7 @@ def block(
 def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """`enter` or `head`, with taps of the weights that are in no block; `specs` and `where` as in `block`."""
+    """`embed` or `head`, with taps of the weights that are in no block; `specs` and `where` as in `block`."""
 
     def tapped(model, *others):
         if not taps.is_on():
