@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from parallax import argument_checks, torus
+from parallax import argument_checks
 from parallax._typing import Device, PyTree
 from parallax.trees import AnyMesh, dotted, entry_axes, is_array, is_spec, shardings
 
@@ -52,6 +52,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
         raise ValueError(_wrong_product(sizes, asked, len(devices)))
     _check_not_cached(devices)
     types = (AxisType.Auto,) * len(sizes)
+    from parallax import torus  # only a mesh of real devices needs it
+
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 

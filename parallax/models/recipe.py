@@ -19,16 +19,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from parallax import (
-    context,
     cross_entropy,
-    experts,
     grads,
     pipeline,
     precision,
     remat,
     rules,
     schedule,
-    sequence,
     tensor,
     zero,
 )
@@ -85,15 +82,16 @@ class Compute:
             `context.ulysses`, instead of the family's.
         documents: from windows to the number of each token's document, such as `documents.ends_with(token)`: tokens see those of
             their own, and the loss leaves out a target that follows a cut. By default a window is one document.
-        expert_dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`.
+        expert_dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`. None:
+            `experts.gathered`.
         remat: wraps each block, instead of the layout's `remat`; one of `parallax.remat`, or a policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
         max_norm: clip the gradients to this global norm.
         trainable: the leaves that are trained, as `step.init` takes it.
-        sums: `(block, axis)`: wraps each block so that its gradients are summed over the replicas where they are made, while the
-            backward pass runs: `grads.reduced_in_backward`. None: they are summed at the end of the step.
-        comms: how blocks join whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
+        reduce_in_backward: sum the gradients of each block over the replicas where they are made, while the
+            backward pass runs: `grads.reduced_in_backward`. False: they are summed at the end of the step.
+        comms: how blocks communicate whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
             None: `sequence.comms`, which gathers them first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """
@@ -107,7 +105,7 @@ class Compute:
     trainable: PyTree = rules.is_inexact
     context_attention: Callable[..., Any] | None = None
     documents: Documents | None = None
-    expert_dispatch: experts.Dispatch = experts.gathered
+    expert_dispatch: Callable[..., Any] | None = None
     reduce_in_backward: bool = False
     comms: Callable[..., tensor.Comms] | None = None
     grad_of: Callable[..., Grad] | None = None
@@ -226,6 +224,8 @@ def functions_of(
     if compute.documents is not None:
         stage = documents.requires_segments(stage)
     if layout.context > 1:
+        from parallax import context
+
         stage = context.must_communicate(stage, axes["context"])
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
@@ -340,9 +340,15 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
 def joins_of(
     layout: Layout, family: Family, axes: Mapping[str, Axis], compute: Compute
 ) -> Callable[..., tensor.Comms]:
-    """How the blocks communicate."""
-    comms = compute.comms or (sequence.comms if layout.sequence else tensor.comms)
+    """How the blocks communicate. A layout imports only the modules of its axes."""
+    comms = compute.comms or tensor.comms
+    if layout.sequence and compute.comms is None:
+        from parallax import sequence
+
+        comms = sequence.comms
     if layout.context > 1:
+        from parallax import context
+
         around = compute.context_attention or family.context_attention
         assert around is not None  # `decoder` refuses a context axis without one
 
@@ -352,9 +358,16 @@ def joins_of(
         comms = functools.partial(
             context.comms, context=axes["context"], inner=comms, around=attend_around
         )
-    return functools.partial(
-        experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=compute.expert_dispatch
-    )
+    if layout.expert > 1 or compute.expert_dispatch is not None:
+        from parallax import experts
+
+        comms = functools.partial(
+            experts.comms,
+            experts=axes.get("expert", ()),
+            inner=comms,
+            dispatch=compute.expert_dispatch or experts.gathered,
+        )
+    return comms
 
 
 def loops_of(layout: Layout) -> int:
