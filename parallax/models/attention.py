@@ -1,4 +1,6 @@
-"""Causal attention whose queries share keys and values in groups: as many heads of keys as of queries, fewer, or one."""
+"""Causal attention whose queries share keys and values in groups: as many heads of keys as of
+queries, fewer, or one.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +21,23 @@ def grouped(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
-    Query head h attends to the keys and values of head h // (H / G): neighbours share theirs. With G = H it is attention as
-    Vaswani et al. have it, with G = 1 multi-query attention. It holds B H T S scores.
+    Query head h attends to the keys and values of head h // (H / G): neighbours share theirs. With
+    G = H it is attention as Vaswani et al. have it, with G = 1 multi-query attention. It holds
+    B H T S scores.
 
     Args:
         q: queries of H heads.
         k: keys of G heads.
         v: values, likewise.
         first: the place of the first query among the keys: query t sees keys 0 to `first` + t.
-        segments: the document of each token, where there are as many keys as queries; those of one alone see each other.
-        sharers: H / G of the whole model, to have a shard refused that did not pick its groups; None: any.
+        segments: the document of each token, where there are as many keys as queries; those of one
+            alone see each other.
+        sharers: H / G of the whole model, to have a shard refused that did not pick its groups;
+            None: any.
 
     Raises:
-        ValueError: the heads of `q` are no multiple of those of `k` and `v`, or not `sharers` to one. A device with fewer than
-            `sharers` heads of queries has one of keys.
+        ValueError: the heads of `q` are no multiple of those of `k` and `v`, or not `sharers` to
+            one. A device with fewer than `sharers` heads of queries has one of keys.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
@@ -40,13 +45,16 @@ def grouped(
     S, G = k.shape[1:3]
     if H % G:
         raise ValueError(
-            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, k and v with {G}. On "
+            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, "
+            f"k and v with {G}. On "
             "a device that has some of the heads, pick the groups that they attend to."
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
-            f"attention: {sharers} heads of queries share one of keys and values, so that these {H} need {max(H // sharers, 1)}; "
-            f"got k and v with {G}. On a device that has some of the heads, pick the groups that they attend to."
+            f"attention: {sharers} heads of queries share one of keys and values, so that these "
+            f"{H} need {max(H // sharers, 1)}; "
+            f"got k and v with {G}. On a device that has some of the heads, pick the groups that "
+            "they attend to."
         )
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))

@@ -1,8 +1,11 @@
-"""Keys and values kept from token to token, so that the next one costs a pass of one token and not of all before it.
+"""Keys and values kept from token to token, so that the next one costs a pass of one token and not
+of all before it.
 
-Any family made of `pieces` has them: its attention is a function, and the one here writes what is new beside what was there.
+Any family made of `pieces` has them: its attention is a function, and the one here writes what is
+new beside what was there.
 
-Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head width, V vocabulary.
+Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
+width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -37,8 +40,10 @@ class Cached(NamedTuple):
     """A model that keeps what it has seen. The logits are those after the last token.
 
     Attributes:
-        begin: `(tokens [B, P], places) -> (logits [B, V], cache)`, with room for so many tokens, P among them.
-        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`, one more token each, of the place `first`.
+        begin: `(tokens [B, P], places) -> (logits [B, V], cache)`, with room for so many tokens, P
+            among them.
+        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`, one more token each, of the
+            place `first`.
     """
 
     begin: Callable[
@@ -53,8 +58,8 @@ class Cached(NamedTuple):
 def cached(parts: DecoderParts, model: Any) -> Cached:
     """`model`, whole, with the keys and values of its tokens kept: 2 L S G K numbers a sequence.
 
-    Under `jax.jit` arrays placed over a mesh stay split: heads of keys and values over the devices that have them, sequences over
-    those that have these.
+    Under `jax.jit` arrays placed over a mesh stay split: heads of keys and values over the devices
+    that have them, sequences over those that have these.
     """
 
     def begin(tokens, places):
@@ -76,7 +81,9 @@ def _run(
     first: Any,
     keep: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
-    """Run the tokens from `first` on through all blocks; `keep` joins a layer's new keys or values with the earlier ones."""
+    """Run the tokens from `first` on through all blocks; `keep` joins a layer's new keys or values
+    with the earlier ones.
+    """
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
     def block(x, each):

@@ -10,7 +10,9 @@ LARGEST = 2**31 - 1  # what int32 counts
 
 
 def whole(needs: str, value: Any, *, least: int = 1) -> int:
-    """`value` as a whole number from `least` on. Raises `ValueError` for another: `needs` says for what."""
+    """`value` as a whole number from `least` on. Raises `ValueError` for another: `needs` says for
+    what.
+    """
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -28,7 +30,9 @@ def whole(needs: str, value: Any, *, least: int = 1) -> int:
 
 
 def real(needs: str, value: Any, *, below: float = math.inf) -> float:
-    """`value` as a float from 0 up to `below`, which it must not reach. Raises `ValueError` for another."""
+    """`value` as a float from 0 up to `below`, which it must not reach. Raises `ValueError` for
+    another.
+    """
     try:
         found = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,10 +1,15 @@
-"""A decoder's train step over data x stage x context x tensor: its state, made in place, and the compiled step.
+"""A decoder's train step over data x stage x context x tensor: its state, made in place, and the
+compiled step.
 
-    made = decoder.train_step(gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh, batch=64, key=jax.random.key(0))
+    options = {"batch": 64, "key": jax.random.key(0)}
+    made = decoder.train_step(
+        gpt2.FAMILY, gpt2.SMALL, optax.adamw(3e-4), layout, mesh, **options
+    )
     state = made.init()
     state, info = made.train(state, windows)
 
-`models.recipe` composes the loss and the gradients, `models.family` says what a model is, and `layout` what is split.
+`models.recipe` composes the loss and the gradients, `models.family` says what a model is, and
+`layout` what is split.
 """
 
 import dataclasses
@@ -67,20 +72,24 @@ class Train(Protocol):
         ...
 
     def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None, /) -> Any:
-        """The program for these arrays, or shapes with shardings, to `compile()`: a `jax.stages.Lowered`."""
+        """The program for these arrays, or shapes with shardings, to `compile()`: a
+        `jax.stages.Lowered`.
+        """
         ...
 
 
 class TrainStep(NamedTuple):
-    """A train step that is checked and ready to compile, and the state that it needs. Nothing is computed yet.
+    """A train step that is checked and ready to compile, and the state that it needs. Nothing is
+    computed yet.
 
     Attributes:
-        init: makes the state in its place: no device ever holds the whole. `init(model)` starts from the weights of that model,
-            whole, in the host's memory or on one device, such as one that `gpt2.load` gives; each process has it.
+        init: makes the state in its place: no device ever holds the whole. `init(model)` starts
+            from the weights of that model, whole, in the host's memory or on one device, such as
+            one that `gpt2.load` gives; each process has it.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
-        train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`; it donates the state. With
-            weights, [batch, T], the loss is the mean over the tokens that they weigh: 0 leaves one out. A loss above `limit`, a
-            scalar, changes nothing.
+        train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
+            it donates the state. With weights, [batch, T], the loss is the mean over the tokens
+            that they weigh: 0 leaves one out. A loss above `limit`, a scalar, changes nothing.
     """
 
     init: Callable[..., State]
@@ -94,7 +103,8 @@ class LocalStep(NamedTuple):
     Attributes:
         step: `(state, batch, limit) -> (state, info)`, of a `Batch`.
         state: the state that it changes, which can be made.
-        keys: from the step's number and the sequences of the global batch to a random key for each of them, or to None.
+        keys: from the step's number and the sequences of the global batch to a random key for each
+            of them, or to None.
         mesh: the mesh, which may have more axes than the layout.
         batch: sequences in the batch of this layout.
         batch_axes: the axes that split them.
@@ -121,25 +131,29 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """A decoder over data x stage x context x tensor: the step `(state, windows) -> (state, info)`, and how its state is made.
+    """A decoder over data x stage x context x tensor: the step `(state, windows) -> (state, info)`,
+    and how its state is made.
 
-    The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not. The weights and the
-    dropout masks come from `key` and from logical positions, so every layout computes the same run.
+    The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not.
+    The weights and the dropout masks come from `key` and from logical positions, so every layout
+    computes the same run.
 
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
         config: the model's sizes.
         optimizer: one that acts element by element, or one of `parallax.optimizers`.
-        layout: the sizes of the axes, and what is split, shortened or computed again; with stages, the blocks of the model in
-            the state are [v, L / v, ...], and `joined` makes them [L, ...] again.
+        layout: the sizes of the axes, and what is split, shortened or computed again; with stages,
+            the blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L,
+            ...] again.
         mesh: its mesh, as `mesh.make(**layout.axes)` makes it.
         batch: sequences in the global batch.
         key: the seed of the run.
         compute: how the model computes.
 
     Raises:
-        ValueError: the layout does not divide the model or the batch, or is not the mesh's; `compute.axes` names another axis;
-            or a context axis splits the tokens, and the attention does not go over it.
+        ValueError: the layout does not divide the model or the batch, or is not the mesh's;
+            `compute.axes` names another axis; or a context axis splits the tokens, and the
+            attention does not go over it.
     """
     local = local_step(
         family, config, optimizer, layout, mesh, batch=batch, key=key, compute=compute
@@ -166,7 +180,8 @@ def local_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> LocalStep:
-    """The step that `train_step` compiles, for another wrapper than `mesh.spmd` alone, such as `on_islands.train_step`.
+    """The step that `train_step` compiles, for another wrapper than `mesh.spmd` alone, such as
+    `on_islands.train_step`.
 
     Arguments and errors are those of `train_step`. The mesh may have more axes.
     """
@@ -190,7 +205,8 @@ def local_step(
         return state.init() if model is None else state.init(split_blocks(model))
 
     axes = recipe.axes_with_algorithms(layout, compute)
-    # Gradients and optimizer work on shards where the state is split, whether or not the parameters are.
+    # Gradients and optimizer work on shards where the state is split, whether or not the
+    # parameters are.
     specs = rules.specs(state.shapes.model, state_rule, mesh)
     functions = recipe.functions_of(family, config, layout, specs, axes, compute, platform_of(mesh))
     compose = compute.grad_of or recipe.grad_of
@@ -283,13 +299,15 @@ def loss_step(
     *,
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
-    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to evaluate with.
+    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to evaluate
+    with.
 
     Without dropout, and without the auxiliary losses of its blocks.
 
-    The batch may be of another size than in training; it must divide by data x microbatches. It computes in the parameters'
-    own precision, and gathers a model that lives as shares (ZeRO-3) layer by layer too. Of `compute` it uses `axes`, `attend`,
-    `context_attention`, `documents`, `dispatch`, `comms` and `schedule`.
+    The batch may be of another size than in training; it must divide by data x microbatches. It
+    computes in the parameters' own precision, and gathers a model that lives as shares (ZeRO-3)
+    layer by layer too. Of `compute` it uses `axes`, `attend`, `context_attention`, `documents`,
+    `dispatch`, `comms` and `schedule`.
     """
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
@@ -321,7 +339,8 @@ def loss_step(
 
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
-    """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees stay as they are.
+    """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees
+    stay as they are.
 
     `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
     """
@@ -331,10 +350,12 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
 def stored(
     family: Family, layout: Layout, *, schedule: Schedule | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """How a state goes into a checkpoint that any layout can read, and back: arguments for `run.checkpoint.Checkpoints`.
+    """How a state goes into a checkpoint that any layout can read, and back: arguments for
+    `run.checkpoint.Checkpoints`.
 
-    Wherever the state holds a model of the family (the parameters, the optimizer's moments), its blocks are stored as [L, ...],
-    in the order of the model. `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
+    Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
+    blocks are stored as [L, ...], in the order of the model. `schedule` is that of `Compute`, where
+    the step has one: it says where its chunks are.
     """
     if not layout.pipelined:
         return {}
@@ -345,13 +366,17 @@ def stored(
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
-    """One random key for each sequence of the global batch at `step`: the same wherever the sequence is computed."""
+    """One random key for each sequence of the global batch at `step`: the same wherever the
+    sequence is computed.
+    """
     fold = functools.partial(jax.random.fold_in, jax.random.fold_in(key, step))
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
 def platform_of(mesh: meshes.AnyMesh) -> str:
-    """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one of CPUs."""
+    """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one
+    of CPUs.
+    """
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
 
 
@@ -403,11 +428,14 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
-    """Refuse a mesh that is not the layout's, and choices of `compute` that the layout gives nothing to act on."""
+    """Refuse a mesh that is not the layout's, and choices of `compute` that the layout gives
+    nothing to act on.
+    """
     for name, size in layout.axes.items():
         if mesh.shape.get(name) != size:
             raise ValueError(
-                f"decoder: the layout has {name}={size}, and the mesh {dict(mesh.shape)}. Make it with mesh.make(**layout.axes)."
+                f"decoder: the layout has {name}={size}, and the mesh {dict(mesh.shape)}. Make it "
+                "with mesh.make(**layout.axes)."
             )
     by_family = family.context_attention is not None and compute.attention is None
     if layout.context > 1 and compute.context_attention is None and not by_family:
@@ -417,18 +445,23 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             else "Compute has `attention` alone"
         )
         raise ValueError(
-            f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that a token would see those of its "
-            "own device alone. Use Compute(context_attention=context.causal_attention) where attention is "
+            f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that "
+            "a token would see those of its "
+            "own device alone. Use Compute(context_attention=context.causal_attention) where "
+            "attention is "
             "softmax(q k^T / sqrt(K)) v, or context.ulysses."
         )
     if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(
-            "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, so it "
-            f"needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it out: gradients are then "
+            "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are "
+            "made, so it "
+            f"needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it out: "
+            "gradients are then "
             "reduced once, or by zero=3 where they are made."
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(
-            "decoder: Compute(comms=...) says how blocks join whose tokens are split over the tensor axis, so it needs "
+            "decoder: Compute(comms=...) says how blocks join whose tokens are split over the "
+            "tensor axis, so it needs "
             f"sequence=True; got Layout({layout}). Set it, or leave `comms` out."
         )

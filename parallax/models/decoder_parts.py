@@ -1,7 +1,9 @@
-"""A decoder put together of its parts: an embedding, a layer and a head make the loss, and the three functions of a pipeline.
+"""A decoder put together of its parts: an embedding, a layer and a head make the loss, and the
+three functions of a pipeline.
 
-Each family has one record of them. Its vocabulary is shared out over stages and tensor devices: each stage holds 1/P of the rows,
-so each does 1/P of the head on what the last stage hands out, and none is slower than the others.
+Each family has one record of them. Its vocabulary is shared out over stages and tensor devices:
+each stage holds 1/P of the rows, so each does 1/P of the head on what the last stage hands out, and
+none is slower than the others.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -24,14 +26,16 @@ from parallax.remat import none
 
 
 class DecoderParts(NamedTuple):
-    """What a family's model is made of. The model's `config` has the vocabulary, and its `blocks` a first dim of layers.
+    """What a family's model is made of. The model's `config` has the vocabulary, and its `blocks` a
+    first dim of layers.
 
     Attributes:
         name: of the family, for errors.
-        embed: `(model, tokens, keys, *, first, weights, comms, across)` to what enters the first block. `first` is the place of
-            the first token in its sequence; `across` takes what the devices that share the vocabulary found to those that go on.
-        layer: `(config, *, positions, comms, attend)` to one block, `(weights, x, keys, layer) -> x`, for tokens at these places;
-            one with auxiliary values returns a `pipeline.Output`.
+        embed: `(model, tokens, keys, *, first, weights, comms, across)` to what enters the first
+            block. `first` is the place of the first token in its sequence; `across` takes what the
+            devices that share the vocabulary found to those that go on.
+        layer: `(config, *, positions, comms, attend)` to one block, `(weights, x, keys, layer) ->
+            x`, for tokens at these places; one with auxiliary values returns a `pipeline.Output`.
         head: `(model, x, targets, *, weights, comms, across)` to the loss.
         unembed: `(model, x)` to the logits of a whole model.
     """
@@ -54,9 +58,11 @@ def loss(
     remat: Callable[..., Any],
     unroll: int,
 ) -> tuple[Float[Array, ""], Any]:
-    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as `gpt2.loss` says, for any family.
+    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as
+    `gpt2.loss` says, for any family.
 
-    With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each, or None.
+    With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each,
+    or None.
     """
     windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
     argument_checks.check_not_deleted(f"{parts.name}.loss", model)
@@ -79,7 +85,9 @@ def logits(
     *,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits after each token, of a whole model on one device, without dropout: as `gpt2.logits` says, for any family."""
+    """The logits after each token, of a whole model on one device, without dropout: as
+    `gpt2.logits` says, for any family.
+    """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
     x = parts.embed(model, tokens, None)
@@ -145,7 +153,9 @@ def stages(
 
 
 def _apart(comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None) -> tensor.Comms:
-    """`comms` whose attention gets the documents of the tokens that it attends with, where there are any."""
+    """`comms` whose attention gets the documents of the tokens that it attends with, where there
+    are any.
+    """
     if segments is None:
         return comms
     own = comms.context_tokens(segments, dim=1)
@@ -157,7 +167,9 @@ def _apart(comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None) -> 
 def positions(
     x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0
 ) -> Int[Array, " tokens"]:
-    """The places `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which a pipeline needs."""
+    """The places `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which a
+    pipeline needs.
+    """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 
@@ -168,7 +180,9 @@ def looked_up(
     comms: tensor.Comms,
     vocabulary: int,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """The rows of the shared `table` for this device's part of the tokens; `weights` are of the tokens after them."""
+    """The rows of the shared `table` for this device's part of the tokens; `weights` are of the
+    tokens after them.
+    """
     there = seen(weights)
     there = None if there is None else comms.context_tokens(there, dim=1)
     found = tensor.embed_partial(
@@ -189,7 +203,9 @@ def mean_loss(
     comms: tensor.Comms,
     vocabulary: int,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head that is the shared `table`."""
+    """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head
+    that is the shared `table`.
+    """
     targets = comms.context_tokens(targets, dim=1)
     weights = None if weights is None else comms.context_tokens(weights, dim=1)
     return decoder_taps.loss(
@@ -203,17 +219,21 @@ def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) ->
     """Refuse with a `ValueError` inputs of nothing, and windows longer than the model's context."""
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, of a token and the next; got inputs of shape {tokens.shape}."
+            f"{name} needs one sequence or more, of a token and the next; got inputs of shape "
+            f"{tokens.shape}."
         )
     if tokens.shape[1] > context:
         raise ValueError(
-            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of {context}. "
+            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of "
+            f"{context}. "
             f"Cut them, or configure context={tokens.shape[1]}."
         )
 
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
-    """`(*shape, scale=0.02)` to normal numbers of that deviation, other ones at each of `count` calls."""
+    """`(*shape, scale=0.02)` to normal numbers of that deviation, other ones at each of `count`
+    calls.
+    """
     keys = iter(jax.random.split(key, count))
     return lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
 

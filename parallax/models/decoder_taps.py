@@ -1,4 +1,6 @@
-"""The taps of a decoder: its values by their logical places, however rows, tokens, heads and hidden units are split."""
+"""The taps of a decoder: its values by their logical places, however rows, tokens, heads and hidden
+units are split.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +55,8 @@ def block(
 ) -> Callable[..., Any]:
     """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
 
-    `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are looped over.
+    `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are
+    looped over.
     """
 
     def tapped(weights, x, layer):
@@ -70,7 +73,9 @@ def block(
 def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """`embed` or `head`, with taps of the weights that are in no block; `specs` and `where` as in `block`."""
+    """`embed` or `head`, with taps of the weights that are in no block; `specs` and `where` as in
+    `block`.
+    """
 
     def tapped(model, *others):
         if not taps.is_on():

@@ -1,10 +1,13 @@
-"""Documents packed into one window: a token sees those of its own document, and the loss leaves out what follows a cut.
+"""Documents packed into one window: a token sees those of its own document, and the loss leaves out
+what follows a cut.
 
-    compute = decoder.Compute(documents=documents.ends_with(tokenizer.end))     # whatever the layout
-    loss = gpt2.loss(model, documents.with_segments(Batch(windows), documents.ends_with(0)(windows)))
+    compute = decoder.Compute(documents=documents.ends_with(tokenizer.end))  # whatever the layout
+    numbers = documents.ends_with(0)(windows)
+    loss = gpt2.loss(model, documents.with_segments(Batch(windows), numbers))
 
-The cuts are read from the tokens, so nothing but windows has to be stored, sent or split. Places in the window stay: a model with
-rotary positions computes for each document what it would alone; one that learns its positions sees them go on.
+The cuts are read from the tokens, so nothing but windows has to be stored, sent or split. Places in
+the window stay: a model with rotary positions computes for each document what it would alone; one
+that learns its positions sees them go on.
 """
 
 from collections.abc import Callable
@@ -24,7 +27,9 @@ Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 
 
 def ends_with(token: int) -> Documents:
-    """From windows to the number of each token's document, where each document ends with `token`: 0 for the first one."""
+    """From windows to the number of each token's document, where each document ends with `token`: 0
+    for the first one.
+    """
 
     def numbered(windows):
         ends = (windows == token).astype(jnp.int32)
@@ -34,8 +39,8 @@ def ends_with(token: int) -> Documents:
 
 
 def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
-    """`batch` with its documents apart, by the number of each token's: of inputs of another one none is seen, and a target of
-    another one than its input has a weight of 0.
+    """`batch` with its documents apart, by the number of each token's: of inputs of another one
+    none is seen, and a target of another one than its input has a weight of 0.
 
     The loss is then a weighted mean: see `cross_entropy.normalized`.
 
@@ -44,7 +49,8 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     """
     if numbers.shape != batch.windows.shape or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(
-            f"documents needs whole numbers of the windows' shape {list(batch.windows.shape)}, one for each token; got "
+            f"documents needs whole numbers of the windows' shape {list(batch.windows.shape)}, one "
+            "for each token; got "
             f"{numbers.dtype}{list(numbers.shape)}."
         )
     same = numbers[:, 1:] == numbers[:, :-1]
@@ -57,7 +63,9 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """`stage`, one of `Family.stages`, refused when it is traced where it does not read the documents of its part."""
+    """`stage`, one of `Family.stages`, refused when it is traced where it does not read the
+    documents of its part.
+    """
 
     def wrapped(*arguments):
         arrays, static = eqx.partition(arguments, is_array)
@@ -66,8 +74,10 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
         ).used
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
-                "documents: the layers do not read Batch.segments, so that tokens would see those of other documents. Attend by "
-                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.decoder_parts does, or leave Compute(documents=...) out."
+                "documents: the layers do not read Batch.segments, so that tokens would see those "
+                "of other documents. Attend by "
+                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.decoder_parts "
+                "does, or leave Compute(documents=...) out."
             )
         return stage(*arguments)
 
@@ -75,7 +85,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """The share of all pairs of a token and one before it, or itself, that are of one document: attention masks the rest.
+    """The share of all pairs of a token and one before it, or itself, that are of one document:
+    attention masks the rest.
 
     `numbers` are those of the tokens' documents, each of which lies in one piece.
     """

@@ -1,6 +1,8 @@
-"""What the recipe of `decoder` needs to know of a model: a record of functions, and the batch that they are given.
+"""What the recipe of `decoder` needs to know of a model: a record of functions, and the batch that
+they are given.
 
-GPT-2's is `gpt2.FAMILY`. Another decoder trains over every layout by a record of its own; nothing here is inherited.
+GPT-2's is `gpt2.FAMILY`. Another decoder trains over every layout by a record of its own; nothing
+here is inherited.
 """
 
 import functools
@@ -24,12 +26,14 @@ class Batch(NamedTuple):
     """What a loss is computed of; a tuple of the first two does too.
 
     Attributes:
-        windows: sequences of T + 1 tokens. One outside the vocabulary makes the loss nan, unless it and all after it in its
-            sequence have a weight of 0.
+        windows: sequences of T + 1 tokens. One outside the vocabulary makes the loss nan, unless it
+            and all after it in its sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
-        weights: of each token after the first; None: all count alike. `cross_entropy.normalized` makes a mean of them.
-        segments: the document of each token but the last, by a whole number: a token sees those of its own alone; None: all are
-            of one. `documents.with_segments` makes them, with the weights that go with them.
+        weights: of each token after the first; None: all count alike. `cross_entropy.normalized`
+            makes a mean of them.
+        segments: the document of each token but the last, by a whole number: a token sees those of
+            its own alone; None: all are of one. `documents.with_segments` makes them, with the
+            weights that go with them.
     """
 
     windows: Int[Array, "batch window"]
@@ -40,11 +44,15 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Configuration(Protocol):
-    """The sizes of a model, as its family's functions read them. What the recipe reads is what a layout must divide."""
+    """The sizes of a model, as its family's functions read them. What the recipe reads is what a
+    layout must divide.
+    """
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and experts where there are some."""
+        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and experts where
+        there are some.
+        """
         ...
 
 
@@ -53,24 +61,29 @@ class Family:
     """A kind of decoder: what the recipe calls.
 
     Args:
-        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf may be static. The arrays of
-            its blocks have a first dim of layers.
-        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions `(embed, stage, head)` of
-            `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks
-            join by `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`); `remat` wraps the function
-            `(weights, ...)` of one layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a first
-            dim of its layers.
-        rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a `stage`, which may be None, of
-            one whose blocks are [v, L / v, ...]. That of a configuration with experts takes `expert=` too, the axis that they
-            are split over, where a layout splits them.
-        logits: `(model, tokens)` to the logits after each token, of the whole model on one device, for generation.
-        cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it writes without.
+        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf
+            may be static. The arrays of its blocks have a first dim of layers.
+        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions
+            `(embed, stage, head)` of `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is
+            `()`, and `stage` runs all layers. The blocks join by `comms(axis)` (`tensor.comms`,
+            `sequence.comms` or `context.comms`); `remat` wraps the function `(weights, ...)` of one
+            layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a
+            first dim of its layers.
+        rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a
+            `stage`, which may be None, of one whose blocks are [v, L / v, ...]. That of a
+            configuration with experts takes `expert=` too, the axis that they are split over, where
+            a layout splits them.
+        logits: `(model, tokens)` to the logits after each token, of the whole model on one device,
+            for generation.
+        cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it
+            writes without.
         attention: the attention function, given to `stages` unless `Compute` has another.
-        tpu_attention: the same by a kernel for TPUs, taken instead on a mesh of them; None: there is none.
+        tpu_attention: the same by a kernel for TPUs, taken instead on a mesh of them; None: there
+            is none.
         blocks: the path of the blocks in the model.
-        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it:
-            `context.causal_attention` where `attention` is softmax(q k^T / sqrt(K)) v of each token and those before it; None:
-            it has no context axis.
+        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function
+            that attends over it: `context.causal_attention` where `attention` is softmax(q k^T /
+            sqrt(K)) v of each token and those before it; None: it has no context axis.
         uses_dropout: whether a configuration has dropout: then each sequence gets a random key.
     """
 
@@ -91,9 +104,11 @@ class Family:
 
 
 def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tokens"] | None:
-    """Whether a token of a weight sees each input of a causal model: `weights` are of the tokens after the inputs.
+    """Whether a token of a weight sees each input of a causal model: `weights` are of the tokens
+    after the inputs.
 
-    The other inputs may be anything, such as the -100 that fills a sequence up. None stays None: all are seen.
+    The other inputs may be anything, such as the -100 that fills a sequence up. None stays None:
+    all are seen.
     """
     if weights is None:
         return None
@@ -111,10 +126,11 @@ def run_blocks(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Any:
-    """`x` after these blocks, whose arrays have a first dim of layers. One layer's code, whatever L is.
+    """`x` after these blocks, whose arrays have a first dim of layers. One layer's code, whatever L
+    is.
 
-    Of blocks that return a `pipeline.Output` it is an `Output` too: the sum of their terms of the loss, and their auxiliary
-    values, [L, ...] each.
+    Of blocks that return a `pipeline.Output` it is an `Output` too: the sum of their terms of the
+    loss, and their auxiliary values, [L, ...] each.
 
     Args:
         blocks: of the model, of a stage, or of one chunk.

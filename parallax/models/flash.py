@@ -1,6 +1,7 @@
-"""Causal attention by a kernel that holds no scores: JAX's own for TPUs, with the types that `check_vma=True` asks for.
+"""Causal attention by a kernel that holds no scores: JAX's own for TPUs, with the types that
+`check_vma=True` asks for.
 
-decoder.train_step(..., compute=Compute(attend=flash.attention))       # the default on a mesh of TPUs
+    compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
 """
 
 import functools
@@ -30,11 +31,12 @@ def attention(
     *,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """`grouped(q, k, v)` by JAX's Pallas kernel for TPUs; `grouped` itself where 128 does not divide the tokens, for float64, and
-    for documents packed into a window (`segments`).
+    """`grouped(q, k, v)` by JAX's Pallas kernel for TPUs; `grouped` itself where 128 does not
+    divide the tokens, for float64, and for documents packed into a window (`segments`).
 
-    It keeps the logarithms of sums, B H T numbers, and computes the scores again backward. It multiplies in the type of `q`
-    and adds up in float32, so it equals `grouped` within the rounding of that type.
+    It keeps the logarithms of sums, B H T numbers, and computes the scores again backward. It
+    multiplies in the type of `q` and adds up in float32, so it equals `grouped` within the rounding
+    of that type.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -59,11 +61,13 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, a function of arrays with a derivative of its own, that may be called where `check_vma=True`.
+    """`f`, a function of arrays with a derivative of its own, that may be called where
+    `check_vma=True`.
 
-    Pallas's kernels are refused there unless they say along which axes their results vary. Here they vary along
-    all axes along which an argument does. `f` must send nothing to other devices. It is traced where JAX checks no types, in a
-    thread of its own, as what JAX checks belongs to a thread.
+    Pallas's kernels are refused there unless they say along which axes their results vary. Here
+    they vary along all axes along which an argument does. `f` must send nothing to other devices.
+    It is traced where JAX checks no types, in a thread of its own, as what JAX checks belongs to a
+    thread.
     """
 
     @jax.custom_vjp

@@ -1,9 +1,11 @@
-"""A decoder on islands: the recipe of `decoder` inside each, and a round between them every H steps.
+"""A decoder on islands: the recipe of `decoder` inside each, and a round between them every H
+steps.
 
 devices = mesh.make(island=2, **layout.axes)
-local = decoder.local_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, batch=64, key=key)
+options = {"batch": 64, "key": key}
+local = decoder.local_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, **options)
 made = on_islands.train_step(local, islands.outer_nesterov(), every=50)
-state, info = made.train(made.init(), windows)          # windows: [2 x 64, T + 1]; info.loss: [islands]
+state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
 """
 
 from collections.abc import Callable
@@ -25,13 +27,16 @@ from parallax.schedule import Schedule
 
 
 class TrainStep(NamedTuple):
-    """A step of islands that is checked and ready to compile, and the state that it needs. Nothing is computed yet.
+    """A step of islands that is checked and ready to compile, and the state that it needs. Nothing
+    is computed yet.
 
     Attributes:
-        init: makes the `islands.State` in its place; `init(model)` starts all islands from the weights of that model.
+        init: makes the `islands.State` in its place; `init(model)` starts all islands from the
+            weights of that model.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
-        train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`, under `jit`; it donates the
-            state. Each leaf of `info` has a first dim, [islands]. `present` as in `islands.local`.
+        train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`,
+            under `jit`; it donates the state. Each leaf of `info` has a first dim, [islands].
+            `present` as in `islands.local`.
     """
 
     init: Callable[..., islands.State]
@@ -47,11 +52,12 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """The step of islands that each train by `local`; the global batch is split over the islands first.
+    """The step of islands that each train by `local`; the global batch is split over the islands
+    first.
 
     Args:
-        local: the step of one island, on a mesh that has the axes of the islands too: `mesh.make(island=2, **layout.axes)`.
-            Its batch is that of one island.
+        local: the step of one island, on a mesh that has the axes of the islands too:
+            `mesh.make(island=2, **layout.axes)`. Its batch is that of one island.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: steps between two rounds.
         axis: the axis of the islands, as in `islands.local`.
@@ -91,7 +97,9 @@ def train_step(
 def stored(
     family: Family, layout: Layout, *, schedule: Schedule | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """How a state of islands goes into a checkpoint that any layout can read, and back, as `decoder.stored`."""
+    """How a state of islands goes into a checkpoint that any layout can read, and back, as
+    `decoder.stored`.
+    """
 
     def on_islands(change):
         each = eqx.filter_vmap(change)  # of arrays [islands, ...]

@@ -1,10 +1,13 @@
-"""The recipe: a decoder's loss and gradients over data x stage x context x tensor, read from a layout in a straight line.
+"""The recipe: a decoder's loss and gradients over data x stage x context x tensor, read from a
+layout in a straight line.
 
-`functions_of` makes the model's three functions, `grad_of` composes them to one gradient function. To change a line, copy
-`grad_of`, and give the copy to `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step.
+`functions_of` makes the model's three functions, `grad_of` composes them to one gradient function.
+To change a line, copy `grad_of`, and give the copy to `Compute(grad_of=...)`. `models.decoder`
+makes the state and compiles the step.
 
-Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for sequence parallelism and
-attention computed again; Narayanan et al. (arXiv 2104.04473) for pipelines.
+Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
+sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
+pipelines.
 """
 
 import functools
@@ -34,8 +37,7 @@ from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import accumulation_dtype, varying
 from parallax.grads import Grad, map_loss_and_aux
 from parallax.layout import Layout
-from parallax.models import decoder_taps, documents
-from parallax.models.documents import Documents
+from parallax.models import decoder_taps
 from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
@@ -75,24 +77,29 @@ class Compute:
     """How a step computes, beside what its layout says.
 
     Args:
-        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor": ring("tensor")}`; along the
-            others `jax.lax` moves the data.
-        attention: the attention function, instead of the family's, which on a mesh of TPUs is a kernel (`models.flash`).
-        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function that attends over it, such as
-            `context.ulysses`, instead of the family's.
-        documents: from windows to the number of each token's document, such as `documents.ends_with(token)`: tokens see those of
-            their own, and the loss leaves out a target that follows a cut. By default a window is one document.
-        expert_dispatch: how tokens come to the experts that a layout splits, such as `experts.exchanged(1.25)`. None:
-            `experts.gathered`.
-        remat: wraps each block, instead of the layout's `remat`; one of `parallax.remat`, or a policy of your own.
+        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
+            ring("tensor")}`; along the others `jax.lax` moves the data.
+        attention: the attention function, instead of the family's, which on a mesh of TPUs is a
+            kernel (`models.flash`).
+        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function
+            that attends over it, such as `context.ulysses`, instead of the family's.
+        documents: from windows to the number of each token's document, such as
+            `documents.ends_with(token)`: tokens see those of their own, and the loss leaves out a
+            target that follows a cut. By default a window is one document.
+        expert_dispatch: how tokens come to the experts that a layout splits, such as
+            `experts.exchanged(1.25)`. None: `experts.gathered`.
+        remat: wraps each block, instead of the layout's `remat`; one of `parallax.remat`, or a
+            policy of your own.
         dtype: of the weights.
         schedule: the pipeline's, where it is another than the layout's.
         max_norm: clip the gradients to this global norm.
         trainable: the leaves that are trained, as `step.init` takes it.
-        reduce_in_backward: sum the gradients of each block over the replicas where they are made, while the
-            backward pass runs: `grads.reduced_in_backward`. False: they are summed at the end of the step.
-        comms: how blocks communicate whose tokens are split over the tensor axis: `sequence.overlapping` multiplies while they travel.
-            None: `sequence.comms`, which gathers them first.
+        reduce_in_backward: sum the gradients of each block over the replicas where they are made,
+            while the backward pass runs: `grads.reduced_in_backward`. False: they are summed at the
+            end of the step.
+        comms: how blocks communicate whose tokens are split over the tensor axis:
+            `sequence.overlapping` multiplies while they travel. None: `sequence.comms`, which
+            gathers them first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -104,7 +111,7 @@ class Compute:
     max_norm: float | None = None
     trainable: PyTree = rules.is_inexact
     context_attention: Callable[..., Any] | None = None
-    documents: Documents | None = None
+    documents: Callable[..., Any] | None = None
     expert_dispatch: Callable[..., Any] | None = None
     reduce_in_backward: bool = False
     comms: Callable[..., tensor.Comms] | None = None
@@ -134,7 +141,8 @@ def grad_of(
     compute: Compute,
     scale: Float[Array, ""] | None = None,
 ) -> Grad:
-    """The gradient function `(model, batch) -> (loss, gradients)` on local blocks: the whole composition.
+    """The gradient function `(model, batch) -> (loss, gradients)` on local blocks: the whole
+    composition.
 
     Args:
         functions: the model's, as `functions_of` makes them.
@@ -197,7 +205,9 @@ def functions_of(
     compute: Compute,
     platform: str,
 ) -> Functions:
-    """The family's three functions under a layout: blocks that gather their weights and are computed again, and communicate."""
+    """The family's three functions under a layout: blocks that gather their weights and are
+    computed again, and communicate.
+    """
     shards, loops = along(axes, SHARDED_OVER), loops_of(layout)
     layer_specs = shard_specs(layout, family, specs).layer
     keep = remat_of(layout, compute, platform)
@@ -218,10 +228,13 @@ def functions_of(
         comms=joins_of(layout, family, axes, compute),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
-        # Two layers in a loop's body let the gathers of one overlap the other. The TPU compiler then copies all that is kept.
+        # Two layers in a loop's body let the gathers of one overlap the other. The TPU compiler
+        # then copies all that is kept.
         unroll=2 if layout.zero == 3 and platform != "tpu" else 1,
     )
     if compute.documents is not None:
+        from parallax.models import documents
+
         stage = documents.requires_segments(stage)
     if layout.context > 1:
         from parallax import context
@@ -240,7 +253,8 @@ def loss_of(
     axes: Mapping[str, Axis],
     compute: Compute,
 ) -> Callable[..., Any]:
-    """The loss `(model, batch) -> loss` on local blocks, to evaluate with; arguments are those of `grad_of`.
+    """The loss `(model, batch) -> loss` on local blocks, to evaluate with; arguments are those of
+    `grad_of`.
 
     Terms of the loss and auxiliary values of the blocks are left out.
     """
@@ -291,13 +305,15 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     """Each axis of the layout with its algorithm.
 
     Raises:
-        ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to another name.
+        ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to
+            another name.
     """
     axes = {name: Axis.of(name) for name in layout.axes}
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(
-                f"axes needs algorithms along {', '.join(axes)}, such as axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
+                f"axes needs algorithms along {', '.join(axes)}, such as "
+                f"axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
             )
         axes[name] = Axis.of(axis)
     return axes
@@ -381,8 +397,12 @@ def shard_specs(layout: Layout, family: Family, specs: Specs) -> zero.PartSpecs:
 
 
 def weighted(batch: Batch, axes: Mapping[str, Axis], compute: Compute) -> Batch:
-    """The batch with its documents apart, and with weights whose mean over all devices' tokens is 1, where it has any."""
+    """The batch with its documents apart, and with weights whose mean over all devices' tokens is
+    1, where it has any.
+    """
     if compute.documents is not None:
+        from parallax.models import documents
+
         batch = documents.with_segments(batch, compute.documents(batch.windows))
     if batch.weights is None:
         return batch
@@ -392,7 +412,9 @@ def weighted(batch: Batch, axes: Mapping[str, Axis], compute: Compute) -> Batch:
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
-    """The gradient function of a loss, to a scalar or to `(scalar, aux)`; a leaf that is not trained has a gradient of None."""
+    """The gradient function of a loss, to a scalar or to `(scalar, aux)`; a leaf that is not
+    trained has a gradient of None.
+    """
 
     def grad(params, batch):
         chosen, frozen = eqx.partition(params, trainable)
@@ -424,9 +446,11 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """`stage` with its terms of the loss typed as each device's own along `axis`, as the head's loss is.
+    """`stage` with its terms of the loss typed as each device's own along `axis`, as the head's
+    loss is.
 
-    A term that is the same along the axis, such as a mean over all tokens, would else count as one for all devices.
+    A term that is the same along the axis, such as a mean over all tokens, would else count as one
+    for all devices.
     """
 
     def wrapped(*arguments):
@@ -451,7 +475,9 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 def _with_aux_by_layer(grad: Grad) -> Grad:
-    """`grad` with the stages' auxiliary values [chunks, layers of one, ...] as those of all layers in order, [L, ...]."""
+    """`grad` with the stages' auxiliary values [chunks, layers of one, ...] as those of all layers
+    in order, [L, ...].
+    """
 
     def by_layer(aux):
         if not isinstance(aux, Aux):

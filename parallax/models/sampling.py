@@ -33,37 +33,45 @@ def sampled(
 ) -> Int[Array, " tokens"]:
     """The `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
-    With a family's model, `logits` is `functools.partial(family.logits, model)`, and `cached` is `family.cached(model)`. The
-    model may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one device draws. For many prompts of one
-    length use `jax.vmap`; placed over an axis of the mesh, each device writes its own.
+    With a family's model, `logits` is `functools.partial(family.logits, model)`, and `cached` is
+    `family.cached(model)`. The model may be split: under `jax.jit`, arrays placed over a mesh give
+    the tokens that one device draws. For many prompts of one length use `jax.vmap`; placed over an
+    axis of the mesh, each device writes its own.
 
-    Each token sees at most the last `window` before it. While the text fits the window, keys and values are kept, and a token
-    costs a pass of one token, 2 N flops and what attention needs. Behind it, and without `cached`, it costs one over the whole
-    window, 2 N window flops: where the window moves, so do the places of all tokens in it, and nothing that was kept holds.
+    Each token sees at most the last `window` before it. While the text fits the window, keys and
+    values are kept, and a token costs a pass of one token, 2 N flops and what attention needs.
+    Behind it, and without `cached`, it costs one over the whole window, 2 N window flops: where the
+    window moves, so do the places of all tokens in it, and nothing that was kept holds.
 
-    Where logits are nan, as after an id outside the vocabulary, the token is -1, and so are all after it. No tokenizer decodes
-    that.
+    Where logits are nan, as after an id outside the vocabulary, the token is -1, and so are all
+    after it. No tokenizer decodes that.
 
     Args:
         logits: after each of the tokens `[1, window]`.
         prompt: it may be longer than the window.
         tokens: how many, static.
         window: static.
-        cached: the same model, keeping what it has seen. None: each token is computed from all before it.
-        temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the first of equal ones.
-        top_k: draw among the k largest logits (and those that equal the least of them); static. None: among all.
-        top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, reach p. None: among all.
+        cached: the same model, keeping what it has seen. None: each token is computed from all
+            before it.
+        temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the
+            first of equal ones.
+        top_k: draw among the k largest logits (and those that equal the least of them); static.
+            None: among all.
+        top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`,
+            reach p. None: among all.
         key: each token has its own, `jax.random.split(key, tokens)`.
 
     Raises:
-        ValueError: no prompt, or one that is not whole numbers in one dim; `tokens` below 0, `window` or `top_k` below 1; where
-            values are known (outside `jax.jit`), a prompt's token outside the vocabulary, a temperature that is negative or not
-            finite, or a `top_p` outside [0, 1]. Inside, these give -1.
+        ValueError: no prompt, or one that is not whole numbers in one dim; `tokens` below 0,
+            `window` or `top_k` below 1; where values are known (outside `jax.jit`), a prompt's
+            token outside the vocabulary, a temperature that is negative or not finite, or a `top_p`
+            outside [0, 1]. Inside, these give -1.
     """
     tokens, window = argument_checks.whole_numbers("sample", tokens=tokens, window=window)
     if tokens < 0 or window < 1:
         raise ValueError(
-            f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, window {window}."
+            f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, "
+            f"window {window}."
         )
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers("sample", top_k=top_k)
@@ -134,7 +142,8 @@ def of_family(
     window: SupportsIndex | None,
     **options: Any,
 ) -> Int[Array, " tokens"]:
-    """What `sampled` writes with a model of `family`, whose configuration has its context: as `gpt2.sample` says, for any family.
+    """What `sampled` writes with a model of `family`, whose configuration has its context: as
+    `gpt2.sample` says, for any family.
 
     Raises:
         ValueError: as it does; `name` begins the message.
@@ -146,7 +155,8 @@ def of_family(
     )
     if not 1 <= window <= context:
         raise ValueError(
-            f"sample needs a window from 1 to the model's context of {context} tokens; got {window}."
+            f"sample needs a window from 1 to the model's context of {context} tokens; got "
+            f"{window}."
         )
     cached = None if family.cached is None else family.cached(model)
     return sampled(
@@ -166,13 +176,16 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """The logits to draw from, in float32 or wider: over `temperature`, less their maximum, and -inf where no token is drawn.
+    """The logits to draw from, in float32 or wider: over `temperature`, less their maximum, and
+    -inf where no token is drawn.
 
-    At temperature 0 all are -inf but the largest, the first of equal ones. First `temperature`, then `top_k`, then `top_p` of
-    what is left; the likeliest token always stays. All are nan where a logit is nan or inf, or none is finite, or for a
-    `temperature` or `top_p` that `sampled` refuses.
+    At temperature 0 all are -inf but the largest, the first of equal ones. First `temperature`,
+    then `top_k`, then `top_p` of what is left; the likeliest token always stays. All are nan where
+    a logit is nan or inf, or none is finite, or for a `temperature` or `top_p` that `sampled`
+    refuses.
 
-    Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for `top_p`.
+    Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
+    `top_p`.
     """
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     temperature = jnp.asarray(temperature, wide.dtype)
@@ -216,11 +229,13 @@ def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
         raise ValueError(
-            "sample needs a prompt of one token or more; got none. Start with a space, or a line's end."
+            "sample needs a prompt of one token or more; got none. Start with a space, or a line's "
+            "end."
         )
     if prompt.ndim != 1:
         raise ValueError(
-            f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use jax.vmap."
+            f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use "
+            "jax.vmap."
         )
     argument_checks.check_tokens("sample", prompt[None], vocabulary)
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))

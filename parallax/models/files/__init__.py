@@ -1,8 +1,10 @@
-"""Models in Hugging Face's folders: `config.json`, safetensors, and what lies beside them, for any family of models.
+"""Models in Hugging Face's folders: `config.json`, safetensors, and what lies beside them, for any
+family of models.
 
-A family is one `Format`, a record of tables: which field of `config.json` is which size, which values the code stands for, which
-tensor is which leaf. All that reads, checks, refuses and writes is here, once. What comes from a file becomes a typed record
-at the border, or is refused in a sentence that names the file and the field.
+A family is one `Format`, a record of tables: which field of `config.json` is which size, which
+values the code stands for, which tensor is which leaf. All that reads, checks, refuses and writes
+is here, once. What comes from a file becomes a typed record at the border, or is refused in a
+sentence that names the file and the field.
 """
 
 from parallax.models.files.fields import FREE, Fields, Free, Number, Part

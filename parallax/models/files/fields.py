@@ -1,7 +1,9 @@
-"""`config.json` as a table: every field that may stand in it, with what it must say. A field that no table has is refused.
+"""`config.json` as a table: every field that may stand in it, with what it must say. A field that
+no table has is refused.
 
-A number is a size of the model. Other fields have the one value that the code computes, or change no logits and are free. So
-whatever transformers obeys is either read, or checked, or known to be harmless.
+A number is a size of the model. Other fields have the one value that the code computes, or change
+no logits and are free. So whatever transformers obeys is either read, or checked, or known to be
+harmless.
 """
 
 import hashlib
@@ -26,7 +28,8 @@ class Number:
         aliases: other names of it, which must agree too, and are not written.
         nullable: those of them that may be null, which means that they are left out.
         kind: `int` or `float`; or `bool`, of a choice.
-        default: what a field of `names` means that is left out, or a function of all fields to that; None: one must be there.
+        default: what a field of `names` means that is left out, or a function of all fields to
+            that; None: one must be there.
     """
 
     names: tuple[str, ...]
@@ -54,11 +57,13 @@ class Number:
         if not given or not all(map(fits, given.values())):
             needed = "true or false" if self.kind is bool else "a number"
             raise ValueError(
-                f"{file} needs {needed} for {first}; got {short(given) if given else 'no such field'}. Correct it."
+                f"{file} needs {needed} for {first}; got "
+                f"{short(given) if given else 'no such field'}. Correct it."
             )
         if len(set(given.values())) > 1:
             raise ValueError(
-                f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one number for them."
+                f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one "
+                "number for them."
             )
         number: Any = next(iter(given.values()))
         return self.kind(number)
@@ -74,7 +79,8 @@ class Part:
 
     Args:
         names: the fields that it is read from.
-        of: from all fields to the value. It raises `ValueError`; the caller puts the file's name before its message.
+        of: from all fields to the value. It raises `ValueError`; the caller puts the file's name
+            before its message.
         to: from the value to the fields that are written.
     """
 
@@ -195,7 +201,8 @@ class Fields:
         model_type: the family's name there.
         title: its name in a sentence.
         numbers: each argument of the family's configuration that files state, and where it stands.
-        only: values that the code stands for; the first is meant where the field is left out, and written.
+        only: values that the code stands for; the first is meant where the field is left out, and
+            written.
         derived: likewise, of the numbers; not written, since they follow from those.
         free: fields that change no logits, beside `FREE`.
         made: of the numbers, fields that a model made here is written with.
@@ -222,7 +229,8 @@ class Fields:
         for name, values in fixed.items():
             if not any(_same(fields.get(name, values[0]), value) for value in values):
                 raise ValueError(
-                    f"{file}: {name} must be {' or '.join(map(repr, values))}; it is {short(fields[name])}, for which this "
+                    f"{file}: {name} must be {' or '.join(map(repr, values))}; it is "
+                    f"{short(fields[name])}, for which this "
                     f"{self.title} has no code. Load another model."
                 )
         free = FREE | dict(self.free)
@@ -234,7 +242,8 @@ class Fields:
             ):
                 needed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
                 raise ValueError(
-                    f"{file}: {name} must be of type {needed}; it is {short(value)}. Correct the file."
+                    f"{file}: {name} must be of type {needed}; it is {short(value)}. Correct the "
+                    "file."
                 )
         plain = self._plain(numbers)
         names = {*fields, *(plain.keys() & free.keys())} & {*free, *stays}
@@ -276,7 +285,9 @@ class Fields:
         return {name: value for name, value in fields.items() if value is not ABSENT}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """The sha256 of what the weights mean under these numbers; rates that only training has are left out."""
+        """The sha256 of what the weights mean under these numbers; rates that only training has are
+        left out.
+        """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
         return hashlib.sha256(
             json.dumps([self.model_type, meant], default=vars).encode()
@@ -297,7 +308,8 @@ class Fields:
         found = fields.get("model_type", self.model_type)
         if found != self.model_type:
             raise ValueError(
-                f"{file}: model_type must be {self.model_type!r}; it is {short(found)}, for which this {self.title} has no "
+                f"{file}: model_type must be {self.model_type!r}; it is {short(found)}, for which "
+                f"this {self.title} has no "
                 f"code. Load another model."
             )
 
@@ -308,8 +320,10 @@ class Fields:
         unknown = sorted(fields.keys() - stated - others - {*OF_THE_FILE, "model_type"})
         if unknown:
             raise ValueError(
-                f"{file}: {', '.join(map(short, unknown[:5]))} {'is' if len(unknown) == 1 else 'are'} not known here, and may "
-                f"change what the model computes. Remove {'it' if len(unknown) == 1 else 'them'} from the file where "
+                f"{file}: {', '.join(map(short, unknown[:5]))} "
+                f"{'is' if len(unknown) == 1 else 'are'} not known here, and may "
+                f"change what the model computes. Remove {'it' if len(unknown) == 1 else 'them'} "
+                "from the file where "
                 f"transformers gives the same logits without."
             )
 

@@ -29,13 +29,16 @@ class Format:
     """A family's models in files.
 
     Args:
-        model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute `config` is static.
+        model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
+            `config` is static.
         config: the class of its configuration: the numbers of `fields` by name, and `origin`.
         fields: the table of `config.json`.
-        leaves: from a configuration to the table of the tensors, by the path of the leaf in the model.
+        leaves: from a configuration to the table of the tensors, by the path of the leaf in the
+            model.
         prefix: what the names of tensors begin with; a file may leave it out.
         no_weights: a pattern of the names of tensors that are no weights, as old files have them.
-        module: that has `load` and `save`, for errors, where it has another name than the family's `model_type`.
+        module: that has `load` and `save`, for errors, where it has another name than the family's
+            `model_type`.
     """
 
     model: type[Any]
@@ -67,7 +70,8 @@ def load(
     dtype: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model at `path`, with its weights in `dtype`, on JAX's default device: as `gpt2.load` says, for any family.
+    """The model at `path`, with its weights in `dtype`, on JAX's default device: as `gpt2.load`
+    says, for any family.
 
     Args:
         format_: the family's tables.
@@ -108,7 +112,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():
         raise ValueError(
-            f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its folder."
+            f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its "
+            "folder."
         )
     safetensors = tensors.library()
     found = _tensors(format_, model)
@@ -142,7 +147,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
                 shutil.copyfile(file, new / file.name)
     except (OSError, safetensors.SafetensorError) as error:
         raise OSError(
-            f"{name} could not write {folder}: {error}. What was there before is as it was. Free some of the disk, or choose "
+            f"{name} could not write {folder}: {error}. What was there before is as it was. Free "
+            "some of the disk, or choose "
             f"another folder."
         ) from error
     return _note(folder, tokenizer)
@@ -150,10 +156,19 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
     if tokenizer:
-        return f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {', '.join(file.name for file in tokenizer)}."
+        names = ", ".join(file.name for file in tokenizer)
+        return f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {names}."
     if any((folder / name).is_file() for name in TOKENIZER):
-        return f"{folder} holds the model. The files of a tokenizer were there before, and are as they were."
-    return f"{folder} holds the model and no tokenizer. Copy the files of yours there, or transformers makes an empty one."
+        return (
+            f"{folder} holds the model. The files of a tokenizer were there before, and are as "
+            "they "
+            "were."
+        )
+    return (
+        f"{folder} holds the model and no tokenizer. Copy the files of yours there, or "
+        "transformers "
+        "makes an empty one."
+    )
 
 
 def _widest(dtypes: set[np.dtype]) -> np.dtype:
@@ -166,12 +181,15 @@ def _widest(dtypes: set[np.dtype]) -> np.dtype:
 
 
 def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
-    """The tensors of a whole model, by name. Raises `ValueError` for one that could not be loaded."""
+    """The tensors of a whole model, by name. Raises `ValueError` for one that could not be
+    loaded.
+    """
     name = f"{format_.name}.save"
     config = getattr(model, "config", None)
     if not isinstance(config, format_.config):
         raise ValueError(
-            f"{name} needs a {format_.name} model, with its configuration; got a {type(model).__name__}."
+            f"{name} needs a {format_.name} model, with its configuration; got a "
+            f"{type(model).__name__}."
         )
     leaves = format_.leaves(config)
     needed = {
@@ -182,7 +200,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     if differ := sorted(needed.keys() ^ given.keys()):
         has = "has no array" if differ[0] in needed else "has an array that this model has not"
         raise ValueError(
-            f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, and no other."
+            f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, "
+            "and no other."
         )
     found: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
@@ -193,14 +212,18 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A leaf of the model, in the host's memory. Raises `ValueError` for one that is not there, or is another."""
+    """A leaf of the model, in the host's memory. Raises `ValueError` for one that is not there, or
+    is another.
+    """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
-            f"{name}: {path} must be an array of numbers; it is a {type(leaf).__name__}. Save outside of jax.jit."
+            f"{name}: {path} must be an array of numbers; it is a {type(leaf).__name__}. Save "
+            "outside of jax.jit."
         )
     if leaf.shape != shape:
         raise ValueError(
-            f"{name}: {path} must be of shape {shape} by the model's config; it is {leaf.shape}. Save the whole model, outside "
+            f"{name}: {path} must be of shape {shape} by the model's config; it is {leaf.shape}. "
+            "Save the whole model, outside "
             f"of mesh.spmd and of pipeline stages."
         )
     if leaf.dtype not in map(jnp.dtype, FLOATS.values()):
@@ -209,7 +232,8 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
-            f"{name}: {path} is deleted: a step that donates its state took it. Save the state that it gave back."
+            f"{name}: {path} is deleted: a step that donates its state took it. Save the state "
+            "that it gave back."
         )
     if (
         isinstance(leaf, jax.Array)
@@ -234,7 +258,8 @@ def _checked(format_: Format, dtype: Any) -> np.dtype:
         raise ValueError(f"{format_.name}.load needs a dtype among {_float_names()}; got {found}.")
     if found == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), which is off. Or take float32."
+            f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), "
+            "which is off. Or take float32."
         )
     return found
 

@@ -23,11 +23,12 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Origin:
-    """What came with a model and is not computed with: it can be compared and hashed, as a static part of a model must be.
+    """What came with a model and is not computed with: it can be compared and hashed, as a static
+    part of a model must be.
 
     Attributes:
-        fields: of `config.json`, those that differ from what `save` writes by itself, each with its value as JSON, which is
-            empty for one that the file leaves out.
+        fields: of `config.json`, those that differ from what `save` writes by itself, each with its
+            value as JSON, which is empty for one that the file leaves out.
         generation: `generation_config.json`, as JSON; None where there was none.
         tokenizer: the folder that the model came from, where it has files of a tokenizer.
     """
@@ -38,7 +39,9 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: dict[str, Any]) -> "Origin":
-        """What `folder` has beside sizes and weights, and these fields. Raises `ValueError` for damaged JSON."""
+        """What `folder` has beside sizes and weights, and these fields. Raises `ValueError` for
+        damaged JSON.
+        """
         generation = folder / GENERATION
         return cls(
             tuple(
@@ -65,8 +68,10 @@ class Origin:
         found = [file for name in TOKENIZER if (file := Path(self.tokenizer, name)).is_file()]
         if not found:
             raise ValueError(
-                f"the model came with a tokenizer from {self.tokenizer}, and its files are not there any more. Put them back, "
-                f"or leave it out with dataclasses.replace(config.origin, tokenizer=None) and copy {', '.join(TOKENIZER[:2])} "
+                f"the model came with a tokenizer from {self.tokenizer}, and its files are not "
+                "there any more. Put them back, "
+                "or leave it out with dataclasses.replace(config.origin, tokenizer=None) and copy "
+                f"{', '.join(TOKENIZER[:2])} "
                 f"to the saved model yourself: without them transformers makes an empty tokenizer."
             )
         return found

@@ -28,7 +28,8 @@ def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
     if folder.is_file():
         if folder.suffix != ".safetensors":
             raise ValueError(
-                f"{asks} needs a folder or a .safetensors file; got the file {folder}. Pass its folder."
+                f"{asks} needs a folder or a .safetensors file; got the file {folder}. Pass its "
+                "folder."
             )
         folder, file = folder.parent, folder
     elif not folder.is_dir():
@@ -43,7 +44,8 @@ def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
         folder = _downloaded(path, asks)
     if (folder / ADAPTER).exists():
         raise ValueError(
-            f"{asks}: {folder / ADAPTER} is there, so {folder} is an adapter (LoRA) or has one. {MERGE}"
+            f"{asks}: {folder / ADAPTER} is there, so {folder} is an adapter (LoRA) or has one. "
+            f"{MERGE}"
         )
     if not (folder / CONFIG).is_file():
         cut = (
@@ -52,7 +54,8 @@ def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
             else ""
         )
         raise FileNotFoundError(
-            f"{asks} needs {folder / CONFIG}, which says what the weights beside it are.{cut or ' Copy it there.'}"
+            f"{asks} needs {folder / CONFIG}, which says what the weights beside it "
+            f"are.{cut or ' Copy it there.'}"
         )
     return folder, file
 
@@ -62,7 +65,8 @@ def _downloaded(name: str, asks: str) -> Path:
         import huggingface_hub  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"{asks}: there is no folder {name!r} here, and asking the Hugging Face hub for a model of that name needs "
+            f"{asks}: there is no folder {name!r} here, and asking the Hugging Face hub for a "
+            "model of that name needs "
             f"huggingface_hub. Correct the path, or pip install -e '.[hub]'."
         ) from error
     try:
@@ -71,6 +75,8 @@ def _downloaded(name: str, asks: str) -> Path:
         Exception
     ) as error:  # whatever the hub's client raises, of its own or of the library under it
         raise FileNotFoundError(
-            f"{asks}: there is no folder {name!r} here, and the Hugging Face hub did not give a model of that name: "
-            f"{type(error).__name__}: {error} Correct the path or name, or load a folder that was downloaded before."
+            f"{asks}: there is no folder {name!r} here, and the Hugging Face hub did not give a "
+            "model of that name: "
+            f"{type(error).__name__}: {error} Correct the path or name, or load a folder that was "
+            "downloaded before."
         ) from error

@@ -1,8 +1,10 @@
-"""New files in the place of old ones, all at once: a folder holds the old model, the new one, or none that can be read.
+"""New files in the place of old ones, all at once: a folder holds the old model, the new one, or
+none that can be read.
 
-The files are written into a folder beside, and synced. Then `last` is taken away, without which nobody reads the folder; the
-others are replaced; the new `last` comes last. An error on the way puts back what was there. A kill leaves a folder without
-`last`, with what was there in `.saving/old`, which the next save clears.
+The files are written into a folder beside, and synced. Then `last` is taken away, without which
+nobody reads the folder; the others are replaced; the new `last` comes last. An error on the way
+puts back what was there. A kill leaves a folder without `last`, with what was there in
+`.saving/old`, which the next save clears.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ STAGE = ".saving"
 
 @contextlib.contextmanager
 def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[Path]:
-    """A new folder to write files into. When the block ends they take the place of those of the same names in `folder`.
+    """A new folder to write files into. When the block ends they take the place of those of the
+    same names in `folder`.
 
     Args:
         folder: is made where it is not there.

@@ -1,4 +1,6 @@
-"""Tensors in safetensors files, read by their headers: what a folder holds, before a number of it is read."""
+"""Tensors in safetensors files, read by their headers: what a folder holds, before a number of it
+is read.
+"""
 
 import contextlib
 import itertools
@@ -19,18 +21,21 @@ from parallax.models.files.texts import read_json, short
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
 MERGE = "Merge it into its model first: peft's merge_and_unload(), then save_pretrained(folder)."
-# In a file's metadata: the fingerprint of the configuration that its weights belong to, and the files that were saved beside it,
+# In a file's metadata: the fingerprint of the configuration that its weights belong to, and the
+# files that were saved beside it,
 # which a later save may remove.
 MEANT, WROTE = "parallax.configuration", "parallax.beside"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of a model as tensors of a file: one, or one for each layer (and each expert), which the leaf has as first dims.
+    """A leaf of a model as tensors of a file: one, or one for each layer (and each expert), which
+    the leaf has as first dims.
 
     Args:
         name: of the tensors, with a word in braces for each of `over`: `h.{layer}.ln_1.weight`.
-        shape: of each tensor in the file. The leaf has the same numbers in the same order, and may end in more, which are 0.
+        shape: of each tensor in the file. The leaf has the same numbers in the same order, and may
+            end in more, which are 0.
         over: how many there are of each word, in the order of the leaf's first dims.
         transposed: the file has the tensor as [out, in], and the leaf as [in, out].
         copies: other names under which a file may hold the same tensor once more: a tied head.
@@ -56,7 +61,9 @@ class Leaf:
             yield self.name.format(**dict(zip(words, places, strict=True)))
 
     def read(self, like: Any, stored: Mapping[str, "Stored"]) -> jax.Array:
-        """The leaf, in the type and shape of `like`. Raises `ValueError` where a number is beyond its type."""
+        """The leaf, in the type and shape of `like`. Raises `ValueError` where a number is beyond
+        its type.
+        """
         array = np.zeros(like.shape, like.dtype)
         parts = array.reshape(self.count, -1)
         for part, name in zip(parts, self.names(), strict=True):
@@ -107,14 +114,16 @@ class Stored(NamedTuple):
             found = array.astype(dtype)
         if np.count_nonzero(~np.isfinite(found)) > np.count_nonzero(~np.isfinite(array)):
             raise ValueError(
-                f"{self.place} has numbers up to {np.abs(array[np.isfinite(array)]).max():.3g}, beyond those of {found.dtype}. "
+                f"{self.place} has numbers up to {np.abs(array[np.isfinite(array)]).max():.3g}, "
+                f"beyond those of {found.dtype}. "
                 f"Load it in {array.dtype}."
             )
         return found
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """The safetensors files of a model in `folder`, and the index that lists them, where there are several.
+    """The safetensors files of a model in `folder`, and the index that lists them, where there are
+    several.
 
     Raises:
         FileNotFoundError: none is there, or one of those that the index lists is not.
@@ -126,7 +135,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(
-            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {found}. Other formats can be converted with "
+            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {found}. Other formats can "
+            "be converted with "
             f"transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
         )
     files = [folder / name for name in sorted(set(weight_map(index).values()))]
@@ -139,7 +149,9 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Which file beside `index` holds which tensor. Raises `ValueError` where it says something else."""
+    """Which file beside `index` holds which tensor. Raises `ValueError` where it says something
+    else.
+    """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
     if not isinstance(names, dict) or not names:
@@ -151,7 +163,8 @@ def weight_map(index: Path) -> dict[str, str]:
             r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name
         ):
             raise ValueError(
-                f"{index}: {short(tensor)} needs the name of a file beside it; got {short(name)}. {again}"
+                f"{index}: {short(tensor)} needs the name of a file beside it; got {short(name)}. "
+                f"{again}"
             )
     return names
 
@@ -159,10 +172,12 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened(
     stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
 ) -> dict[str, Stored]:
-    """The tensors in all the files by their name without `prefix`; those whose name matches `no_weights` are left out.
+    """The tensors in all the files by their name without `prefix`; those whose name matches
+    `no_weights` are left out.
 
     Raises:
-        ValueError: a file is no whole safetensors file, holds a tensor twice, or holds other tensors than the index says.
+        ValueError: a file is no whole safetensors file, holds a tensor twice, or holds other
+            tensors than the index says.
     """
     safetensors = library()
     listed: dict[str, set[str]] = {}
@@ -174,18 +189,21 @@ def opened(
             handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(
-                f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it again."
+                f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
+                "again."
             ) from error
         wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
         if wrong:
             raise ValueError(
-                f"{file} and {index} must name the same tensors; {some(wrong)} in only one of them. Copy both again."
+                f"{file} and {index} must name the same tensors; {some(wrong)} in only one of "
+                "them. Copy both again."
             )
         for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
             plain = name.removeprefix(prefix)
             if plain in stored:
                 raise ValueError(
-                    f"{file} holds both {name} and {stored[plain].name}: the same tensor twice. Remove one."
+                    f"{file} holds both {name} and {stored[plain].name}: the same tensor twice. "
+                    "Remove one."
                 )
             if not re.fullmatch(no_weights, plain):
                 stored[plain] = Stored(name, file, handle)
@@ -193,7 +211,9 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """The names of the files that a save of ours wrote beside `weights`; none where it was another program that wrote them."""
+    """The names of the files that a save of ours wrote beside `weights`; none where it was another
+    program that wrote them.
+    """
     if not weights.is_file():
         return set()
     safetensors = library()
@@ -207,12 +227,15 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuse weights that were saved with another configuration than `config`, where they say so: a copy that was cut off."""
+    """Refuse weights that were saved with another configuration than `config`, where they say so: a
+    copy that was cut off.
+    """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)
         if meant not in (None, fingerprint):
             raise ValueError(
-                f"{file} was saved with another configuration than {config} states: a copy was cut off, or a size was changed by "
+                f"{file} was saved with another configuration than {config} states: a copy was cut "
+                "off, or a size was changed by "
                 f"hand. Save or copy both again."
             )
 
@@ -220,7 +243,8 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
 def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
-    """Refuse files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of copies.
+    """Refuse files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of
+    copies.
 
     Args:
         stored: the tensors there.
@@ -236,14 +260,16 @@ def check(
     count = sum(leaf.count for leaf in leaves.values())
     if count > 4 * len(stored) + 10_000:  # which nobody waits for, name by name
         raise ValueError(
-            f"{files}: there are {len(stored)} tensors; needed {count} for {asked}. Correct the sizes there."
+            f"{files}: there are {len(stored)} tensors; needed {count} for {asked}. Correct the "
+            "sizes there."
         )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
     for name, leaf in copies.items():
         if name in stored and leaf.name not in stored:
             raise ValueError(
-                f"{stored[name].place} is there, and {leaf.name} is not, of which it is a copy in {asked}. Store it under that "
+                f"{stored[name].place} is there, and {leaf.name} is not, of which it is a copy in "
+                f"{asked}. Store it under that "
                 f"name."
             )
     if adapters := [
@@ -254,21 +280,24 @@ def check(
         raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {config} asks for: {what}. Correct it, or copy or download the "
+            f"{files}: the tensor {some(missing)} missing, which {config} asks for: {what}. "
+            "Correct it, or copy or download the "
             f"weights again."
         )
     if extra := [
         tensor.name for name, tensor in stored.items() if name not in needed and name not in copies
     ]:
         raise ValueError(
-            f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was added."
+            f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was "
+            "added."
         )
     for name, tensor in stored.items():
         _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
     for name, leaf in copies.items():
         if name in stored and not _equal(stored[name].array(), stored[leaf.name].array()):
             raise ValueError(
-                f"{stored[name].place} must equal {stored[leaf.name].name}, since this model's head is its embedding transposed; "
+                f"{stored[name].place} must equal {stored[leaf.name].name}, since this model's "
+                "head is its embedding transposed; "
                 f"it differs. An untied head cannot be loaded."
             )
 
@@ -276,12 +305,14 @@ def check(
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
     if tensor.shape != shape:
         raise ValueError(
-            f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. Correct the sizes there, or take "
+            f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
+            "Correct the sizes there, or take "
             f"the weights that belong to it."
         )
     if tensor.kind not in FLOATS:
         raise ValueError(
-            f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it before."
+            f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it "
+            "before."
         )
 
 

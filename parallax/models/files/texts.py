@@ -1,4 +1,6 @@
-"""JSON from a file that somebody else wrote: an object, or one sentence that says what is wrong with it."""
+"""JSON from a file that somebody else wrote: an object, or one sentence that says what is wrong
+with it.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +13,9 @@ DEEPEST = 64  # objects and lists within each other; no configuration has ten
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for anything else."""
+    """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for
+    anything else.
+    """
     again = "Copy or download it again."
     try:
         content = _files.read(file, "a JSON object")

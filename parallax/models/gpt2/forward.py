@@ -1,4 +1,5 @@
-"""What a GPT-2 computes: its loss and its logits, whole or on a shard, from the pieces that a pipeline's stages share.
+"""What a GPT-2 computes: its loss and its logits, whole or on a shard, from the pieces that a
+pipeline's stages share.
 
 Legend: B batch, T tokens, D width, H heads, K head width, L layers.
 """
@@ -32,27 +33,31 @@ def loss(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
+    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows
+    of T + 1 tokens.
 
     With `context.comms`, the mean over this device's tokens.
 
     Args:
         model: whole, or a shard of it along `axis`.
-        batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is the same under every
-            layout.
+        batch: a `Batch`. Dropout depends on a sequence's key, the layer and the head only, so it is
+            the same under every layout.
         axis: the axis or axes that the weights are split over.
-        comms: how the devices of `axis` come together: with all tokens on each, or split over them by `sequence.comms`; with the
-            tokens split over another axis before that, `context.comms`.
+        comms: how the devices of `axis` come together: with all tokens on each, or split over them
+            by `sequence.comms`; with the tokens split over another axis before that,
+            `context.comms`.
         attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K]; on a GPU
-            `functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")`, say. With attention
-            dropout it gives way to `attention`.
-        remat: wraps each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or one that
-            first gathers the weights (`zero.gathered`).
-        unroll: blocks written out one after another in the loop's body, so that the gathers of one may overlap another.
+            `functools.partial(jax.nn.dot_product_attention, is_causal=True,
+            implementation="cudnn")`, say. With attention dropout it gives way to `attention`.
+        remat: wraps each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or
+            one that first gathers the weights (`zero.gathered`).
+        unroll: blocks written out one after another in the loop's body, so that the gathers of one
+            may overlap another.
 
     Raises:
-        ValueError: T is more than the model's context; there is no token to predict; or, outside `jax.jit`, where values are
-            known, a token is outside the vocabulary, or an array is deleted. Inside, such a token makes the loss nan.
+        ValueError: T is more than the model's context; there is no token to predict; or, outside
+            `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
+            deleted. Inside, such a token makes the loss nan.
     """
     options = {"axis": axis, "comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     return decoder_parts.loss(PARTS, model, batch, **options)[0]
@@ -63,7 +68,8 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
+    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes
+    those after it nan.
     """
     return decoder_parts.logits(PARTS, model, tokens, attend=attend)
 
@@ -85,11 +91,12 @@ def embed(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """What enters the first block: the embeddings of tokens and positions, of which the first is `first`, with dropout.
+    """What enters the first block: the embeddings of tokens and positions, of which the first is
+    `first`, with dropout.
 
-    `comms` adds up what the devices that share the vocabulary found; `across` takes the sum to those that
-    go on with it. A token outside the vocabulary gives nan, unless those after it have `weights` of 0.
-    Raises `ValueError` for windows longer than the model's context, or of nothing.
+    `comms` adds up what the devices that share the vocabulary found; `across` takes the sum to
+    those that go on with it. A token outside the vocabulary gives nan, unless those after it have
+    `weights` of 0. Raises `ValueError` for windows longer than the model's context, or of nothing.
     """
     decoder_parts.check_tokens("gpt2", tokens, model.wpe.shape[0])
     x = across(decoder_parts.looked_up(model.wte, tokens, weights, comms, model.config.vocabulary))
@@ -114,7 +121,9 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """One block. Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or their halves."""
+    """One block. Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two
+    backward, or their halves.
+    """
     qkv, out, up, down = (
         weights.attention.qkv,
         weights.attention.out,
@@ -133,8 +142,10 @@ def block(
     if keys is not None and config.attention_dropout:
         if comms.context_shards > 1:
             raise ValueError(
-                f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; they are split over "
-                f"{comms.context_shards}. Configure attention_dropout=0, and dropout for the residual stream."
+                f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
+                "they are split over "
+                f"{comms.context_shards}. Configure attention_dropout=0, and dropout for the "
+                "residual stream."
             )
         first_head = comms.axis.index() * qkv.bias.shape[1]
         rate, at = config.attention_dropout, _at(keys, layer, 3)
@@ -169,7 +180,8 @@ def head(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the tied head, in nats a token.
+    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the tied
+    head, in nats a token.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
@@ -198,7 +210,9 @@ def _at(keys, layer, site: int):
 
 
 def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
-    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them all."""
+    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them
+    all.
+    """
     if keys is None or rate == 0:
         return x
     T, D = x.shape[1] * comms.token_shards, x.shape[2]

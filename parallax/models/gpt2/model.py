@@ -1,9 +1,11 @@
 """GPT-2 as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
 
-Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary, L layers. The L blocks are
-one `Block` whose leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out].
+Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary,
+L layers. The L blocks are one `Block` whose leaves have a leading dim of layers, and run under
+`lax.scan`. Matrices are stored [in, out].
 
-Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights published with it.
+Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights
+published with it.
 """
 
 import dataclasses
@@ -31,8 +33,9 @@ from parallax.models.files.origin import Origin
 class Config:
     """The sizes of a GPT-2, and its dropout rates.
 
-    The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it divides
-    over devices. The rows past the vocabulary never win probability, and get no gradient.
+    The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`,
+    so that it divides over devices. The rows past the vocabulary never win probability, and get no
+    gradient.
 
     Args:
         layers: L, the number of blocks.
@@ -47,8 +50,8 @@ class Config:
         origin: what a model that was loaded came with beside these, for `save`.
 
     Raises:
-        ValueError: a size that is no whole number from 1 to 2^31 - 1, a width that the heads do not divide, a rate outside
-            [0, 1), or an epsilon below 0.
+        ValueError: a size that is no whole number from 1 to 2^31 - 1, a width that the heads do not
+            divide, a rate outside [0, 1), or an epsilon below 0.
     """
 
     layers: int = 12
@@ -71,12 +74,14 @@ class Config:
             )
         if self.vocabulary_multiple > 2**20:
             raise ValueError(
-                f"gpt2.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
+                "gpt2.Config needs vocabulary_multiple of 2^20 or less; got "
+                f"{self.vocabulary_multiple}."
             )
         if self.width % self.heads:
             below = checked_numbers.divisor(self.width, self.heads)
             raise ValueError(
-                f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}."
+                f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take "
+                f"heads={below}."
             )
         for field in ("dropout", "attention_dropout"):
             needed = f"gpt2.Config needs {field} from 0 up to, not including, 1"
@@ -96,7 +101,9 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows and tokens."""
+        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows
+        and tokens.
+        """
         hidden = 4 * self.width
         return {
             "layers": self.layers,
@@ -199,7 +206,8 @@ class GPT2(eqx.Module):
 
     Args:
         config: its sizes.
-        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds to the residual stream.
+        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds
+            to the residual stream.
         dtype: of the weights.
 
     Attributes:
@@ -252,8 +260,9 @@ def attention(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
 
-    `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs the last digits.
-    `drop` is applied to the weights, [B, H, T, S]. With `segments`, a token sees those of its own document, by number.
+    `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs
+    the last digits. `drop` is applied to the weights, [B, H, T, S]. With `segments`, a token sees
+    those of its own document, by number.
     """
     T, K = q.shape[1], q.shape[3]
     scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
@@ -269,10 +278,11 @@ def attention(
 def rules(
     axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1
 ) -> Callable[..., Any]:
-    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
+    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden
+    dim, the vocabulary by rows.
 
-    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the vocabulary over both axes. It is the
-    same for any `size` of the axis.
+    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the
+    vocabulary over both axes. It is the same for any `size` of the axis.
     """
     layers = (None,) if stage is None else (None, stage)
     return sharding.first(
@@ -296,7 +306,8 @@ def chunked(model: GPT2, chunks: int) -> GPT2:
     """
     if model.config.layers % chunks:
         raise ValueError(
-            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a divisor."
+            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a "
+            "divisor."
         )
     blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)
     return eqx.tree_at(lambda m: m.blocks, model, blocks)

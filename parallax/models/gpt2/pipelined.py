@@ -1,4 +1,6 @@
-"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor devices: see `models.decoder_parts`."""
+"""GPT-2 as the three functions of a pipeline, its vocabulary shared out over stages and tensor
+devices: see `models.decoder_parts`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,8 @@ def stages(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """`(embed, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under `rules("tensor", stage="stage")`.
+    """`(embed, stage, head)` for `pipeline.value_and_grad` and a `chunked` GPT-2 under
+    `rules("tensor", stage="stage")`.
 
     Args:
         config: the model's sizes and dropout rates.
@@ -39,9 +42,10 @@ def stages(
 
 
 def stored(placement: Placement) -> dict[str, Callable[..., Any]]:
-    """How a state of this pipeline goes into a checkpoint that any layout can read, and back: arguments for `Checkpoints`.
+    """How a state of this pipeline goes into a checkpoint that any layout can read, and back:
+    arguments for `Checkpoints`.
 
-    Wherever the state holds a `chunked` model's blocks (the parameters, the optimizer's moments), they are stored as [L, ...].
-    `placement` is the schedule's `placed`.
+    Wherever the state holds a `chunked` model's blocks (the parameters, the optimizer's moments),
+    they are stored as [L, ...]. `placement` is the schedule's `placed`.
     """
     return pipeline.stored(lambda model: model.blocks, placement)

@@ -1,4 +1,6 @@
-"""Llama, Qwen 2, Qwen 3 and Mixtral as far as they are the same: model, rules, loss, and weights in Hugging Face's layout."""
+"""Llama, Qwen 2, Qwen 3 and Mixtral as far as they are the same: model, rules, loss, and weights in
+Hugging Face's layout.
+"""
 
 from parallax.models.family import Batch
 from parallax.models.llama.configuration import FORMATS

@@ -1,6 +1,8 @@
-"""The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for `models.files`.
+"""The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for
+`models.files`.
 
-They are one model: Qwen 2 has biases of queries, keys and values, Qwen 3 norms of heads, Mixtral experts.
+They are one model: Qwen 2 has biases of queries, keys and values, Qwen 3 norms of heads, Mixtral
+experts.
 """
 
 import dataclasses
@@ -24,7 +26,9 @@ SCALED = {  # Llama 3's, and ours
 
 
 def _rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of rotary positions: `rope_parameters` since version 5 of transformers, before it `rope_scaling`."""
+    """The record of rotary positions: `rope_parameters` since version 5 of transformers, before it
+    `rope_scaling`.
+    """
     given = {name: fields[name] for name in ("rope_scaling", "rope_parameters") if fields.get(name)}
     for name, rope in given.items():
         if not isinstance(rope, dict):
@@ -48,7 +52,8 @@ def _theta(fields: Mapping[str, Any], usual: float = THETA) -> float:
         )
     if len({*stated}) > 1:
         raise ValueError(
-            f"rope_theta must be the same in both places; it is {stated[0]} and {stated[1]}. Correct the file."
+            f"rope_theta must be the same in both places; it is {stated[0]} and {stated[1]}. "
+            "Correct the file."
         )
     return float(stated[0]) if stated else usual
 
@@ -58,13 +63,16 @@ def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(
-            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, for which this Llama has no code. Load another model."
+            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, for which this Llama "
+            "has no code. Load another model."
         )
     known = PLAIN if kind == "default" else (*PLAIN, *SCALED)
     if unknown := sorted(rope.keys() - {*known}):
         raise ValueError(
-            f"{short(unknown[0])} of the rotary positions is not known here for rope_type {kind!r}, and may change what the "
-            "model computes. Remove it from the file where transformers gives the same logits without."
+            f"{short(unknown[0])} of the rotary positions is not known here for rope_type "
+            f"{kind!r}, and may change what the "
+            "model computes. Remove it from the file where transformers gives the same logits "
+            "without."
         )
     if kind == "default":
         return None

@@ -1,6 +1,8 @@
-"""What a Llama computes: its loss and its logits, whole or on a shard, from the pieces that a pipeline's stages share.
+"""What a Llama computes: its loss and its logits, whole or on a shard, from the pieces that a
+pipeline's stages share.
 
-Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L layers.
+Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
+layers.
 """
 
 import functools
@@ -36,23 +38,26 @@ def loss(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows of T + 1 tokens.
+    """The mean cross-entropy, in nats a token, of each token after the first in `batch`'s windows
+    of T + 1 tokens.
 
-    With `context.comms`, the mean over this device's tokens. Of a model with experts the auxiliary losses are added that its
-    configuration asks for.
+    With `context.comms`, the mean over this device's tokens. Of a model with experts the auxiliary
+    losses are added that its configuration asks for.
 
     Args:
         model: whole, or a shard of it along `axis`.
         batch: a `Batch`; its keys are not used, since a Llama has no dropout.
         axis: the axis or axes that the weights are split over.
-        comms: how the devices of `axis` come together, as in `gpt2.loss`; `experts.comms` where the experts are split.
-        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and values, [B, T, G, K], the heads
-            of this device; G divides H.
+        comms: how the devices of `axis` come together, as in `gpt2.loss`; `experts.comms` where the
+            experts are split.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and
+            values, [B, T, G, K], the heads of this device; G divides H.
         remat: wraps each block, a function `(weights, x, layer) -> x`.
         unroll: blocks written out one after another in the loop's body.
 
     Raises:
-        ValueError: as `gpt2.loss`; or the heads of keys and values of this shard are not those that its queries attend to.
+        ValueError: as `gpt2.loss`; or the heads of keys and values of this shard are not those that
+            its queries attend to.
     """
     options = {"axis": axis, "comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     return loss_and_statistics(model, batch, **options)[0]
@@ -68,7 +73,9 @@ def loss_and_statistics(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], experts.Statistics | None]:
-    """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
+    """`loss`, with its arguments and errors, and the `experts.Statistics` of each layer, [L, ...]
+    each; None without experts.
+    """
     return decoder_parts.loss(
         PARTS, model, batch, axis=axis, comms=comms, attend=attend, remat=remat, unroll=unroll
     )
@@ -79,7 +86,8 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """The logits after each token, of a whole model on one device.
 
-    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes those after it nan.
+    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes
+    those after it nan.
     """
     return decoder_parts.logits(PARTS, model, tokens, attend=attend)
 
@@ -103,7 +111,9 @@ def embed(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """What enters the first block, the embeddings of the tokens, wherever they stand: as `gpt2.embed` says, without dropout."""
+    """What enters the first block, the embeddings of the tokens, wherever they stand: as
+    `gpt2.embed` says, without dropout.
+    """
     decoder_parts.check_tokens("llama", tokens, model.config.context)
     x = across(
         decoder_parts.looked_up(model.table, tokens, weights, comms, model.config.vocabulary)
@@ -122,12 +132,15 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """One block; one with experts returns an `Output` with its auxiliary losses and `experts.Statistics`.
+    """One block; one with experts returns an `Output` with its auxiliary losses and
+    `experts.Statistics`.
 
-    Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or their halves.
+    Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or
+    their halves.
 
-    Where each device has all heads of keys and values, it computes those that its queries attend to; backward, one all-reduce of
-    their weights' size sums what the devices found. `turns` are those of the tokens that it attends with, by `rotary`.
+    Where each device has all heads of keys and values, it computes those that its queries attend
+    to; backward, one all-reduce of their weights' size sums what the devices found. `turns` are
+    those of the tokens that it attends with, by `rotary`.
     """
     attention = weights.attention
 
@@ -195,7 +208,9 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
     Float[Array, "batch tokens groups head_width"],
 ]:
-    """This device's heads of queries, and of the keys and values that they attend to, turned to their positions."""
+    """This device's heads of queries, and of the keys and values that they attend to, turned to
+    their positions.
+    """
     heads = weights.query.weight.shape[1]
     own = functools.partial(own_groups, heads=heads, config=config, comms=comms)
     q = _projected(y, weights.query)
@@ -208,7 +223,8 @@ def queries_keys_values(
 def own_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
     """Of a layer to keys or values, the heads that this device's `heads` of queries attend to.
 
-    They are all that the device has where the axis splits them, and some of them where each device has all.
+    They are all that the device has where the axis splits them, and some of them where each device
+    has all.
 
     Raises:
         ValueError: the device has neither.
@@ -223,8 +239,10 @@ def own_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms
         or (heads % each and each % heads)
     ):
         raise ValueError(
-            f"llama: with {config.heads} heads of queries and {config.groups} of keys and values on {devices} devices, each "
-            f"needs {config.heads // devices} of queries and, of keys and values, {config.groups} / {devices} or all; this has "
+            f"llama: with {config.heads} heads of queries and {config.groups} of keys and values "
+            f"on {devices} devices, each "
+            f"needs {config.heads // devices} of queries and, of keys and values, {config.groups} "
+            f"/ {devices} or all; this has "
             f"{heads} and {groups}. Split them as llama.rules(axis, size={devices}) says."
         )
     first, needed = comms.axis.index() * heads // each, max(heads // each, 1)
@@ -237,11 +255,14 @@ def own_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms
 def rotary(
     config: Config, positions: Int[Array, " tokens"]
 ) -> tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]:
-    """Cosine and sine of the angle by which each pair of a head is turned at each position, in float32, or wider where allowed.
+    """Cosine and sine of the angle by which each pair of a head is turned at each position, in
+    float32, or wider where allowed.
 
-    Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is slow.
+    Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is
+    slow.
 
-    Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published with Llama 3.1.
+    Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
+    with Llama 3.1.
     """
     exact = jnp.result_type(
         float
@@ -260,7 +281,9 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of `x` again."""
+    """Each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of `x`
+    again.
+    """
     cosine, sine = (each.astype(accumulation_dtype(x.dtype))[None, :, None] for each in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1).astype(x.dtype)
@@ -275,7 +298,8 @@ def head(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = lambda x: x,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the head, in nats a token.
+    """The mean cross-entropy of `targets`, times their `weights`, after the last norm and the head,
+    in nats a token.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """

@@ -1,11 +1,13 @@
 """Llama as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
 
-Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values (groups), K head width, V rows
-of the vocabulary, L layers. The L blocks are one `Block` whose leaves have a leading dim of layers, and run under `lax.scan`.
-Matrices are stored [in, out]. What a model has not, such as a bias, is `()`.
+Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
+(groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
+leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. What a
+model has not, such as a bias, is `()`.
 
-Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models (arXiv 2407.21783); for biases
-and norms of heads the Qwen2 and Qwen3 technical reports (arXiv 2407.10671, 2505.09388).
+Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
+(arXiv 2407.21783); for biases and norms of heads the Qwen2 and Qwen3 technical reports (arXiv
+2407.10671, 2505.09388).
 """
 
 import functools
@@ -61,11 +63,13 @@ class Norm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Causal self-attention, split over devices by heads of queries; those of keys and values as far as they are enough.
+    """Causal self-attention, split over devices by heads of queries; those of keys and values as
+    far as they are enough.
 
     Attributes:
         query: a column-parallel layer [D, H, K].
-        key: likewise [D, G, K]; where there are fewer of these heads than devices, each device has all of them.
+        key: likewise [D, G, K]; where there are fewer of these heads than devices, each device has
+            all of them.
         value: likewise.
         out: a row-parallel layer [H, K, D].
         query_norm: of each head of queries, [K], or `()`.
@@ -99,7 +103,8 @@ class MLP(eqx.Module):
 class MoE(eqx.Module):
     """Experts in the feed-forward's place: split over devices by experts, and by hidden units.
 
-    Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); Dai et al., DeepSeekMoE (arXiv 2401.06066), for the shared one.
+    Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); Dai et al., DeepSeekMoE (arXiv
+    2401.06066), for the shared one.
 
     Attributes:
         mixture: the router [D, E] and the experts, [E, D, F] and [E, F, D].
@@ -131,7 +136,8 @@ class Llama(eqx.Module):
 
     Args:
         config: its sizes.
-        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds to the residual stream.
+        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds
+            to the residual stream.
         dtype: of the weights.
 
     Attributes:
@@ -218,16 +224,18 @@ def rules(
     size: int = 1,
     expert: AxisName | None = None,
 ) -> sharding.Rule:
-    """How a Llama is split over `axis_name`: attention by heads, the feed-forward by its hidden dim, the vocabulary by rows.
+    """How a Llama is split over `axis_name`: attention by heads, the feed-forward by its hidden
+    dim, the vocabulary by rows.
 
-    Heads of keys and values are split where `size`, that of the axis, divides them. Where they divide it, each device has all of
-    them, and `forward.block` picks the one that its queries attend to.
+    Heads of keys and values are split where `size`, that of the axis, divides them. Where they
+    divide it, each device has all of them, and `forward.block` picks the one that its queries
+    attend to.
 
-    With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over the stages, the vocabulary over
-    both axes.
+    With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over
+    the stages, the vocabulary over both axes.
 
-    Of a model with experts, each is split over `axis_name` by its hidden dim; with `expert`, an axis that splits the batch, each
-    device of it has some of them.
+    Of a model with experts, each is split over `axis_name` by its hidden dim; with `expert`, an
+    axis that splits the batch, each device of it has some of them.
 
     Raises:
         ValueError: where the rule is asked: neither divides the other.
@@ -268,11 +276,14 @@ def rules(
 
 
 def split_groups(groups: int, devices: int) -> bool:
-    """Whether so many devices split the heads of keys and values; else each has all of them. Raises `ValueError` as `rules`."""
+    """Whether so many devices split the heads of keys and values; else each has all of them. Raises
+    `ValueError` as `rules`.
+    """
     if groups % devices and devices % groups:
         fit = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         raise ValueError(
-            f"llama: {groups} heads of keys and values and {devices} devices that split the heads: one must divide the other. "
+            f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
+            "one must divide the other. "
             f"Take {fit} devices, or groups={checked_numbers.divisor(devices, groups)}."
         )
     return groups % devices == 0

@@ -22,13 +22,16 @@ def sample(
     top_p: SupportsFloat | None = None,
     key: Key[Array, ""],
 ) -> Int[Array, " tokens"]:
-    """The `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws them, with its arguments and errors.
+    """The `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws them, with its
+    arguments and errors.
 
-    Each token sees at most the last `window` before it (default: the model's context; take the length that it was trained on).
-    Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens`, `window` and `top_k` static.
+    Each token sees at most the last `window` before it (default: the model's context; take the
+    length that it was trained on). Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens`,
+    `window` and `top_k` static.
 
     Raises:
-        ValueError: as `sampled` does; a window that is not within the model's context; or an array of the model is deleted.
+        ValueError: as `sampled` does; a window that is not within the model's context; or an array
+            of the model is deleted.
     """
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
     return sampling.of_family(

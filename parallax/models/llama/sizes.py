@@ -12,7 +12,8 @@ from parallax.models.files.origin import Origin
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, fast ones stay.
+    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, fast
+    ones stay.
 
     Args:
         factor: what the slow turns are divided by.
@@ -48,8 +49,9 @@ class Scaling:
 class Config:
     """The sizes of a Llama.
 
-    The embedding and the head have `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`, so that it
-    divides over devices. The rows past the vocabulary never win probability, and get no gradient.
+    The embedding and the head have `rows` rows: the vocabulary rounded up to a multiple of
+    `vocabulary_multiple`, so that it divides over devices. The rows past the vocabulary never win
+    probability, and get no gradient.
 
     Args:
         layers: L, the number of blocks.
@@ -60,24 +62,30 @@ class Config:
         context: the most tokens of a window.
         vocabulary: how many tokens there are.
         vocabulary_multiple: what the rows of embedding and head divide by.
-        head_width: K; 0: D / H, which is what the field says from then on, in `dataclasses.replace` too.
-        theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta positions.
+        head_width: K; 0: D / H, which is what the field says from then on, in `dataclasses.replace`
+            too.
+        theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta
+            positions.
         scaling: how they are stretched; None: not at all.
         epsilon: what the norms add to the mean of squares.
         tied: whether the head is the embedding transposed.
         bias: whether queries, keys and values have a bias, as in Qwen 2.
         head_norms: whether each head of queries and keys is normalised, as in Qwen 3.
-        experts: E, that each layer has in the feed-forward's place, F hidden units each, as in Mixtral; 0: the feed-forward.
-        chosen: k, the experts that a token goes to. Their weights are the router's, divided by their sum.
+        experts: E, that each layer has in the feed-forward's place, F hidden units each, as in
+            Mixtral; 0: the feed-forward.
+        chosen: k, the experts that a token goes to. Their weights are the router's, divided by
+            their sum.
         shared: hidden units of one more expert, which all tokens go to; 0: there is none.
-        balance: how much the auxiliary loss counts by which the router's load becomes even, `experts.Statistics.balance`.
+        balance: how much the auxiliary loss counts by which the router's load becomes even,
+            `experts.Statistics.balance`.
         z: how much that counts which keeps the router's logits small, `experts.Statistics.z`.
         origin: what a model that was loaded came with beside these, for `save`.
 
     Raises:
-        ValueError: a size that is no whole number from 1 to 2^31 - 1; heads that do not divide by the groups, or the width by the
-            heads where no `head_width` is given; an odd `head_width`; a `theta` that is not above 0, or an epsilon below 0; more
-            experts chosen than there are, or what experts alone have where there are none.
+        ValueError: a size that is no whole number from 1 to 2^31 - 1; heads that do not divide by
+            the groups, or the width by the heads where no `head_width` is given; an odd
+            `head_width`; a `theta` that is not above 0, or an epsilon below 0; more experts chosen
+            than there are, or what experts alone have where there are none.
     """
 
     layers: int = 12
@@ -117,17 +125,20 @@ class Config:
             made(field, checked_numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
         if self.vocabulary_multiple > 2**20:
             raise ValueError(
-                f"llama.Config needs vocabulary_multiple of 2^20 or less; got {self.vocabulary_multiple}."
+                "llama.Config needs vocabulary_multiple of 2^20 or less; got "
+                f"{self.vocabulary_multiple}."
             )
         if self.head_width == 0 and self.width % self.heads:
             below = checked_numbers.divisor(self.width, self.heads)
             raise ValueError(
-                f"llama.Config: width={self.width} must divide by heads={self.heads}. Take heads={below}, or give head_width."
+                f"llama.Config: width={self.width} must divide by heads={self.heads}. Take "
+                f"heads={below}, or give head_width."
             )
         if self.heads % self.groups:
             below = checked_numbers.divisor(self.heads, self.groups)
             raise ValueError(
-                f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take groups={below}."
+                f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take "
+                f"groups={below}."
             )
         made(
             "head_width",
@@ -166,12 +177,14 @@ class Config:
         for field in ("shared", "balance", "z"):
             if getattr(self, field) and not self.experts:
                 raise ValueError(
-                    f"llama.Config: {field}={getattr(self, field)} belongs to a layer with experts, and experts=0. Take "
+                    f"llama.Config: {field}={getattr(self, field)} belongs to a layer with "
+                    "experts, and experts=0. Take "
                     f"experts=8, or {field}=0."
                 )
         if self.experts and self.chosen > self.experts:
             raise ValueError(
-                f"llama.Config: a token goes to chosen={self.chosen} experts, and there are experts={self.experts}. Take "
+                f"llama.Config: a token goes to chosen={self.chosen} experts, and there are "
+                f"experts={self.experts}. Take "
                 f"chosen={self.experts}."
             )
 
@@ -182,7 +195,9 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, experts, rows and tokens."""
+        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width,
+        experts, rows and tokens.
+        """
         of_block = {
             "layers": self.layers,
             "heads": self.heads,
