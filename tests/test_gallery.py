@@ -240,6 +240,13 @@ def test_ours_inside_jit_and_jit_inside_ours_learn_the_same(printed):
     }
 
 
+@pytest.mark.programs
+def test_an_mlp_on_eight_devices_has_the_losses_of_one(printed):
+    text = printed("mlp")
+    assert numbers(text, "largest difference #")[0] < 1e-5  # float32
+    assert numbers(text, "step 100  one device #")[0] < numbers(text, "step   1  one device #")[0]
+
+
 def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):
     sys.path.insert(0, str(EXAMPLES))
     try:
