@@ -2,7 +2,7 @@
 
 from parallax.models.family import Batch, run_blocks
 from parallax.models.gpt2.configuration import FORMAT
-from parallax.models.gpt2.family import FAMILY
+from parallax.models.gpt2.family import FAMILY, stages
 from parallax.models.gpt2.forward import block, embed, head, logits, loss
 from parallax.models.gpt2.model import (
     GPT2,
@@ -21,7 +21,6 @@ from parallax.models.gpt2.model import (
     rules,
     unchunked,
 )
-from parallax.models.gpt2.pipelined import stages, stored
 from parallax.models.gpt2.sampling import sample
 from parallax.models.gpt2.weights import load, save
 
@@ -53,6 +52,5 @@ __all__ = [
     "sample",
     "save",
     "stages",
-    "stored",
     "unchunked",
 ]
