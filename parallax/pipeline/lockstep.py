@@ -155,15 +155,19 @@ def _stretches(
             of_stretch, params = sequence_after(of_stretch, carry), jobs.params_after(carry)
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
 
-        def tick(carry, row):
-            for lane in running:
-                carry = lane(carry, row)
-            return carry, None
-
         if running:
-            carry, _ = lax.scan(tick, carry, of_stretch)
+            carry, _ = lax.scan(functools.partial(_tick, running), carry, of_stretch)
         begin += length
     return carry
+
+
+def _tick(
+    running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
+) -> tuple[Carry, None]:
+    """The carry after the lanes of a tick, as `lax.scan` takes it."""
+    for lane in running:
+        carry = lane(carry, row)
+    return carry, None
 
 
 def stretches(schedule: Schedule) -> list[Stretch]:
