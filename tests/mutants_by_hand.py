@@ -989,12 +989,6 @@ RUN = (
         "numbers > count",
         "test_data.py::test_any_count_is_permuted",
     ),
-    Mutant(
-        "_feistel",
-        "np.uint64(64 - half)",
-        "np.uint64(63 - half)",
-        "test_data.py::test_any_count_is_permuted",
-    ),
     Mutant("placed", "rows=slice(*place)", "rows=slice(None)", "test_feed.py"),
     Mutant(
         "Prefetched.__next__",
