@@ -1,8 +1,8 @@
 """A mesh of named axes, trees placed on it, and the one wrapper of `jax.shard_map`.
 
-All axes are Auto outside and manual inside: `spmd` hands a function the local block of every array, and the function names
-the axes that it communicates over. The check of replication types is always on. A mesh of `jax.make_mesh`, whose axes are
-Explicit, does too.
+All axes are Auto outside and manual inside: `spmd` hands a function the local block of every array,
+and the function names the axes that it communicates over. The check of replication types is always
+on. A mesh of `jax.make_mesh`, whose axes are Explicit, does too.
 """
 
 import math
@@ -25,22 +25,24 @@ Tree = TypeVar("Tree", bound=PyTree)
 def make(*, devices: Sequence[Device] | None, **sizes: int) -> Mesh: ...
 @overload
 def make(**sizes: int) -> Mesh: ...
-# The second form is for `make(**layout.axes)`: a type checker would take each of its numbers for `devices` too.
+# The second form is for `make(**layout.axes)`: a type checker would take each of its numbers for
+# `devices` too.
 def make(  # pyright: ignore[reportInconsistentOverload]
     *, devices: Sequence[Device] | None = None, **sizes: int
 ) -> Mesh:
     """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
-    TPUs are laid so that a ring along an axis goes over single links of the torus where it can. Devices of several slices are
-    taken slice by slice, so that the first axes cross the network between slices; the last stay inside a slice or a machine.
+    TPUs are laid so that a ring along an axis goes over single links of the torus where it can.
+    Devices of several slices are taken slice by slice, so that the first axes cross the network
+    between slices; the last stay inside a slice or a machine.
 
     Args:
         devices: the devices to use; all of them by default.
         sizes: the size of each axis, at least 1. Their product is the number of devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a size below 1;
-            or the devices are CPUs, and JAX keeps compiled programs in a folder.
+        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a
+            size below 1; or the devices are CPUs, and JAX keeps compiled programs in a folder.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -58,7 +60,9 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 
 
 def abstract(**sizes: int) -> AbstractMesh:
-    """A mesh of devices that need not exist, to trace a step over: `abstract(data=256)`. `plan.trace` reads such a step.
+    """A mesh of devices that need not exist, to trace a step over: `abstract(data=256)`.
+
+    `plan.trace` reads such a step.
 
     Raises:
         ValueError: there is no axis, or a size below 1.
@@ -84,9 +88,9 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
     cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     if cached and len(devices) > 1 and devices[0].platform == "cpu":
         raise ValueError(
-            f"mesh.make: JAX keeps compiled programs in {config.jax_compilation_cache_dir}. A program "
-            f"for {len(devices)} CPU devices that is loaded from there can hang or return wrong "
-            "numbers. Unset JAX_COMPILATION_CACHE_DIR, or call "
+            f"mesh.make: JAX keeps compiled programs in {config.jax_compilation_cache_dir}. A "
+            f"program for {len(devices)} CPU devices that is loaded from there can hang or return "
+            "wrong numbers. Unset JAX_COMPILATION_CACHE_DIR, or call "
             "jax.config.update('jax_enable_compilation_cache', False) first."
         )
 
@@ -101,30 +105,39 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     cures = [f"set {' or '.join(fitting)}"] if fitting else []
     cures += [f"pass devices=jax.devices()[:{product}]"] if product < devices else []
     cures += [
-        f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', {product})"
+        f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', "
+        f"{product})"
     ]
-    return f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. Either {', or '.join(cures)}."
+    choices = ", or ".join(cures)
+    return (
+        f"The mesh sizes {asked} multiply to {product}, and there are {devices} devices. "
+        f"Either {choices}."
+    )
 
 
 def spmd(
     f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox trees, `check_vma=True`.
+    """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox
+    trees, `check_vma=True`.
 
-    Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they are. Wrap the result in
-    `eqx.filter_jit`, or, where all leaves are arrays, in `jax.jit`, which makes arrays of Python numbers; or call it inside a
-    jitted program, on some of its arrays. Each argument is first laid out as its spec says, wherever it was. Results lie on
-    `mesh`; under `jax.set_mesh` their axes have the types (Auto or Explicit) of its mesh.
+    Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they
+    are. Wrap the result in `eqx.filter_jit`, or, where all leaves are arrays, in `jax.jit`, which
+    makes arrays of Python numbers; or call it inside a jitted program, on some of its arrays. Each
+    argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
+    `jax.set_mesh` their axes have the types (Auto or Explicit) of its mesh.
 
     Args:
         f: a function of local blocks; it names the axes it works on.
-        in_specs: a tuple with, for each argument, a tree prefix of `PartitionSpec`s (as `rules.specs` makes).
+        in_specs: a tuple with, for each argument, a tree prefix of `PartitionSpec`s (as
+            `rules.specs` makes).
         out_specs: a tree prefix of what `f` returns.
 
     Raises:
-        ValueError: a spec names an axis that the mesh lacks or one axis twice, is longer than its array's rank, or splits a
-            dim that does not divide; or there is an array where the specs have None: the message names the leaf. Or the call
-            stands inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or some axes are Auto
+        ValueError: a spec names an axis that the mesh lacks or one axis twice, is longer than its
+            array's rank, or splits a dim that does not divide; or there is an array where the specs
+            have None: the message names the leaf. Or the call stands inside another `spmd` or
+            `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or some axes are Auto
             and others Explicit.
     """
 
@@ -154,13 +167,14 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
     if context.manual_axes:
         names = ", ".join(map(repr, context.manual_axes))
         raise ValueError(
-            f"mesh.spmd maps over all axes of its mesh, and this call is inside a map already, which runs over {names}. Inside, "
-            f"call the function itself, on the local blocks that are there; or call mesh.spmd outside, under jax.jit."
+            "mesh.spmd maps over all axes of its mesh, and this call is inside a map already, "
+            f"which runs over {names}. Inside, call the function itself, on the local blocks that "
+            "are there; or call mesh.spmd outside, under jax.jit."
         )
     if not context.empty and list(context.shape.items()) != list(mesh.shape.items()):
         raise ValueError(
-            f"mesh.spmd was given the mesh {dict(mesh.shape)}, and jax.set_mesh has set another, {dict(context.shape)}. Pass "
-            f"that one as mesh=, or call outside of jax.set_mesh."
+            f"mesh.spmd was given the mesh {dict(mesh.shape)}, and jax.set_mesh has set another, "
+            f"{dict(context.shape)}. Pass that one as mesh=, or call outside of jax.set_mesh."
         )
     types = mesh.axis_types if context.empty else context.axis_types
     if len(set(types)) > 1:
@@ -168,16 +182,19 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
             f"{name!r} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True)
         )
         raise ValueError(
-            f"mesh.spmd needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got {named}. Take mesh.make, "
-            f"or axis_types=(AxisType.Auto,) * {len(types)} in jax.make_mesh."
+            "mesh.spmd needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; "
+            f"got {named}. Take mesh.make, or axis_types=(AxisType.Auto,) * {len(types)} in "
+            "jax.make_mesh."
         )
     return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
 
 
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
-    """`arrays` as `specs` say, where Explicit axes are part of their types; `shard_map` does so itself on Auto axes alone.
+    """`arrays` as `specs` say, where Explicit axes are part of their types; `shard_map` does so
+    itself on Auto axes alone.
 
-    On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit mesh on an Auto one.
+    On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit
+    mesh on an Auto one.
     """
 
     def leaf(array, spec):
@@ -191,7 +208,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
-    """`tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix) says; other leaves as they are.
+    """`tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix) says;
+    other leaves as they are.
 
     Raises:
         ValueError: as `spmd` does.
@@ -214,17 +232,20 @@ class Moved(NamedTuple):
 
 
 def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
-    """`tree`, whose arrays live on any devices of this process, on those of `mesh`, split as `specs` (a tree prefix) says.
+    """`tree`, whose arrays live on any devices of this process, on those of `mesh`, split as
+    `specs` (a tree prefix) says.
 
-    It takes a model from one layout to another, of other axes or another number of devices, such as from training to generation,
-    without a disk. Every number keeps its bits, and the arrays that were there stay as they are. What a device has already of its
-    new part does not count among the bytes; all of a NumPy array does.
+    It takes a model from one layout to another, of other axes or another number of devices, such as
+    from training to generation, without a disk. Every number keeps its bits, and the arrays that
+    were there stay as they are. What a device has already of its new part does not count among the
+    bytes; all of a NumPy array does.
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
 
     Raises:
-        ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices of other processes.
+        ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices
+            of other processes.
     """
     arrays, static = eqx.partition(tree, is_array)
     check_specs(arrays, specs, mesh)
@@ -244,7 +265,8 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
         )
         raise ValueError(
             f"mesh.move takes arrays that live on devices of this process; {dotted(path)} {where}. "
-            "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a checkpoint."
+            "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a "
+            "checkpoint."
         )
     had = leaf.sharding.devices_indices_map(leaf.shape) if isinstance(leaf, jax.Array) else {}
     volume = lambda box: math.prod(stop - start for start, stop in box)
@@ -264,14 +286,16 @@ def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
 
 
 def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs` is a tree prefix."""
+    """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs`
+    is a tree prefix.
+    """
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
         _check_none(specs, tree)
         raise ValueError(
-            f"The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, "
-            f"or a tree as rules.specs makes. {error}"
+            "The specs must have the structure of the arguments, or of a prefix of it: one "
+            f"PartitionSpec an argument, or a tree as rules.specs makes. {error}"
         ) from error
     jax.tree.map_with_path(
         lambda path, leaf, spec: check_spec(dotted(path), leaf, spec, mesh), tree, fitted
@@ -285,34 +309,41 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree):
         if any(tuple(path[: len(each)]) == each for each in static):
             raise ValueError(
-                f"{dotted(path)}: the specs have None, as for a leaf that is no array (a Python number, a function), and an "
-                f"array came, {leaf.dtype}{list(leaf.shape)}. jax.jit makes arrays of Python numbers: take eqx.filter_jit, which "
-                "leaves them as they are. If it was an array from the beginning, give it a PartitionSpec, as rules.specs does."
+                f"{dotted(path)}: the specs have None, as for a leaf that is no array (a Python "
+                f"number, a function), and an array came, {leaf.dtype}{list(leaf.shape)}. jax.jit "
+                "makes arrays of Python numbers: take eqx.filter_jit, which leaves them as they "
+                "are. If it was an array from the beginning, give it a PartitionSpec, as "
+                "rules.specs does."
             )
 
 
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
-    """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message where the spec is from."""
+    """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message
+    where the spec is from.
+    """
     of = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:
             raise ValueError(
-                f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one of those."
+                f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one "
+                "of those."
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split over an axis once."
+                f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split "
+                "over an axis once."
             )
     if len(spec) > leaf.ndim:
         raise ValueError(
-            f"{of} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape {leaf.shape}). "
-            f"Drop entries: at most one for each dim."
+            f"{of} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape "
+            f"{leaf.shape}). Drop entries: at most one for each dim."
         )
     for dim, entry in enumerate(spec):
         size = math.prod(mesh.shape[name] for name in entry_axes(entry))
         if leaf.shape[dim] % size:
             raise ValueError(
-                f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh axis "
-                f"{' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or replicate this leaf with P()."
+                f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh "
+                f"axis {' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or "
+                "replicate this leaf with P()."
             )

@@ -1,14 +1,18 @@
-"""Sequence parallelism: between the layers that the devices of an axis share, each has the residual stream of its own tokens.
+"""Sequence parallelism: between the layers that the devices of an axis share, each has the residual
+stream of its own tokens.
 
-Legend: B batch, T tokens, D width, X the tensor axis, t its size. An all-reduce is a reduce-scatter and an all-gather; here they
-stand apart, and what lies between them (residual stream, norms, dropout) is computed and kept for T/t tokens on each device,
-not for all T on all. `gather_from` gathers the tokens before a column-parallel layer, `reduce_scatter_to` sums and scatters them after a
-row-parallel one; each is the other's transpose, and together they move as much as Megatron's pair.
+Legend: B batch, T tokens, D width, X the tensor axis, t its size. An all-reduce is a reduce-scatter
+and an all-gather; here they stand apart, and what lies between them (residual stream, norms,
+dropout) is computed and kept for T/t tokens on each device, not for all T on all. `gather_from`
+gathers the tokens before a column-parallel layer, `reduce_scatter_to` sums and scatters them after
+a row-parallel one; each is the other's transpose, and together they move as much as Megatron's
+pair.
 
-What is the same on all devices (norms, biases, positions) now sees some tokens on each, so its gradients are parts of a sum:
-wrap the grad arrow in `grads.summed`.
+What is the same on all devices (norms, biases, positions) now sees some tokens on each, so its
+gradients are parts of a sum: wrap the gradient function in `grads.summed`.
 
-Source: Korthikanti et al., Reducing activation recomputation in large transformer models (arXiv 2205.05198), section 4.2.
+Source: Korthikanti et al., Reducing activation recomputation in large transformer models (arXiv
+2205.05198), section 4.2.
 """
 
 import functools
@@ -28,9 +32,12 @@ from parallax.tensor import Comms
 def gather_from(
     x: Float[Array, "batch tokens_shard width"], axis: AxisLike
 ) -> Float[Array, "batch tokens width"]:
-    """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device. Its transpose is `reduce_scatter_to`.
+    """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device.
 
-    The result bears the name that `remat.gathers` looks for, to be gathered again in the backward pass instead of kept.
+    Its transpose is `reduce_scatter_to`.
+
+    The result bears the name that `remat.gathers` looks for, to be gathered again in the backward
+    pass instead of kept.
     """
     axis = Axis.of(axis)
     return linear(
@@ -44,7 +51,9 @@ def gather_from(
 def reduce_scatter_to(
     x: Float[Array, "batch tokens width"], axis: AxisLike
 ) -> Float[Array, "batch tokens_shard width"]:
-    """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device. Its transpose is `gather_from`.
+    """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device.
+
+    Its transpose is `gather_from`.
 
     Raises:
         ValueError: the tokens do not divide by the devices.
@@ -64,7 +73,8 @@ def column(
 ) -> Float[Array, "batch tokens *outputs_shard"]:
     """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
-    It takes what `tensor.column` takes; with `collectives.matmul.all_gather_matmul` it multiplies while the tokens travel.
+    It takes what `tensor.column` takes; with `collectives.matmul.all_gather_matmul` it multiplies
+    while the tokens travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
@@ -87,10 +97,12 @@ def row(
 ) -> Float[Array, "batch tokens_shard outputs"]:
     """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
 
-    It takes what `tensor.row` takes; with `collectives.matmul.matmul_reduce_scatter` it multiplies while the sums travel.
+    It takes what `tensor.row` takes; with `collectives.matmul.matmul_reduce_scatter` it multiplies
+    while the sums travel.
 
     Raises:
-        ValueError: the tokens do not divide by the devices, or the weight does not take the inputs of this device.
+        ValueError: the tokens do not divide by the devices, or the weight does not take the inputs
+            of this device.
     """
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
@@ -103,7 +115,9 @@ def row(
 
 
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
-    """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`. Nothing moves.
+    """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`.
+
+    Nothing moves.
 
     Raises:
         ValueError: that dim does not divide by the devices.
@@ -121,10 +135,13 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """The residual stream's tokens split over `axis`. Over the axes `shared`, `all_tokens` and `sum_partials` are Megatron's pair.
+    """The residual stream's tokens split over `axis`.
 
-    By default each layer gathers and then multiplies, or multiplies and then scatters; with the functions of
-    `collectives.matmul`, both at once, hop by hop. What is joined raises as `reduce_scatter_to` and `own` do.
+    Over the axes `shared`, `all_tokens` and `sum_partials` are Megatron's pair.
+
+    By default each layer gathers and then multiplies, or multiplies and then scatters; with the
+    functions of `collectives.matmul`, both at once, hop by hop. What is joined raises as
+    `reduce_scatter_to` and `own` do.
     """
     over = Axis.of(axis)
 
@@ -148,9 +165,11 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """`comms` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to both neighbours at once.
+    """`comms` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to
+    both neighbours at once.
 
-    Along the layers the tokens are moved by its hops, whoever else moves data along `axis`; around them, by `axis` itself.
+    Along the layers the tokens are moved by its hops, whatever the algorithm of `axis`; around
+    them, by `axis` itself.
     """
     return comms(
         axis,
@@ -164,6 +183,6 @@ def _check(tokens: int, axis: Axis) -> None:
     devices = axis.size()
     if tokens % devices:
         raise ValueError(
-            f"sequence: {tokens} tokens must divide by the {devices} devices of {axis.names!r}. Take sequences of "
-            f"{-(-tokens // devices) * devices} tokens, or do not split them."
+            f"sequence: {tokens} tokens must divide by the {devices} devices of {axis.names!r}. "
+            f"Take sequences of {-(-tokens // devices) * devices} tokens, or do not split them."
         )

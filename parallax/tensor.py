@@ -1,8 +1,10 @@
-"""Tensor parallelism: one layer's weights split over an axis, in Megatron's pair of a column and a row.
+"""Tensor parallelism: one layer's weights split over an axis, in Megatron's pair of a column and a
+row.
 
-In a column-parallel layer each device holds some of the outputs, in a row-parallel layer some of the inputs, so between the
-two nothing moves. `copy_to` stands before the pair (identity forward, all-reduce backward) and `reduce_from` after it (the reverse).
-The axis may be several axes, or `()`: then nothing is split, and the same code runs on one device.
+In a column-parallel layer each device holds some of the outputs, in a row-parallel layer some of
+the inputs, so between the two nothing moves. `copy_to` stands before the pair (identity forward,
+all-reduce backward) and `reduce_from` after it (the reverse). The axis may be several axes, or
+`()`: then nothing is split, and the same code runs on one device.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -24,27 +26,36 @@ from parallax.collectives.types import axes, linear, varying, varying_axes
 
 
 class Comms(NamedTuple):
-    """What the devices of an axis exchange before and after the layers that they share. Made by `comms` or `sequence.comms`.
+    """What the devices of an axis exchange before and after the layers that they share.
+
+    Made by `comms` or `sequence.comms`.
 
     The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
 
     Attributes:
         axis: the axis that the layers are split over.
-        everywhere: that axis, and those which share the vocabulary with it: `all_tokens` and `sum_partials` are over these.
-        all_tokens: from the residual stream to all tokens, [B, T, D], whose uses differ between the devices.
+        everywhere: that axis, and those which share the vocabulary with it: `all_tokens` and
+            `sum_partials` are over these.
+        all_tokens: from the residual stream to all tokens, [B, T, D], whose uses differ between the
+            devices.
         sum_partials: from partial sums for all tokens, [B, T, D], to the residual stream.
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
         row: `(x, weight, bias)`: a row-parallel layer back to it.
-        local_tokens: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim `dim`.
-        copy_to: from a weight that all devices of `axis` have whole to one that each of them uses in its own way.
+        local_tokens: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim
+            `dim`.
+        copy_to: from a weight that all devices of `axis` have whole to one that each of them uses
+            in its own way.
         token_shards: the number of devices that the tokens are split over.
-        context_tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given: all, without a context axis.
-        wrap_attention: from the model's attention function to the one that attends over the context.
+        context_tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given:
+            all, without a context axis.
+        wrap_attention: from the model's attention function to the one that attends over the
+            context.
         context_shards: the number of devices that the layers' tokens are split over.
         over_tokens: the axis or axes that the tokens of the residual stream are split over.
-        gathered: `(x)`: what has a row for each of the residual stream's tokens, [B, T, ...], for all tokens of the layers, the
-            same on all devices of `axis`. No gradient goes through.
-        wrap_experts: from the function of a mixture of experts to the one whose experts are split over an axis: `experts.comms`.
+        gathered: `(x)`: what has a row for each of the residual stream's tokens, [B, T, ...], for
+            all tokens of the layers, the same on all devices of `axis`. No gradient goes through.
+        wrap_experts: from the function of a mixture of experts to the one whose experts are split
+            over an axis: `experts.comms`.
     """
 
     axis: Axis
@@ -65,7 +76,9 @@ class Comms(NamedTuple):
 
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Megatron's pair over `axis`, all tokens on every device; `all_tokens` and `sum_partials` are over the axes `shared` too."""
+    """Megatron's pair over `axis`, all tokens on every device; `all_tokens` and `sum_partials` are
+    over the axes `shared` too.
+    """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
     return Comms(
         axis,
@@ -83,7 +96,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """`x`, whose uses differ between the devices of `axis` from here on: Megatron's f.
 
-    Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its transpose is `reduce_from`.
+    Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its
+    transpose is `reduce_from`.
 
     Raises:
         ValueError: `x` varies along `axis` already, so that there is no one cotangent to sum to.
@@ -92,8 +106,9 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
     already = set(axes(axis.names)) & set(varying_axes(x))
     if already:
         raise ValueError(
-            f"tensor.copy_to needs an x that is the same along {axis.names!r}; this one, of shape {x.shape}, varies along "
-            f"{sorted(already)}. Use `copy_to` once, before the column-parallel layer, and `reduce_from` after the row-parallel one."
+            f"tensor.copy_to needs an x that is the same along {axis.names!r}; this one, of shape "
+            f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
+            "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
@@ -104,14 +119,16 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
     One all-reduce forward; backward the cotangent as it is. Its transpose is `copy_to`.
 
     Raises:
-        ValueError: `x` is the same along one of the axes, so that the sum would count it several times.
+        ValueError: `x` is the same along one of the axes, so that the sum would count it several
+            times.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of shape {x.shape}, is the same along "
-            f"{sorted(same)}, and would be counted once a device. Split the weights before it, or leave out `reduce_from`."
+            f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
+            f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once a "
+            "device. Split the weights before it, or leave out `reduce_from`."
         )
     return axis.all_reduce(x)
 
@@ -122,13 +139,17 @@ def column(
     bias: Float[Array, "*outputs_shard"] | None,
     axis: AxisLike,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
-    """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`. One all-reduce of `x`'s size backward.
+    """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
-    The outputs may have several dims, such as heads and head width, any of them split. An `eqx.nn.Linear`, which is stored
-    [outputs, inputs], is passed whole, with its own bias: `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
+    One all-reduce of `x`'s size backward.
+
+    The outputs may have several dims, such as heads and head width, any of them split. An
+    `eqx.nn.Linear`, which is stored [outputs, inputs], is passed whole, with its own bias:
+    `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
 
     Raises:
-        ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or a `Linear` has two biases.
+        ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or
+            a `Linear` has two biases.
     """
     if isinstance(weight, eqx.nn.Linear):
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
@@ -143,14 +164,17 @@ def row(
     bias: Float[Array, " outputs"] | None,
     axis: AxisLike,
 ) -> Float[Array, "... outputs"]:
-    """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`. One all-reduce of the result's size forward.
+    """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
-    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. An `eqx.nn.Linear`, which is stored
-    [outputs, inputs], is passed whole, with its own bias: `tensor.row(x, linear, None, axis)` is `RowLinear`.
+    One all-reduce of the result's size forward.
+
+    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. An
+    `eqx.nn.Linear`, which is stored [outputs, inputs], is passed whole, with its own bias:
+    `tensor.row(x, linear, None, axis)` is `RowLinear`.
 
     Raises:
-        ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs of this device, or a
-            `Linear` has two biases.
+        ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs
+            of this device, or a `Linear` has two biases.
     """
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)
@@ -160,12 +184,15 @@ def row(
 
 
 class ColumnLinear(eqx.Module):
-    """`eqx.nn.Linear` with its outputs split over an axis: `W[J_X, I] · A[B, I] + b[J_X] -> [B, J_X]`.
+    """`eqx.nn.Linear` with its outputs split over an axis: `W[J_X, I] · A[B, I] + b[J_X] -> [B,
+    J_X]`.
 
-    `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule` has its specs.
+    `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
+    has its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]: all outside the map, this device's outputs inside.
+        linear: weight [outputs, inputs] and bias [outputs]: all outside the map, this device's
+            outputs inside.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -175,18 +202,23 @@ class ColumnLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs"], *, key: Any = None
     ) -> Float[Array, "*batch outputs_shard"]:
-        """`column` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `column` does."""
+        """`column` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError`
+        as `column` does.
+        """
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
         return column(x, self.linear.weight.T, self.linear.bias, self.axis)
 
 
 class RowLinear(eqx.Module):
-    """`eqx.nn.Linear` with its inputs split over an axis, and its bias added once: `W[J, I_X] · A[B, I_X] + b[J] -> [B, J]`.
+    """`eqx.nn.Linear` with its inputs split over an axis, and its bias added once: `W[J, I_X] ·
+    A[B, I_X] + b[J] -> [B, J]`.
 
-    `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule` has its specs.
+    `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
+    has its specs.
 
     Attributes:
-        linear: weight [outputs, inputs], all outside the map, those of this device's inputs inside; and bias [outputs].
+        linear: weight [outputs, inputs], all outside the map, those of this device's inputs inside;
+            and bias [outputs].
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -196,16 +228,20 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """`row` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as `row` does."""
+        """`row` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as
+        `row` does.
+        """
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
 
 
 class Embedding(eqx.Module):
-    """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`. One all-reduce of the result.
+    """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`.
 
-    `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`. `rule` has its specs. It takes
-    one id, as Equinox's does, or an array of them.
+    One all-reduce of the result.
+
+    `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
+    `rule` has its specs. It takes one id, as Equinox's does, or an array of them.
 
     Attributes:
         embedding: weight [rows, width]: all rows outside the map, this device's inside.
@@ -227,19 +263,21 @@ class Embedding(eqx.Module):
         weight = self.embedding.weight
         if len(weight) * devices != rows:
             raise ValueError(
-                f"tensor.Embedding needs the {rows} rows of its eqx.nn.Embedding split over the {devices} devices of "
-                f"{self.axis!r}, {rows} / {devices} on each; got a weight of {list(weight.shape)}. Give it the specs of "
-                "tensor.rule(model), and rows that divide; what ZeRO-3 splits too is gathered before, by ZeRO.loss or "
-                "zero.gathered."
+                f"tensor.Embedding needs the {rows} rows of its eqx.nn.Embedding split over the "
+                f"{devices} devices of {self.axis!r}, {rows} / {devices} on each; got a weight of "
+                f"{list(weight.shape)}. Give it the specs of tensor.rule(model), and rows that "
+                "divide; what ZeRO-3 splits too is gathered before, by ZeRO.loss or zero.gathered."
             )
         return embed(weight, ids, self.axis)
 
 
 def rule(model: PyTree) -> Rule:
-    """The rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over its axis, and knows no other leaf.
+    """The rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over its
+    axis, and knows no other leaf.
 
-    `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be `jax.ShapeDtypeStruct`s.
-    Layers may be stacked: the dims before the last two of a weight are whole.
+    `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be
+    `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims before the last two of a weight are
+    whole.
 
     Raises:
         ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
@@ -299,10 +337,11 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
     if shape != whole:  # "scalar" is no size
         dim = ("outputs", "inputs")[split]
         raise ValueError(
-            f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the {devices} devices of "
-            f"{axis.names!r}: a weight [outputs, inputs] of [{', '.join(map(str, needed))}] on each; got "
-            f"{list(linear.weight.shape)}. Give it the specs of tensor.rule(model), and sizes that divide; what ZeRO-3 splits "
-            "too is gathered before, by ZeRO.loss or zero.gathered."
+            f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the "
+            f"{devices} devices of {axis.names!r}: a weight [outputs, inputs] of "
+            f"[{', '.join(map(str, needed))}] on each; got {list(linear.weight.shape)}. Give it "
+            "the specs of tensor.rule(model), and sizes that divide; what ZeRO-3 splits too is "
+            "gathered before, by ZeRO.loss or zero.gathered."
         )
 
 
@@ -310,7 +349,8 @@ def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
     """`layer`, which brings its own bias."""
     if bias is not None:
         raise ValueError(
-            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape {bias.shape}."
+            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of "
+            f"shape {bias.shape}."
         )
     return layer
 
@@ -321,28 +361,33 @@ def check_column(
     """Raise `ValueError` where a column-parallel layer's weight does not take all inputs."""
     if weight.shape[:1] != inputs:
         raise ValueError(
-            f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, and the weight is of shape "
-            f"{weight.shape} here. Split its outputs over {Axis.of(axis).names!r} and not its inputs; an eqx.nn.Linear, which is "
-            "stored [outputs, inputs], is passed whole."
+            f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
+            f"and the weight is of shape {weight.shape} here. Split its outputs over "
+            f"{Axis.of(axis).names!r} and not its inputs; an eqx.nn.Linear, which is stored "
+            "[outputs, inputs], is passed whole."
         )
 
 
 def check_row(
     name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raise `ValueError` where a row-parallel layer's weight does not take the inputs of this device, or is not split."""
+    """Raise `ValueError` where a row-parallel layer's weight does not take the inputs of this
+    device, or is not split.
+    """
     axis, dims = Axis.of(axis), weight.ndim - 1
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
-            f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. Split its inputs over "
-            f"{axis.names!r} and not its outputs; an eqx.nn.Linear, which is stored [outputs, inputs], is passed whole."
+            f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. "
+            f"Split its inputs over {axis.names!r} and not its outputs; an eqx.nn.Linear, which is "
+            "stored [outputs, inputs], is passed whole."
         )
     names = set(axes(axis.names))
     if axis.size() > 1 and names <= set(varying_axes(x)) and not names & set(varying_axes(weight)):
         raise ValueError(
-            f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape {weight.shape}, is the "
-            f"same on its {axis.size()} devices, and the sum would count it as often. Split it by P({axis.names!r})."
+            f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
+            f"{weight.shape}, is the same on its {axis.size()} devices, and the sum would count it "
+            f"as often. Split it by P({axis.names!r})."
         )
 
 
@@ -373,8 +418,9 @@ def embed_partial(
 ) -> Float[Array, "*batch width"]:
     """This device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
 
-    Each device looks up the rows it holds and gives zeros for the others. An id outside the vocabulary gives nan, on every
-    device, unless its weight is 0: then zeros. No row gets a gradient of it.
+    Each device looks up the rows it holds and gives zeros for the others. An id outside the
+    vocabulary gives nan, on every device, unless its weight is 0: then zeros. No row gets a
+    gradient of it.
 
     Args:
         table: this device's rows.
@@ -404,13 +450,14 @@ def cross_entropy(
     weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """-log softmax(logits)[targets] in nats, for logits split over `axis`, which are never gathered.
+    """-log softmax(logits)[targets] in nats, for logits split over `axis`, which are never
+    gathered.
 
-    What moves is one maximum (`lax.pmax`) and two sums a position, in one all-reduce. Rows from `vocabulary` on are
-    padding and count as logits of minus infinity.
+    What moves is one maximum (`lax.pmax`) and two sums a position, in one all-reduce. Rows from
+    `vocabulary` on are padding and count as logits of minus infinity.
 
-    A target that is not in the vocabulary has a loss of nan, unless its weight is 0. So -100, by which some data marks what is
-    ignored, needs `weights=(targets != -100).astype(logits.dtype)`.
+    A target that is not in the vocabulary has a loss of nan, unless its weight is 0. So -100, by
+    which some data marks what is ignored, needs `weights=(targets != -100).astype(logits.dtype)`.
 
     Args:
         logits: this device's columns.
@@ -445,7 +492,8 @@ def _held(ids, rows: int, axis: Axis):
     """Where each id is among this device's rows, and whether it is there at all."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a tokenizer."
+            f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
+            "tokenizer."
         )
     row = ids.astype(jnp.int32) - axis.index() * rows
     return row, (row >= 0) & (row < rows)

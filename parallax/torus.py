@@ -1,10 +1,12 @@
-"""Where the devices of a mesh lie on a torus of TPUs, so that a ring along an axis sends to neighbours.
+"""Where the devices of a mesh lie on a torus of TPUs, so that a ring along an axis sends to
+neighbours.
 
-Each dim of the torus is cut into pieces, one for each axis of the mesh, so that the devices along an axis are a box. A closed
-path of single steps through that box is the ring: out along one side, and back through all the rest, line by line. Which cut
-takes the fewest links is found by counting them all; of two equal ones, the last axes of the mesh have the shorter hops.
+Each dim of the torus is cut into pieces, one for each axis of the mesh, so that the devices along
+an axis are a box. A closed path of single steps through that box is the ring: out along one side,
+and back through all the rest, line by line. Which cut takes the fewest links is found by counting
+them all; of two equal ones, the last axes of the mesh have the shorter hops.
 
-    neighbours.arranged(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
+    torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
 
 import functools
@@ -15,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-# Dims of a TPU of two dims close in a ring where they have all 16 chips; those of one of three dims where whole cubes of
-# 4 x 4 x 4 chips are joined: Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2.
+# Dims of a TPU of two dims close in a ring where they have all 16 chips; those of one of three dims
+# where whole cubes of
+# 4 x 4 x 4 chips are joined: Austin et al., How to scale your model (jax-ml.github.io/scaling-
+# book), chapter 2.
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 INNER_FIRST, FAR = (
     1e-5,
@@ -26,21 +30,25 @@ Cut = tuple[tuple[int, ...], ...]
 
 
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or v6e's has."""
+    """Whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or v6e's
+    has.
+    """
     if flat:
         return tuple(size == 16 for size in sizes)
     return (all(size % 4 == 0 for size in sizes),) * len(sizes)
 
 
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """`devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the order given, which for GPUs is machine
+    """`devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the order
+    given, which for GPUs is machine
     by machine, so that the last axes stay inside one.
 
-    Devices of several slices are taken slice by slice, so that the first axes cross the network. TPUs that fill no box keep the
-    order given too.
+    Devices of several slices are taken slice by slice, so that the first axes cross the network.
+    TPUs that fill no box keep the order given too.
 
     Args:
-        devices: as many as `sizes` multiply to. A TPU has `coords`, `core_on_chip`, `device_kind` and perhaps `slice_index`.
+        devices: as many as `sizes` multiply to. A TPU has `coords`, `core_on_chip`, `device_kind`
+            and perhaps `slice_index`.
         sizes: of the mesh's axes.
     """
     slices: dict[int, list[Any]] = {}
@@ -97,7 +105,10 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
 def hops(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> list[float]:
-    """The links that a hop of a ring along each axis takes in the mean; of an axis of one device 1. Arguments as of `places`."""
+    """The links that a hop of a ring along each axis takes in the mean; of an axis of one device 1.
+
+    Arguments as of `places`.
+    """
     laid = coordinates(box, rings, cores, sizes)
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
     found = []
@@ -164,7 +175,9 @@ def _links(size: int, ring: bool) -> np.ndarray:
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Each way to cut the dims of a box so that the pieces of an axis multiply to its size: `cut[dim][axis]`."""
+    """Each way to cut the dims of a box so that the pieces of an axis multiply to its size:
+    `cut[dim][axis]`.
+    """
     if not box:
         if all(size == 1 for size in sizes):
             yield ()
@@ -190,9 +203,11 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """The ways to lay pieces along a dim: the place of each combination of digits, an array of shape `pieces`.
+    """The ways to lay pieces along a dim: the place of each combination of digits, an array of
+    shape `pieces`.
 
-    Any axis may be the innermost, and every other inner stretch may run backward, so that the ends of two stretches meet.
+    Any axis may be the innermost, and every other inner stretch may run backward, so that the ends
+    of two stretches meet.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     found = []
@@ -217,7 +232,9 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """The mean links of a hop along an axis: by path, and by the way each dim's pieces are laid (1 long where it is all one)."""
+    """The mean links of a hop along an axis: by path, and by the way each dim's pieces are laid (1
+    long where it is all one).
+    """
     sides, used = _sides(axis, cut), 0
     found = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
@@ -238,7 +255,9 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """How often each path steps from one place of a side to another, over its length: [paths, sides, longest, longest]."""
+    """How often each path steps from one place of a side to another, over its length: [paths,
+    sides, longest, longest].
+    """
     paths = _paths(sides)
     found = np.zeros((len(paths), len(sides), max(sides), max(sides)))
     for k, path in enumerate(paths):
@@ -250,7 +269,9 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Paths through all points of a box, each of shape [points, sides], from whose last point the ring goes back to the first."""
+    """Paths through all points of a box, each of shape [points, sides], from whose last point the
+    ring goes back to the first.
+    """
     found = []
     for order in itertools.permutations(range(len(sides))):
         turned = [sides[k] for k in order]

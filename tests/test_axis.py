@@ -101,7 +101,7 @@ def test_one_after_the_other_is_the_group(axis):
     both(Axis.of(axis), ("b", "a"))
 
 
-def test_a_part_of_several_is_moved_by_its_own_mover():
+def test_a_part_of_several_is_moved_by_its_own_algorithm():
     several = Axis.of((halving("a"), ring("b"))).algorithm
     np.testing.assert_array_equal(
         on(lambda x: several.all_reduce(x, "b")), on(lambda x: lax.psum(x, "b"))
@@ -150,6 +150,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_a_mover_does_not_have_is_refused(message):
+def test_what_an_algorithm_does_not_have_is_refused(message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         on(REFUSED[message])

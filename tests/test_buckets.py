@@ -21,7 +21,7 @@ from parallax.collectives.types import varying
 from parallax.models import gpt2
 
 ALGORITHMS = {"ring": ring, "psum": xla}
-every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 LEAVES = {  # shape, dtype, and the axes along which the block differs
     "a": ((3, 2), "float32", "xy"),
     "b": ((), "float32", "xy"),
@@ -84,7 +84,7 @@ def both(n, algorithm, nbytes):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("n", range(1, 9))
-@every_mover
+@every_algorithm
 @settings(max_examples=3)
 @given(data=st.data())
 def test_equals_leaf_by_leaf(n, algorithm, data):
@@ -123,7 +123,7 @@ def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbyte
             assert sum(arrays[i].nbytes for i in bucket) + arrays[after[0]].nbytes > nbytes
 
 
-@every_mover
+@every_algorithm
 def test_it_averages_gradients(algorithm):
     """As `grads.averaged` takes it; losses and gradients come in one tree."""
     params, batch = (

@@ -34,7 +34,7 @@ LAYOUTS = {
 B, T, D, V, VOCABULARY = 4, 5, 3, 16, 13  # three rows of padding
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 UNIT = st.floats(-2, 2, width=32)
 SIZE = 6.0  # of the gradients: 3 times a loss of tables and x of at most 2
 DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\)")
@@ -131,7 +131,7 @@ def near(result, expected):
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_mover
+@every_algorithm
 @settings(max_examples=8)
 @given(data=st.data())
 def test_equals_the_plain_loss(layout, algorithm, data):
@@ -148,7 +148,7 @@ def test_equals_it_under_checkpoint(layout, data):
     near(blocked(layout, "ring", jax.checkpoint)(*arguments), plain(*arguments))
 
 
-@every_mover
+@every_algorithm
 def test_of_logits_beyond_the_reach_of_exp(algorithm):
     """Logits of 1e4 and more, where float64's exp ends at 709: the softmax is one-hot, and the
     gradients are whole."""

@@ -40,7 +40,7 @@ ALGORITHMS += [
     if inspect.signature(maker).return_annotation is Algorithm
 ]
 ALGORITHMS.append(tables.machines(2, tables.halving))
-every_mover = pytest.mark.parametrize("of", ALGORITHMS, ids=str)
+every_algorithm = pytest.mark.parametrize("of", ALGORITHMS, ids=str)
 
 
 def made(of, n):
@@ -177,7 +177,7 @@ def test_wrong_tables_are_refused_and_right_ones_are_not():
         assert re.search(r"round|rounds", str(raised.value)), raised.value
 
 
-@every_mover
+@every_algorithm
 def test_tables_are_right(of):
     for n in range(1, 17):
         found = made(of, n)
@@ -284,7 +284,7 @@ def test_by_hand_fits_a_blackboard():
     assert len(inspect.getsource(by_hand).splitlines()) <= 40
 
 
-@every_mover
+@every_algorithm
 def test_makers_are_short(of):
     maker = getattr(of.table, "func", of.table)
     code = inspect.getsource(maker).replace(f'"""{maker.__doc__}"""', "")
@@ -309,7 +309,7 @@ def test_the_program_of_a_ring_does_not_grow_and_that_of_direct_does(monkeypatch
 
 
 @pytest.mark.sweep(3)
-@every_mover
+@every_algorithm
 @pytest.mark.parametrize("bundled", [0, execute.JOINED])
 def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
     """All runs of more than one hop as loops: the same sums, and the all-gather is the reduce-scatter's transpose."""
@@ -397,7 +397,7 @@ def test_tables_side_by_side_are_alike(message):
         cost.of(of.all_reduce, 64, 4)
 
 
-@every_mover
+@every_algorithm
 def test_files_hold_tables(of, tmp_path):
     for n in (1, 4, 8):
         for table in made(of, n):
@@ -421,7 +421,7 @@ def test_files_that_are_no_tables(tmp_path):
         from_csv(path)
 
 
-@every_mover
+@every_algorithm
 def test_pictures_show_which_block_is_where(of):
     """After the last round a device holds its own block alone, with the terms of all."""
     for table in made(of, 4):

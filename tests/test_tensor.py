@@ -27,7 +27,7 @@ LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the 
     "none": ({"data": 2}, ()),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_mover = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 UNIT = st.floats(-2, 2, width=32)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
@@ -88,7 +88,7 @@ whole = jax.jit(
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_mover
+@every_algorithm
 @settings(max_examples=5)
 @given(data=st.data())
 def test_a_column_and_a_row_equal_the_whole_layers(layout, algorithm, data):
@@ -173,7 +173,7 @@ STRANGE = [-1, -100, VOCABULARY, V - 1, V, 2**32 + 1, -(2**32) + 1]  # the last 
 
 @pytest.mark.sweep(3)
 @every_layout
-@every_mover
+@every_algorithm
 @settings(max_examples=5)
 @given(data=st.data())
 def test_embed_equals_take(layout, algorithm, data):
@@ -240,7 +240,7 @@ EXTREME = UNIT | st.sampled_from([1e4, -1e4, 1e4 + 1])  # float64's exp ends at 
 
 @pytest.mark.sweep(4)
 @every_layout
-@every_mover
+@every_algorithm
 @settings(max_examples=8)
 @given(data=st.data())
 def test_cross_entropy_equals_log_softmax(layout, algorithm, data):
@@ -266,7 +266,7 @@ def test_cross_entropy_of_bfloat16_logits_is_near():
     )
 
 
-@every_mover
+@every_algorithm
 def test_no_logits_are_gathered(algorithm):
     """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient moves nothing."""
     shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]

@@ -1,9 +1,11 @@
-"""Collectives written as tables of hops: drop-in twins of `jax.lax`'s, to read, count, differentiate, compose and price.
+"""Collectives written as tables of hops: drop-in twins of `jax.lax`'s, to read, count,
+differentiate, compose and price.
 
-Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")` for all functions that take an
-axis. `tuning`, which measures, is imported by its own name.
+Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")`
+for all functions that take an axis. `tuning`, which measures, is imported by its own name.
 
-Each file is imported when it is first needed: a layer that takes an axis does not bring all algorithms along.
+Each file is imported when it is first needed: a layer that takes an axis does not bring all
+algorithms along.
 """
 
 from importlib import import_module

@@ -39,7 +39,9 @@ def _messages(size, n, itemsize):
 def all_to_all(
     x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False
 ) -> Tree:
-    """Sends block j of device i to device j: `A[I_X, J] -> A[I, J_X]`. The twin of `lax.all_to_all`.
+    """Sends block j of device i to device j: `A[I_X, J] -> A[I, J_X]`.
+
+    The twin of `lax.all_to_all`.
 
     In hop k each device sends the block of device i + k straight there. Its transpose is the
     `all_to_all` back.
@@ -77,7 +79,7 @@ def all_to_all(
 
 
 def _exchange(blocks, axis_name):
-    """Sends block j to device j, and puts the one from device j at j: `[n, *block] -> [n, *block]`."""
+    """Returns the blocks received, in the order of their senders: `[n, *block] -> [n, *block]`."""
     route, me = straight(axis_size(axis_name)), axis_index(axis_name)
     received = blocks
     for sends in route.rounds:

@@ -3,9 +3,9 @@
     tensor.column(x, w, b, "tensor")          # a name, or a tuple of names: `jax.lax` is used
     tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name
 
-An algorithm is a value whose functions are those of `lax`: `ring.all_reduce(x, "data")` is a drop-in
-for `lax.psum(x, "data")`. Called with a name, it gives an `Axis`, which has the same functions
-without the name.
+An algorithm is a value whose functions are those of `lax`: `ring.all_reduce(x, "data")` is a
+drop-in for `lax.psum(x, "data")`. Called with a name, it gives an `Axis`, which has the same
+functions without the name.
 """
 
 import functools
@@ -113,9 +113,9 @@ class Axis:
     def of(axis: "AxisLike") -> "Axis":
         """Returns `axis` as an `Axis`. For a name, or a tuple of names, it uses `jax.lax`.
 
-        A tuple that holds an `Axis`, such as `("replica", ring("data"))`, works along one part after
-        the other, in the order that gives `lax`'s values for the tuple of names: it reduces and
-        scatters from the first part to the last, and gathers from the last to the first.
+        A tuple that holds an `Axis`, such as `("replica", ring("data"))`, works along one part
+        after the other, in the order that gives `lax`'s values for the tuple of names: it reduces
+        and scatters from the first part to the last, and gathers from the last to the first.
 
         Raises `ValueError` for anything else.
         """
@@ -125,9 +125,9 @@ class Axis:
             return Axis(axis)
         if not isinstance(axis, tuple | list):
             raise ValueError(
-                "An axis is a name, such as 'data', a tuple of names, or an algorithm with its name, "
-                f"such as ring('data'); got {axis!r}. An ErrorFeedback has a state, so it is not an "
-                "axis: call its own all_reduce."
+                "An axis is a name, such as 'data', a tuple of names, or an algorithm with its "
+                f"name, such as ring('data'); got {axis!r}. An ErrorFeedback has a state, so it is "
+                "not an axis: call its own all_reduce."
             )
         names = tuple(name for name in axis if isinstance(name, str))
         if len(names) == len(axis):

@@ -1,6 +1,6 @@
-"""A ring as on a blackboard: the lesson, and the oracle of the tests. `route` does the same by a table, for any shape and type.
+"""A ring as on a blackboard: the lesson and the oracle. `route` does the same by a table.
 
-n devices stand in a circle; each has an array `x` of n blocks and talks to its right neighbour only.
+n devices form a circle; each has an array `x` of n blocks and sends to its right neighbour only.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array
 
 
 def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """Every device's block on every device: `A[I_X] -> A[I]`. Each block goes once round, and all keep a copy."""
+    """Every device's block on every device: `A[I_X] -> A[I]`. Each block goes once round."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     blocks = [block]  # blocks[hop] was sent by the device so many places to the left
     for _ in range(1, n):
@@ -30,7 +30,7 @@ def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, 
 
 
 def all_reduce(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """The sum over devices, on every device: `A {U_X} -> A`. Each link carries 2 (n - 1)/n of `x` in 2 (n - 1) hops."""
+    """The sum on every device: `A {U_X} -> A`. Each link carries 2 (n - 1)/n of `x`."""
     return all_gather(reduce_scatter(x, axis_name), axis_name)
 
 

@@ -1,15 +1,17 @@
-"""What each collective costs, before it runs, on any number of devices: folds over the table of messages that it runs by.
+"""What each collective costs, before it runs, on any number of devices: folds over the table of
+messages that it runs by.
 
-    price = cost.of(ring.all_reduce, nbytes, n)      # hops, bytes a link, bytes sent, messages, bytes added
-    cost.seconds(price, link)                        # start + alpha hops + beta bytes + gamma reduced
+    price = cost.of(ring.all_reduce, nbytes, n)  # hops, bytes per link, bytes sent, messages, ...
+    cost.seconds(price, link)                    # start + alpha hops + beta bytes + gamma reduced
 
-A collective is a list of rounds; in a round every device sends a message, or several over links of their own, and waits for those
-that it is sent. Some rounds need nothing that the one before brought: a program may send them at once, a device with one port
-will not. All numbers are whole, padding included, and every one of them equals what the tests read from the compiled programs.
-What a hop takes is measured on the live mesh by `tuning.fit`.
+A collective is a list of rounds; in a round every device sends a message, or several over links of
+their own, and waits for those that it is sent. Some rounds need nothing that the one before
+brought: a program may send them at once, a device with one port will not. All numbers are whole,
+padding included, and every one of them equals what the tests read from the compiled programs. What
+a hop takes is measured on the live mesh by `tuning.fit`.
 
-Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH (2005); Chan et al.,
-Collective communication: theory, practice, and experience (2007).
+Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
+MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
 """
 
 import functools
@@ -27,8 +29,8 @@ class Message(NamedTuple):
 
     Attributes:
         bytes: of the message.
-        step: how many devices further on it goes along each dim of the table's box; below 0, back. On a switch that is one link,
-            on a bare ring as many as the step.
+        step: how many devices further on it goes along each dim of the table's box; below 0, back.
+            On a switch that is one link, on a bare ring as many as the step.
         pieces: the permutes that it is sent as, side by side: large blocks are not joined into one.
     """
 
@@ -56,10 +58,12 @@ class Round(NamedTuple):
 def priced(
     rounds: Callable[..., Sequence[Round]], name: str = ""
 ) -> Callable[[Function], Function]:
-    """Lets `of` know what the function that it decorates sends, and messages call it by `name`, such as "ring.all_reduce".
+    """Lets `of` know what the function that it decorates sends, and messages call it by `name`,
+    such as "ring.all_reduce".
 
     Args:
-        rounds: the rounds of the function on an array of so many numbers: `(size, n, itemsize, **options)`, as `of` takes them.
+        rounds: the rounds of the function on an array of so many numbers: `(size, n, itemsize,
+            **options)`, as `of` takes them.
         name: the function's own by default.
     """
 
@@ -77,8 +81,9 @@ class Cost(NamedTuple):
 
     Attributes:
         hops: rounds of messages, one after another.
-        chain: the longest chain of messages of which each passes on what the one before brought: the program's own hops in a
-            row. Below `hops` where a round need not wait for the one before.
+        chain: the longest chain of messages of which each passes on what the one before brought:
+            the program's own hops in a row. Below `hops` where a round need not wait for the one
+            before.
         bytes: over the busiest link: of the largest message of each round.
         sent: bytes that a device sends, over all its links: the results of the program's permutes.
         messages: that a device sends: the program's permutes, in all trips of its loops.
@@ -101,8 +106,10 @@ class Link(NamedTuple):
         beta: seconds a byte on the wire: it is sent, received and stored.
         gamma: seconds a byte that is added to another, beside that.
         start: seconds a call, whatever it does.
-        one_port: the messages of a round go one after another, as through one process's sockets, not each over a link of its own.
-        error: of the fit: the median relative difference from what was measured. 0 for a link made by hand.
+        one_port: the messages of a round go one after another, as through one process's sockets,
+            not each over a link of its own.
+        error: of the fit: the median relative difference from what was measured. 0 for a link made
+            by hand.
     """
 
     alpha: float
@@ -117,10 +124,13 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
     """What a call of `collective` on one array costs a device, all its rounds together.
 
     Args:
-        collective: a function of this library, or a `functools.partial` of one that sets its options.
-        nbytes: of the array that it takes on each device; of `matmul.matmul_reduce_scatter`, of the product.
+        collective: a function of this library, or a `functools.partial` of one that sets its
+            options.
+        nbytes: of the array that it takes on each device; of `matmul.matmul_reduce_scatter`, of the
+            product.
         n: the devices on the axis; or on each, where it takes several.
-        itemsize: bytes of a number. Numbers are not divided: an array whose size does not divide is padded.
+        itemsize: bytes of a number. Numbers are not divided: an array whose size does not divide is
+            padded.
 
     Raises:
         ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
@@ -131,7 +141,10 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """What a tree with leaves (or buckets) of `sizes` bytes costs, one leaf after another. Errors as in `of`."""
+    """What a tree with leaves (or buckets) of `sizes` bytes costs, one leaf after another.
+
+    Errors as in `of`.
+    """
     return total(
         [round for nbytes in sizes for round in rounds(collective, nbytes, n, itemsize=itemsize)]
     )
@@ -146,12 +159,13 @@ def rounds(
         function, options = function.func, function.keywords | options
     if not hasattr(function, "rounds"):
         raise ValueError(
-            f"cost.of needs a function that has a table of messages; got {function}. Take one of the package's own, such as "
-            "ring.all_reduce; jax.lax has no tables."
+            f"cost.of needs a function that has a table of messages; got {function}. Take one of "
+            "the package's own, such as ring.all_reduce; jax.lax has no tables."
         )
     if nbytes % itemsize:
         raise ValueError(
-            f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass itemsize=..."
+            f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass "
+            "itemsize=..."
         )
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
@@ -201,7 +215,9 @@ def total(rounds: Iterable[Round]) -> Cost:
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
-    """What alpha, beta, gamma, start multiply: hops, bytes, reduced, 1; through one port, messages, sent, reduced, 1."""
+    """What alpha, beta, gamma, start multiply: hops, bytes, reduced, 1; through one port, messages,
+    sent, reduced, 1.
+    """
     return (
         (cost.messages, cost.sent, cost.reduced, 1)
         if one_port
@@ -210,7 +226,9 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """The seconds: start + alpha hops + beta bytes + gamma reduced; through one port, alpha messages and beta bytes sent."""
+    """The seconds: start + alpha hops + beta bytes + gamma reduced; through one port, alpha
+    messages and beta bytes sent.
+    """
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))
 
 

@@ -56,8 +56,8 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     An optimization barrier would be gone before the program runs.
     """
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
-    # XLA compiles a cheap value again into each of its users, hundreds of times in a step. A tanh is
-    # expensive enough to be computed once.
+    # XLA compiles a cheap value again into each of its users, hundreds of times in a step. A tanh
+    # is expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
     holds = replicated(always, varying_axes(always))

@@ -115,7 +115,7 @@ def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[
 
 
 def summable(x: ArrayLike) -> Shaped[Array, "..."]:
-    """Returns `x` as an array that can be added: booleans are counted, as `lax.psum` counts them."""
+    """Returns `x` as an array that can be added: booleans are counted, as in `lax.psum`."""
     array = jnp.asarray(x)
     if is_key(array):
         raise ValueError(
@@ -153,12 +153,13 @@ def check_divides(
     """Raises `ValueError` if the dim cannot be split into n blocks."""
     if tiled and shape[dim] % n:
         raise ValueError(
-            f"{function}: dim {dim} ({argument}) of shape {shape} must divide by {n}, the number of "
-            f"devices on the axis. Pad it to {shape[dim] + -shape[dim] % n}, or choose another dim."
+            f"{function}: dim {dim} ({argument}) of shape {shape} must divide by {n}, the number "
+            f"of devices on the axis. Pad it to {shape[dim] + -shape[dim] % n}, or choose another "
+            "dim."
         )
     if not tiled and shape[dim] != n:
         raise ValueError(
-            f"{function}: dim {dim} ({argument}) of shape {shape} must be {n}, the number of devices "
-            "on the axis, since tiled=False drops it. Pass tiled=True to split a longer dim, or "
-            "reshape."
+            f"{function}: dim {dim} ({argument}) of shape {shape} must be {n}, the number of "
+            "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer "
+            "dim, or reshape."
         )

@@ -1,7 +1,9 @@
-"""The executor of routes. It runs tables side by side: forwards as a scatter, backwards as a gather.
+"""The executor of routes: it runs tables side by side, forwards or backwards.
 
-A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A long
-chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
+Forwards a table is a scatter, and backwards it is a gather.
+
+A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A
+long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
 written out.
 """
 
@@ -156,7 +158,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         offsets_met = [offsets_after(trips) for trips in range(1, length + 1)]
         if not any(o in sums[p] for met in offsets_met for o in met):
             return own_terms
-        # A later chain of a table adds to partial sums, which the loop must index: they are stacked.
+        # A later chain adds to partial sums, which the loop must index: they are stacked.
         by_trip = [_joined([take(p, o) for o in met], dim) for met in offsets_met]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
@@ -230,7 +232,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets sent in the first round) for each table that sends in a chain."""
+    """Returns (table, step, offsets of the first round) for each table that sends in a chain."""
     messages = []
     for p, route in enumerate(routes):
         messages += [(p, step, offsets) for step, offsets in route.rounds[chain.start].items()]
@@ -276,10 +278,10 @@ def empty_like(
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Stops XLA from recomputing `x`, so that the local copy equals the one that was sent.
 
-    XLA may compute a value once for the message and again inside the operation that uses it locally,
-    with a product and a sum fused into one rounding. Then the last bit differs, and replicas drift
-    apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler removes the barrier,
-    so a loop does it there.
+    XLA may compute a value once for the message and again inside the operation that uses it
+    locally, with a product and a sum fused into one rounding. Then the last bit differs, and
+    replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
+    removes the barrier, so a loop does it there.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_bits, default=lax.optimization_barrier)
 

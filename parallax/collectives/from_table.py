@@ -114,7 +114,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 
 
 def _prices(tables_of):
-    """Returns the rounds of a reduce-scatter, an all-gather and an all-reduce, as `priced` needs."""
+    """Returns the rounds of reduce-scatter, all-gather and all-reduce, as `priced` needs them."""
 
     def rounds(block_size, n, itemsize, *, back):
         tables = tables_of(n if isinstance(n, tuple) else (n,))
@@ -140,8 +140,8 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
                 f"{name}: tables side by side need {n} devices and {rounds} rounds each, as the "
-                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Fill up with "
-                "empty rounds, {}."
+                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Fill up "
+                "with empty rounds, {}."
             )
 
 
@@ -181,8 +181,8 @@ def messages(
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns the drop-in for `lax.psum` that computes each leaf by `total(x, axis_name)`.
 
-    `total` must give the sum of a varying array with the same bits on every device. The transpose is
-    free: the result is the same everywhere, so its cotangent is too.
+    `total` must give the sum of a varying array with the same bits on every device. The transpose
+    is free: the result is the same everywhere, so its cotangent is too.
     """
 
     def leaf(x):

@@ -1,24 +1,30 @@
-"""Collectives that send int8: a block of numbers travels as 8-bit integers and the one power of two that scales them.
+"""Collectives that send int8: a block of numbers travels as 8-bit integers and the one power of two
+that scales them.
 
-For gradients, in a quarter of the bytes: take `quantized("data")` for the data axis. Activations and the sums of a
-cross-entropy bear it less well (a small GPT-2 that sent all of its tensor axis so ended a fifth worse).
+For gradients, in a quarter of the bytes: take `quantized("data")` for the data axis. Activations
+and the sums of a cross-entropy bear it less well (a small GPT-2 that sent all of its tensor axis so
+ended a fifth worse).
 
-A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s, where s <= a / 64 is a power of two: the format MXINT8 of the OCP Microscaling Formats specification (2023).
-Multiplying by a power of two is exact, so the only error is the rounding, at most
+A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of
+at most 127 in magnitude, and the exponent of s, where s <= a / 64 is a power of two: the format
+MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying by a power of two is exact,
+so the only error is the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, where that is more)
 
-and what was rounded away, x - Q(x), is itself exact: `ErrorFeedback` carries it over to the next call, and
-nothing is ever lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an infinity or NaN comes out as NaN.
+and what was rounded away, x - Q(x), is itself exact: `ErrorFeedback` carries it over to the next
+call, and nothing is ever lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an
+infinity or NaN comes out as NaN.
 
-Feedback is for optimizers that are linear in the gradients: 40 steps of SGD with momentum on a small GPT-2 ended nine times as
-near to the exact run's weights as without it. AdamW divides by the gradients' second moment, to which a correction that comes a
-step later is noise: 200 steps ended 0.4 % above the exact run's held-out loss without feedback, and 1.1 % above it with.
+Feedback is for optimizers that are linear in the gradients: 40 steps of SGD with momentum on a
+small GPT-2 ended nine times as near to the exact run's weights as without it. AdamW divides by the
+gradients' second moment, to which a correction that comes a step later is noise: 200 steps ended
+0.4 % above the exact run's held-out loss without feedback, and 1.1 % above it with.
 
-Each device quantises what it owes device j once and sends it straight to j, which adds up in float32, quantises the sum and
-passes that round. A number is thus rounded twice whatever n is. On a ring of partial sums, as exact addition has it, each of
-the n - 1 hops would round again, with an error that grows with the partial sum: n/2 times this bound.
+Each device quantises what it owes device j once and sends it straight to j, which adds up in
+float32, quantises the sum and passes that round. A number is thus rounded twice whatever n is. On a
+ring of partial sums, as exact addition has it, each of the n - 1 hops would round again, with an
+error that grows with the partial sum: n/2 times this bound.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -26,15 +32,18 @@ the n - 1 hops would round again, with an error that grows with the partial sum:
 | `all_gather` | (n - 1) (1 + 1/block_size) S/4 | n - 1 |
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
-With blocks of 32 that is 0.258 of the exact ring's. (float64 sends two bytes an exponent.) A hop is one message, of integers
-and exponents together. Hop k of the reduction spans k devices: as fast as a neighbour's on a switch, k links on a bare ring.
+With blocks of 32 that is 0.258 of the exact ring's. (float64 sends two bytes an exponent.) A hop is
+one message, of integers and exponents together. Hop k of the reduction spans k devices: as fast as
+a neighbour's on a switch, k links on a bare ring.
 
-They take the types, trees and axes that the exact collectives of `ring` take. The derivative is that of the exact function, and
-is sent as int8 too. On an axis of one device nothing moves and nothing is rounded. Leaves of less than a block (a loss, a norm)
-and those that are not real floats go round the exact ring.
+They take the types, trees and axes that the exact collectives of `ring` take. The derivative is
+that of the exact function, and is sent as int8 too. On an axis of one device nothing moves and
+nothing is rounded. Leaves of less than a block (a loss, a norm) and those that are not real floats
+go round the exact ring.
 
-Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et al., 1-bit stochastic
-gradient descent (2014), for error feedback; Dettmers, 8-bit approximations for parallelism (arXiv 1511.04561).
+Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
+al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
+for parallelism (arXiv 1511.04561).
 """
 
 import functools
@@ -65,7 +74,9 @@ LARGEST = 127
 def _from_a_block_on(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
-    """`sent` (size, n, itemsize, block_size), for arrays of a block or more; shorter ones go as `exact` sends them."""
+    """`sent` (size, n, itemsize, block_size), for arrays of a block or more; shorter ones go as
+    `exact` sends them.
+    """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
         if size < block_size:
@@ -99,11 +110,13 @@ def _nbytes(size, itemsize, block_size):
 
 @cost.priced(_from_a_block_on(_both, ring.all_reduce), "quantized.all_reduce")
 def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
-    """An approximate sum over devices, with the same bits on every device: `A {U_X} -> A`. The twin of `lax.psum`.
+    """An approximate sum over devices, with the same bits on every device: `A {U_X} -> A`.
 
-    It is off by at most (sum of a_i over the other devices + A) / 127, where a_i and A are the largest magnitudes in the
-    number's block on device i and in the sum. The flattened leaf is padded to a multiple of n numbers; blocks are cut from
-    each n-th of it.
+    The twin of `lax.psum`.
+
+    It is off by at most (sum of a_i over the other devices + A) / 127, where a_i and A are the
+    largest magnitudes in the number's block on device i and in the sum. The flattened leaf is
+    padded to a multiple of n numbers; blocks are cut from each n-th of it.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -129,10 +142,12 @@ def reduce_scatter(
     tiled: bool = False,
     block_size: int = BLOCK,
 ) -> Tree:
-    """About the sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`. The twin of `lax.psum_scatter`.
+    """About the sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`.
 
-    It is off by at most the sum of a_i over the other devices / 127, where a_i is the largest magnitude in the number's
-    block on device i. Its transpose is `all_gather`.
+    The twin of `lax.psum_scatter`.
+
+    It is off by at most the sum of a_i over the other devices / 127, where a_i is the largest
+    magnitude in the number's block on device i. Its transpose is `all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
@@ -150,10 +165,12 @@ def reduce_scatter(
 def all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """About every device's block, on every device the same bits: `A[I_X] -> A[I]`. The twin of `lax.all_gather`.
+    """About every device's block, on every device the same bits: `A[I_X] -> A[I]`.
 
-    It is off by at most a / 127, where a is the largest magnitude in the number's block; a device's own part is rounded as
-    the others see it. Its transpose is `reduce_scatter`.
+    The twin of `lax.all_gather`.
+
+    It is off by at most a / 127, where a is the largest magnitude in the number's block; a device's
+    own part is rounded as the others see it. Its transpose is `reduce_scatter`.
 
     Raises:
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
@@ -165,22 +182,25 @@ def all_gather(
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """int8 collectives that carry what they round away: from (x, error) to (result, the error for the next call).
+    """int8 collectives that carry what they round away: from (x, error) to (result, the error for
+    the next call).
 
         feedback = ErrorFeedback("data")
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
-    Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the rounding of the float
-    additions. So the sum of the results over T calls is off by the last errors alone, whatever T is. A block that is not finite
-    leaves no error behind. It has no derivative: use it on gradients, after differentiation.
+    Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the
+    rounding of the float additions. So the sum of the results over T calls is off by the last
+    errors alone, whatever T is. A block that is not finite leaves no error behind. It has no
+    derivative: use it on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
         block_size: numbers that share a scale.
 
     Raises:
-        ValueError: a leaf's error has not its shape, with a dim of 1 in front; or `block_size` is below 1.
+        ValueError: a leaf's error has not its shape, with a dim of 1 in front; or `block_size` is
+            below 1.
     """
 
     axis_name: AxisName
@@ -189,8 +209,9 @@ class ErrorFeedback:
     def initial(self, x: PyTree) -> PyTree:
         """What is carried over for the tree `x` before the first call: zeros.
 
-        A leaf `[*dims]` has the state `[1, *dims]`, in float32 or wider, different on each device of `axis_name`. The dim of 1
-        is for the way in and out of `mesh.spmd`, where the leaf's spec is `P(axis_name, *dims)`.
+        A leaf `[*dims]` has the state `[1, *dims]`, in float32 or wider, different on each device
+        of `axis_name`. The dim of 1 is for the way in and out of `mesh.spmd`, where the leaf's spec
+        is `P(axis_name, *dims)`.
         """
 
         def leaf(x):
@@ -201,7 +222,9 @@ class ErrorFeedback:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
-        """`quantized.all_reduce` of `x + error`, and the new error: what was rounded away on this device."""
+        """`quantized.all_reduce` of `x + error`, and the new error: what was rounded away on this
+        device.
+        """
 
         def leaf(x, error):
             total, error = _all_reduce(
@@ -215,7 +238,9 @@ class ErrorFeedback:
     def reduce_scatter(
         self, x: Tree, error: PyTree, *, scatter_dimension: int = 0, tiled: bool = False
     ) -> tuple[Tree, PyTree]:
-        """`quantized.reduce_scatter` of `x + error`, and the new error, with what a result in 16 bits is rounded by."""
+        """`quantized.reduce_scatter` of `x + error`, and the new error, with what a result in 16
+        bits is rounded by.
+        """
 
         def leaf(x, error):
             axis_name = self.axis_name
@@ -247,7 +272,9 @@ class ErrorFeedback:
 
 
 def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*lead message"]:
-    """`x` as one message: `size` integers, then the exponents of the ceil(size / block_size) blocks of its last dim."""
+    """`x` as one message: `size` integers, then the exponents of the ceil(size / block_size) blocks
+    of its last dim.
+    """
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     finite = jnp.isfinite(peak)
@@ -306,7 +333,9 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """`[n, size] -> [size], [n, size]`: the sum over devices of the own part, and what was rounded away of the others."""
+    """`[n, size] -> [size], [n, size]`: the sum over devices of the own part, and what was rounded
+    away of the others.
+    """
     own, size = _own(parts, axis_name), parts.shape[1]
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
@@ -317,7 +346,9 @@ def _reduce(parts, axis_name, block_size):
 
 
 def _gather(part, axis_name, block_size):
-    """`[size] -> [n, size], [size]`: all devices' parts, the same bits on all, and what was rounded away of the own."""
+    """`[size] -> [n, size], [size]`: all devices' parts, the same bits on all, and what was rounded
+    away of the own.
+    """
     if types.axis_size(axis_name) == 1:
         return part[None], jnp.zeros_like(part)
     sent = quantize(part, block_size)
@@ -355,9 +386,9 @@ def _with(x, error, axis_name):
     """What this call has to send: `x` and what the call before rounded away."""
     if error.shape != (1, *x.shape):
         raise ValueError(
-            f"quantized: the error of a leaf of shape {x.shape} must have the shape {(1, *x.shape)}, as "
-            f"ErrorFeedback.initial makes it; got {error.shape}. Carry it in and out of mesh.spmd with the spec P({axis_name!r}, "
-            f"*spec of the leaf)."
+            f"quantized: the error of a leaf of shape {x.shape} must have the shape "
+            f"{(1, *x.shape)}, as ErrorFeedback.initial makes it; got {error.shape}. Carry it in "
+            f"and out of mesh.spmd with the spec P({axis_name!r}, *spec of the leaf)."
         )
     return varying(x.astype(error.dtype), axis_name) + error[0]
 
@@ -390,7 +421,10 @@ def _widened(x):
 
 
 def quantized_in(block_size: int) -> Algorithm:
-    """`quantized` with blocks of `block_size` numbers instead of 32. Its functions raise `ValueError` for sizes below 1."""
+    """`quantized` with blocks of `block_size` numbers instead of 32.
+
+    Its functions raise `ValueError` for sizes below 1.
+    """
     functions = (
         functools.partial(f, block_size=block_size)
         for f in (all_reduce, reduce_scatter, all_gather)

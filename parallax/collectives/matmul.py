@@ -1,22 +1,25 @@
-"""Matrix products that overlap with their collective: the gather or the scatter is cut into hops, with a product beside each.
+"""Matrix products that overlap with their collective: the gather or the scatter is cut into hops,
+with a product beside each.
 
-A gather before a product makes the links wait for nothing and the multipliers wait for the links. Here device i multiplies the
-block that it holds while the next ones arrive, from both neighbours at once; and in the product before a scatter, partial sums
-travel from both sides towards their owner and gain a block's product in each hop. The whole gathered operand, or the whole
-product before it is scattered, never exists, in the backward pass neither.
+A gather before a product makes the links wait for nothing and the multipliers wait for the links.
+Here device i multiplies the block that it holds while the next ones arrive, from both neighbours at
+once; and in the product before a scatter, partial sums travel from both sides towards their owner
+and gain a block's product in each hop. The whole gathered operand, or the whole product before it
+is scattered, never exists, in the backward pass neither.
 
-Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis, S the bytes of one device's `[T_X, D]`.
+Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis, S the bytes of
+one device's `[T_X, D]`.
 
-| function | messages | bytes a device sends, half each way | gradients of the operand and of the weight |
+| function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|
 | `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more round of the operand |
 | `matmul_reduce_scatter` | n - 1 | (n - 1) S | one round of the cotangent gives both |
 
-Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not across a loop's end, and
-a tensor axis has a few dozen devices at most.
+Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not
+across a loop's end, and a tensor axis has a few dozen devices at most.
 
-Source: Wang et al., Overlap communication with dependent computation via decomposition in large deep learning models
-(ASPLOS 2023).
+Source: Wang et al., Overlap communication with dependent computation via decomposition in large
+deep learning models (ASPLOS 2023).
 """
 
 import functools
@@ -63,16 +66,19 @@ def all_gather_matmul(
     *,
     axis: int = 0,
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
-    """`x`, gathered along its dim `axis`, times `weight`: `A[T_X, D] . W[D, F_X] -> [T, F_X]`, the gathered `A` never whole.
+    """`x`, gathered along its dim `axis`, times `weight`: `A[T_X, D] . W[D, F_X] -> [T, F_X]`, the
+    gathered `A` never whole.
 
-    It equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`, each row by a product of its
-    own. The transpose in `x` is `matmul_reduce_scatter` with the transposed weight. Reverse derivatives of any order apply,
-    under `vmap`, `scan` and `checkpoint` too; forward ones do not.
+    It equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
+    each row by a product of its own. The transpose in `x` is `matmul_reduce_scatter` with the
+    transposed weight. Reverse derivatives of any order apply, under `vmap`, `scan` and `checkpoint`
+    too; forward ones do not.
 
     Args:
         x: one device's rows. Its last dim is multiplied; the others are the batch.
         weight: `[D, *F]`; the outputs may have several dims, as in `tensor.column`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`, a plain product.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
+            a plain product.
         axis: the dim of `x` that is gathered.
 
     Raises:
@@ -96,21 +102,26 @@ def matmul_reduce_scatter(
     *,
     scatter_dimension: int = 0,
 ) -> Inexact[Array, "*scattered outputs"]:
-    """`x` times `weight`, summed over devices; device i keeps block i: `A[T, F_X] . W[F_X, D] -> [T_X, D]`.
+    """`x` times `weight`, summed over devices; device i keeps block i: `A[T, F_X] . W[F_X, D] ->
+    [T_X, D]`.
 
-    It equals `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name, scatter_dimension=..., tiled=True)`,
-    up to the order of the additions, and the product `{U_X}` is never whole. The sums that travel have `x`'s type. The
-    transpose in `x` is `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under `vmap`,
-    `scan` and `checkpoint` too; forward ones do not.
+    It equals `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
+    scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
+    is never whole. The sums that travel have `x`'s type. The transpose in `x` is
+    `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under
+    `vmap`, `scan` and `checkpoint` too; forward ones do not.
 
     Args:
         x: all rows, and this device's share of the inputs.
-        weight: `[*F, D]`; the inputs may have several dims, the last ones of `x`, as in `tensor.row`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`, a plain product.
+        weight: `[*F, D]`; the inputs may have several dims, the last ones of `x`, as in
+            `tensor.row`.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
+            a plain product.
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
 
     Raises:
-        ValueError: `scatter_dimension` is the last dim of the product or none, or its size does not divide by the devices.
+        ValueError: `scatter_dimension` is the last dim of the product or none, or its size does not
+            divide by the devices.
     """
     batch = x.ndim - weight.ndim + 1
     dim = dim_of("scatter_dimension", scatter_dimension, batch + 1)
@@ -139,7 +150,8 @@ def _all_gather_matmul_forward(x, weight, axis_name, axis):
 
 def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
     x, weight = residuals
-    # Without the barrier XLA would take this round of `x` for the forward one, and hold all blocks in between.
+    # Without the barrier XLA would take this round of `x` for the forward one, and hold all blocks
+    # in between.
     x, ct = lax.optimization_barrier((x, ct))
 
     def add(total, j, block):
@@ -188,7 +200,9 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 
 
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
-    """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the nearest on both sides."""
+    """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the
+    nearest on both sides.
+    """
     keep = lambda carry, _, j, block: visit(carry, j, block)
     return gather(
         [_from_both_sides(axis_size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf
@@ -196,7 +210,9 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
 
 
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
-    """The sum over devices of `product(j)`, on device j, from both sides at once: `_as_they_arrive`, backwards."""
+    """The sum over devices of `product(j)`, on device j, from both sides at once:
+    `_as_they_arrive`, backwards.
+    """
     (total,) = scatter(
         [_from_both_sides(axis_size(axis_name))],
         lambda _, j: product(j),
@@ -207,7 +223,9 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 
 
 def _alike(x, weight, axis_name):
-    """Both operands, declared varying over each axis over which one of them or the blocks vary. The transpose of this sums a
+    """Both operands, declared varying over each axis over which one of them or the blocks vary.
+
+    The transpose of this sums a
     gradient."""
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
@@ -245,6 +263,6 @@ def _times(shape, dim: int, n: int):
 def _check_not_last(function: str, argument: str, dim: int, shape):
     if dim == len(shape) - 1:
         raise ValueError(
-            f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the product. Take one of the dims "
-            f"{list(range(dim))} before it."
+            f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the "
+            f"product. Take one of the dims {list(range(dim))} before it."
         )

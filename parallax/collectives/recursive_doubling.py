@@ -1,7 +1,7 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-It suits messages that cost nothing but hops. For n devices, p the greatest power of two not above n,
-and S the bytes of the array on one device:
+It suits messages that cost nothing but hops. For n devices, p the greatest power of two not above
+n, and S the bytes of the array on one device:
 
 | function | bytes a device sends, at most | hops | transpose |
 |---|---|---|---|

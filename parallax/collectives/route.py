@@ -1,16 +1,18 @@
 """A collective as a table of messages, checked when it is made. `execute` runs it.
 
 Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o
-further on. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight. Offsets and steps
-are points of the box, added dim by dim; plain numbers serve where the box has one dim. A *round* is
-{step: offsets}: it sends those blocks to the device `step` further on, where offset o becomes
-o - step. The messages of a round do not wait for each other. Blocks of one step form one message.
+further on. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight. Offsets and
+steps are points of the box, added dim by dim; plain numbers serve where the box has one dim. A
+*round* is {step: offsets}: it sends those blocks to the device `step` further on, where offset o
+becomes o - step. The messages of a round do not wait for each other. Blocks of one step form one
+message.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
 In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
 summed, on the device that owns it. A *gather* is the same table backwards: each device's block is
-copied to all others. The two are each other's transpose; one after the other they are an all-reduce.
+copied to all others. The two are each other's transpose; one after the other they are an
+all-reduce.
 
 The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. This is the way of the block that
 belongs to device 0, in a scatter:
@@ -183,8 +185,8 @@ def _check(route: Route) -> None:
             if arrival in sent:
                 raise ValueError(
                     f"Route: in round {r} block {_describe(o)} arrives at offset "
-                    f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. Let "
-                    "it arrive before, or go elsewhere."
+                    f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
+                    "Let it arrive before, or go elsewhere."
                 )
     if len(sent) < route.n - 1:
         missing = [o for o in route.points()[1:] if o not in sent]
@@ -213,7 +215,10 @@ def _check_sendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -
     elif sent.get(o) == r:
         problem = " twice, so that its terms would be counted twice. Send it once."
     elif o in sent:
-        problem = f" a second time: it was sent away in round {sent[o]}. Send it once, after all has come."
+        problem = (
+            f" a second time: it was sent away in round {sent[o]}. "
+            "Send it once, after all has come."
+        )
     if problem:
         raise ValueError(f"Route: round {r} sends block {_describe(o)}{problem}")
 
@@ -241,7 +246,10 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
 
 
 def from_csv(path: str | os.PathLike[str]) -> Route:
-    """Returns the table in a file of `to_csv`. Raises `ValueError` for other files and wrong tables."""
+    """Returns the table in a file of `to_csv`.
+
+    Raises `ValueError` for other files and wrong tables.
+    """
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))
 

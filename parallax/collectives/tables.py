@@ -16,8 +16,8 @@ For n devices; a *message* is the data that a device sends to one other at once:
 | `torus` on a x b .. | k (a + b .. - k), of 1/k block | k (max(a, b ..) - 1) | n - 1 |
 
 A block has 1/n of the array's bytes. An all-gather sends the same backwards, and an all-reduce is
-one after the other. Blocks of more than `execute.JOINED` bytes are sent as one permute each, side by
-side: joining them would take longer.
+one after the other. Blocks of more than `execute.JOINED` bytes are sent as one permute each, side
+by side: joining them would take longer.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
 al., Collective communication: theory, practice, and experience (2007), for two; Bruck et al.,
@@ -57,7 +57,8 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """In each round a device keeps the nearest 1/`by` of its blocks, rounded up, and sends the rest.
+    """In each round a device keeps the nearest 1/`by` of its blocks, rounded up, and sends the
+    rest.
 
     They go as far as the kept blocks reach, in `by` - 1 messages. With by=2 no table of one message
     a round has fewer rounds, for any n.
@@ -122,7 +123,7 @@ def hierarchical(*sizes: int) -> Route:
 
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
-    """Every axis carries its share at the same time: part k goes round axis k, then the next ones."""
+    """All axes carry a share at the same time: part k goes round axis k, then the next ones."""
     longest, axes = max(sizes), range(len(sizes))
     # Empty rounds let all parts change axes together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
@@ -130,7 +131,8 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` one after another, in `order`, over the box of all boxes.
+    """Returns the table that runs `routes` one after another, in `order`, over the box of all
+    boxes.
 
     A message holds one block for each offset along the boxes of the routes that run later, so
     messages grow shorter from route to route.

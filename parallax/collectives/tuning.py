@@ -1,10 +1,11 @@
 """Measures what a hop takes on the live mesh, and chooses the all-reduce of each array by its size.
 
-    link = tuning.fit(mesh, "data")                    # alpha, beta, gamma, for the formulas of `cost`
-    auto, why = tuning.auto(mesh, "data")              # an algorithm, and a text that says what it chose and why
+    link = tuning.fit(mesh, "data")          # alpha, beta, gamma, for the formulas of `cost`
+    auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
-The model is good for which functions are worth a race, and the race decides. All processes of the mesh must call these functions
-together, and all find the same: of each time, the slowest process's counts.
+The model is good for which functions are worth a race, and the race decides. All processes of the
+mesh must call these functions together, and all find the same: of each time, the slowest process's
+counts.
 """
 
 import itertools
@@ -35,7 +36,7 @@ REFINED = 2  # times that a race looks closer at where one function begins to wi
 
 
 def exact(n: Sizes) -> list[Callable[..., Any]]:
-    """Every all-reduce that adds without rounding off, for one axis of n devices, or for several."""
+    """Returns every all-reduce that sends no rounded numbers, for one axis or several."""
     found = [ring, two_rings, halving, doubling]
     found += [torus] if isinstance(n, tuple) and len(n) > 1 else []
     found += [hierarchical] if isinstance(n, tuple) and len(n) == 2 else []
@@ -50,7 +51,8 @@ def fastest(
     among: Sequence[Callable[..., Any]] | None = None,
     itemsize: int = 4,
 ) -> Callable[..., Any]:
-    """The all-reduce of an array of `nbytes` that takes the fewest seconds by its table and the link; of equals, the first.
+    """The all-reduce of an array of `nbytes` that takes the fewest seconds by its table and the
+    link; of equals, the first.
 
     Args:
         nbytes: of the array on each device.
@@ -69,12 +71,13 @@ def fastest(
 def fit(
     mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9
 ) -> Link:
-    """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of two rings at once, and of
+    """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of
+    two rings at once, and of
     all bytes exchanged and added.
 
-    The least sum of relative differences, over arrays of `sizes` bytes a device, no term below zero; `Link.error` is the
-    median difference that is left. A hop's time bends where messages outgrow a cache, so it is not zero. Takes some seconds,
-    most of them to compile.
+    The least sum of relative differences, over arrays of `sizes` bytes a device, no term below
+    zero; `Link.error` is the median difference that is left. A hop's time bends where messages
+    outgrow a cache, so it is not zero. Takes some seconds, most of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
@@ -106,10 +109,12 @@ def fit(
 
 
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
-    """The `Link` whose seconds differ least from those `measured`: the sum of relative differences, no term below 0.
+    """The `Link` whose seconds differ least from those `measured`: the sum of relative differences,
+    no term below 0.
 
-    Sums, not squares: a time that a busy machine spoilt pulls no harder than another. Each sum is made least by least squares
-    with weights (Weiszfeld's iteration), for every choice of the terms that are not 0.
+    Sums, not squares: a time that a busy machine spoilt pulls no harder than another. Each sum is
+    made least by least squares with weights (Weiszfeld's iteration), for every choice of the terms
+    that are not 0.
     """
     best, found = math.inf, Link(0.0, 0.0)
     for one_port, count in itertools.product((False, True), range(1, 5)):
@@ -131,7 +136,9 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
 
 def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """The x for which the sum of |terms x - 1| is least, by least squares with weights (Weiszfeld's iteration)."""
+    """The x for which the sum of |terms x - 1| is least, by least squares with weights (Weiszfeld's
+    iteration).
+    """
     weights = np.ones(len(terms))
     for _ in range(30):
         x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
@@ -151,20 +158,26 @@ class Choice(NamedTuple):
     times: dict[Callable[..., Any], list[float]]
 
     def fastest(self, nbytes: int) -> Callable[..., Any]:
-        """The function that is expected to be the fastest for `nbytes`: between the sizes raced, by the line between them."""
+        """The function that is expected to be the fastest for `nbytes`: between the sizes raced, by
+        the line between them.
+        """
         at = math.log(max(nbytes, 1))
         known = [math.log(size) for size in self.sizes]
         return min(self.times, key=lambda f: np.interp(at, known, np.log(self.times[f])))
 
     def crossings(self) -> tuple[int, ...]:
-        """The sizes halfway (in the logarithm) between neighbours at which different functions were the fastest."""
+        """The sizes halfway (in the logarithm) between neighbours at which different functions were
+        the fastest.
+        """
         winners = [min(self.times, key=lambda f: self.times[f][k]) for k in range(len(self.sizes))]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
         halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """With the seconds `measured` at more sizes: those of the first function at each, then those of the next."""
+        """With the seconds `measured` at more sizes: those of the first function at each, then
+        those of the next.
+        """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
         times = {
@@ -182,17 +195,20 @@ def auto(
     rounds: int = 11,
     link: Link | None = None,
 ) -> tuple[Algorithm, str]:
-    """An algorithm whose all-reduce takes, for each array, the one that was fastest at its size; and what was chosen, and why.
+    """An algorithm whose all-reduce takes, for each array, the one that was fastest at its size;
+    and what was chosen, and why.
 
-    For each axis: `fit`, then a race between those that the model puts first or second at one of the sizes, and `lax.psum`,
-    which no formula knows; twice it is run again halfway between sizes with different winners. The choice is made at trace time,
-    by the bytes of each leaf, and costs nothing in the step. Axes that were not measured get `lax.psum`, and so `jax.lax` does
-    all but the all-reduce.
+    For each axis: `fit`, then a race between those that the model puts first or second at one of
+    the sizes, and `lax.psum`, which no formula knows; twice it is run again halfway between sizes
+    with different winners. The choice is made at trace time, by the bytes of each leaf, and costs
+    nothing in the step. Axes that were not measured get `lax.psum`, and so `jax.lax` does all but
+    the all-reduce.
 
     Args:
         mesh: the mesh that the step will run on.
         axis_names: the axes along which it will reduce; of several at once, a tuple.
-        among: the functions to choose from beside `lax.psum`; all exact all-reduces of the library by default.
+        among: the functions to choose from beside `lax.psum`; all exact all-reduces of the library
+            by default.
         sizes: bytes a device at which to race, in rising order.
         rounds: how often each is measured in turn; the median counts.
         link: of these axes, if it has been fitted before.
@@ -240,9 +256,11 @@ def auto(
 def measure(
     mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int
 ) -> list[float]:
-    """The median seconds of each call: of a function of local blocks, and the bytes of its float32 array on each device.
+    """The median seconds of each call: of a function of local blocks, and the bytes of its float32
+    array on each device.
 
-    They take turns, so that a machine that becomes slower does so for all. The time is that of the slowest process.
+    They take turns, so that a machine that becomes slower does so for all. The time is that of the
+    slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
     placed = lambda x, spec, n: jax.make_array_from_callback(
@@ -281,9 +299,10 @@ def _told(
 ) -> str:
     """What was measured and chosen on one axis."""
     lines = [
-        f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, "
-        f"{1e9 * link.gamma:.3g} ns a byte added, {1e6 * link.start:.3g} us a call (within {link.error:.0%} in the median); "
-        f"messages of a round go {'one after another' if link.one_port else 'at the same time'}.",
+        f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us a hop, "
+        f"{1e9 * link.beta:.3g} ns a byte, {1e9 * link.gamma:.3g} ns a byte added, "
+        f"{1e6 * link.start:.3g} us a call (within {link.error:.0%} in the median); messages of a "
+        f"round go {'one after another' if link.one_port else 'at the same time'}.",
         "Milliseconds, measured (predicted):",
     ]
     for f, times in choice.times.items():

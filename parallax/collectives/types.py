@@ -1,11 +1,11 @@
 """Replication types of JAX that its public functions cannot state: results equal on all devices.
 
-Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast` goes
-from invariant to varying only. So the result of a ring that is written with `ppermute` could never
-leave the map under `out_specs=P()`, and JAX would derive its transpose hop by hop.
+Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast`
+goes from invariant to varying only. So the result of a ring that is written with `ppermute` could
+never leave the map under `out_specs=P()`, and JAX would derive its transpose hop by hop.
 
-Three primitives mend that. `replicated` declares a value invariant. `terms_p` hands out the terms of
-an unreduced value. `linear` pairs a linear function with its transpose, as
+Three primitives mend that. `replicated` declares a value invariant. `terms_p` hands out the terms
+of an unreduced value. `linear` pairs a linear function with its transpose, as
 `jax.custom_derivatives.linear_call` does, and has a batching rule too.
 
 This is the only file that touches types which JAX does not document.
@@ -49,7 +49,10 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 
 
 def axes_of_type(aval: Any) -> tuple[str, ...]:
-    """Returns `varying_axes` for an abstract type, as traced programs hold it. Raises as it does."""
+    """Returns `varying_axes` for an abstract type, as traced programs hold it.
+
+    Raises as it does.
+    """
     try:
         return tuple(sorted(aval.mat.varying))
     except AttributeError as error:
@@ -216,8 +219,8 @@ def linear(
 
     Policies of `jax.checkpoint` can recognise the result by its `name`. Forward and reverse
     derivatives of any order, `vmap`, `scan`, `checkpoint` and `jit` apply, in and around
-    `shard_map`. `backward` must take and return the types of a transpose: a result that is invariant
-    along an axis has an invariant cotangent.
+    `shard_map`. `backward` must take and return the types of a transpose: a result that is
+    invariant along an axis has an invariant cotangent.
     """
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
@@ -294,9 +297,9 @@ def linear_collective(
 ) -> Shaped[Array, "..."]:
     """Returns `linear` of two functions of varying arrays, for a varying or unreduced `x`.
 
-    The result is declared `to` along `axis_name`: "varying", "invarying" or "reduced". The result of
-    the transpose is declared as `x` requires: reduced where `x` is unreduced. Along other axes the
-    types stay as they are.
+    The result is declared `to` along `axis_name`: "varying", "invarying" or "reduced". The result
+    of the transpose is declared as `x` requires: reduced where `x` is unreduced. Along other axes
+    the types stay as they are.
     """
 
     def on_varying(function, state):
@@ -320,8 +323,8 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
     """Returns `x` for a sum over `axis_name`, typed as varying or as unreduced along all of it.
 
     Raises:
-        ValueError: `x` is reduced along one of the axes, or unreduced along some of them only. `lax`
-            refuses those too.
+        ValueError: `x` is reduced along one of the axes, or unreduced along some of them only.
+            `lax` refuses those too.
     """
     states = _states_along(x, axis_name)
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):

@@ -1,11 +1,13 @@
-"""Context parallelism: the tokens of long sequences are split over an axis, and attention goes round it.
+"""Context parallelism: the tokens of long sequences are split over an axis, and attention goes
+round it.
 
     attend = functools.partial(context.attention, axis=ring("context"))
     out = attend(q, k, v)               # [B, T_X, H, K]: this device's tokens, in zigzag order
 
-What stands between the attentions of a decoder works on each token by itself. Its attention alone needs all tokens: `attention`
-sends keys and values round, `ulysses` goes from tokens to heads and back, `gathered` gathers keys and values. All three are
-called as `attend(q, k, v)`, with `segments=` where documents are packed into one sequence.
+What stands between the attentions of a decoder works on each token by itself. Its attention alone
+needs all tokens: `attention` sends keys and values round, `ulysses` goes from tokens to heads and
+back, `gathered` gathers keys and values. All three are called as `attend(q, k, v)`, with
+`segments=` where documents are packed into one sequence.
 """
 
 from parallax.context.checks import must_communicate

@@ -23,10 +23,11 @@ MOVES = (
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """`layers`, a function of a model's blocks, refused when it is traced where it sends nothing along `axis`.
+    """`layers`, a function of a model's blocks, refused when it is traced where it sends nothing
+    along `axis`.
 
-    Each device of `axis` has some of the tokens. Attention that does not go over the axis would see those alone, and train
-    another model without a word. The function is traced once more to see it.
+    Each device of `axis` has some of the tokens. Attention that does not go over the axis would see
+    those alone, and train another model without a word. The function is traced once more to see it.
     """
     names = set(axes(Axis.of(axis).names))
 
@@ -35,8 +36,9 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
             raise ValueError(
-                f"context: the layers send nothing along {sorted(names)}, which splits their tokens, so that a token would see "
-                "those of its own device alone. Attend by comms.wrap_attention(attend)(q, k, v), or take a layout without context."
+                f"context: the layers send nothing along {sorted(names)}, which splits their "
+                "tokens, so that a token would see those of its own device alone. Attend by "
+                "comms.wrap_attention(attend)(q, k, v), or take a layout without context."
             )
         return layers(*arguments)
 
@@ -46,9 +48,11 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
 ) -> None:
-    """Raise `ValueError` where `attend` is told the places of queries and keys and masks by counts of its own.
+    """Raise `ValueError` where `attend` is told the places of queries and keys and masks by counts
+    of its own.
 
-    It is traced to see it: no result depends on `positions`, and two counts are compared. Attention to all tokens compares none.
+    It is traced to see it: no result depends on `positions`, and two counts are compared. Attention
+    to all tokens compares none.
     """
     positions = known["positions"]
     program = jax.make_jaxpr(lambda positions: attend(*arrays, **known | {"positions": positions}))(
@@ -57,9 +61,10 @@ def check_places(
     opened = jaxprs.opened(program)
     if not (_reached(opened) & set(opened.outvars)) and _compares_counts(opened, {}):
         raise ValueError(
-            f"context.gathered: attend ignores positions=, and masks by its own count of queries and keys, but the "
-            f"{positions[0].shape[0]} queries of a device are not the first of the {tokens} tokens. Compare positions[0], of the "
-            "queries, with positions[1], of the keys, as context.blockwise does."
+            "context.gathered: attend ignores positions=, and masks by its own count of queries "
+            f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
+            f"the {tokens} tokens. Compare positions[0], of the queries, with positions[1], of the "
+            "keys, as context.blockwise does."
         )
 
 
@@ -73,7 +78,9 @@ def _reached(program: Any) -> set[Any]:
 
 
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
-    """Whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does; `counts` are those of its arguments."""
+    """Whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does; `counts`
+    are those of its arguments.
+    """
     counts = dict(counts)
     for eqn in program.eqns:
         operands = [
@@ -107,7 +114,9 @@ def _equations(program: Any) -> Iterator[Any]:
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:
-    """Whether an equation sends something along these axes alone: what gathers weights (ZeRO-3) does so along data as well."""
+    """Whether an equation sends something along these axes alone: what gathers weights (ZeRO-3)
+    does so along data as well.
+    """
     if not eqn.primitive.name.startswith(MOVES):
         return False
     along = eqn.params.get("axis_name", eqn.params.get("axes", ()))
@@ -123,14 +132,16 @@ def check_attention(
     n, tokens = axis.size(), q.shape[1]
     if k.shape[1] != tokens:
         raise ValueError(
-            f"context.attention needs keys of the same tokens as the queries; got {k.shape[1]} keys and {tokens} queries on each "
-            f"device of {axis.names!r}. Split both by context.split or context.local_tokens."
+            f"context.attention needs keys of the same tokens as the queries; got {k.shape[1]} "
+            f"keys and {tokens} queries on each device of {axis.names!r}. Split both by "
+            "context.split or context.local_tokens."
         )
     if tokens % chunks or not tokens:
         above = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
-            f"context.attention: the {tokens} tokens of a device must divide by its {chunks} chunks: {tokens * n} tokens over "
-            f"{n} devices. Take sequences of {above * n} tokens, or order=context.contiguous."
+            f"context.attention: the {tokens} tokens of a device must divide by its {chunks} "
+            f"chunks: {tokens * n} tokens over {n} devices. Take sequences of {above * n} tokens, "
+            "or order=context.contiguous."
         )
     if segments is not None:
         check_segments("context.attention", segments, q.shape[:2])
@@ -140,13 +151,16 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
     """Raise `ValueError` where `segments` are not a whole number for each token."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
-            f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for each of this device's tokens; got "
-            f"{segments.dtype}{list(segments.shape)}. Split them as the tokens are split."
+            f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
+            f"each of this device's tokens; got {segments.dtype}{list(segments.shape)}. Split them "
+            "as the tokens are split."
         )
 
 
 def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None) -> None:
-    """Raise `ValueError` where heads of queries and keys do not fit one another, those of the model, or where they are split."""
+    """Raise `ValueError` where heads of queries and keys do not fit one another, those of the
+    model, or where they are split.
+    """
     H, G = q.shape[2], k.shape[2]
     if (
         k.shape != v.shape
@@ -160,21 +174,24 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
         )
     if not G or H % G:
         raise ValueError(
-            f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of these queries."
+            f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of "
+            "these queries."
         )
     over = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if over and G > 1:
         raise ValueError(
-            f"{name}: q, of {H} heads, differs along {over}, and k, of {G}, is the same there: where heads are split over "
-            f"{over}, pick the keys of these queries, and where they are not, pass k and v through lax.pcast(..., to='varying')."
+            f"{name}: q, of {H} heads, differs along {over}, and k, of {G}, is the same there: "
+            f"where heads are split over {over}, pick the keys of these queries, and where they "
+            "are not, pass k and v through lax.pcast(..., to='varying')."
         )
     if heads is None:
         return
     whole, groups = heads
     if whole % groups or whole % H:
         raise ValueError(
-            f"{name} needs heads=(of queries, of keys) of the whole model, the first a multiple of the second, and of the "
-            f"{H} heads of queries that a device has; got ({whole}, {groups})."
+            f"{name} needs heads=(of queries, of keys) of the whole model, the first a multiple of "
+            f"the second, and of the {H} heads of queries that a device has; got ({whole}, "
+            f"{groups})."
         )
     each = whole // groups
     needed = max(1, H // each)
@@ -185,6 +202,6 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
             else "cuts a group in two"
         )
         raise ValueError(
-            f"{name}: a device with {H} of {whole} heads of queries, an axis of {whole // H} devices, {fit}; k has {G}. Pick the "
-            "keys of this device's queries."
+            f"{name}: a device with {H} of {whole} heads of queries, an axis of {whole // H} "
+            f"devices, {fit}; k has {G}. Pick the keys of this device's queries."
         )

@@ -1,20 +1,23 @@
-"""Attention over tokens that are split over an axis: queries stay, keys and values go round from device to device.
+"""Attention over tokens that are split over an axis: queries stay, keys and values go round from
+device to device.
 
-Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K head width, c chunks of a device, n devices.
+Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K head width, c chunks
+of a device, n devices.
 
-In hop h device i has the keys of device i - h, and computes as many blocks of scores as any other device: `orders.visits` says
-which. There is no conditional, so messages inside and around the attention are safe. What a hop adds is merged by the
-log-sum-exp.
+In hop h device i has the keys of device i - h, and computes as many blocks of scores as any other
+device: `orders.visits` says which. There is no conditional, so messages inside and around the
+attention are safe. What a hop adds is merged by the log-sum-exp.
 
 | | messages | bytes a device sends |
 |---|---|---|
 | forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes a token) |
 | backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
 
-In the backward pass the gradients of keys and values follow them, one hop later, and arrive at home after n - 1 hops: what a
-device found for its own keys waits there and is added.
+In the backward pass the gradients of keys and values follow them, one hop later, and arrive at home
+after n - 1 hops: what a device found for its own keys waits there and is added.
 
-Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu, ring-flash-attention (2024).
+Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
+ring-flash-attention (2024).
 """
 
 from functools import partial
@@ -45,14 +48,16 @@ def attention(
     kernel: Kernel = TILED,
     heads: tuple[int, int] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries: `q[B, T_X, H, K] -> [B, T_X, H, K]`.
+    """softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries: `q[B, T_X, H, K] ->
+    [B, T_X, H, K]`.
 
-    Each device holds the tokens that `order` gives it: `positions` says which, `split` and `own` pick them. Products take and
-    give `q`'s type, their sums, the softmax and the gradients that travel are float32 or wider. Memory is linear in T: a tile of
-    scores, and what `kernel` holds; for the backward pass `q`, `k`, `v`, the result and a number a query and head.
+    Each device holds the tokens that `order` gives it: `positions` says which, `split` and `own`
+    pick them. Products take and give `q`'s type, their sums, the softmax and the gradients that
+    travel are float32 or wider. Memory is linear in T: a tile of scores, and what `kernel` holds;
+    for the backward pass `q`, `k`, `v`, the result and a number a query and head.
 
-    Every device computes the same: in `zigzag` order 2n + 1 blocks of (T/2)^2, of which 2n are needed. Without `causal` the
-    order does not matter. There is no forward-mode derivative.
+    Every device computes the same: in `zigzag` order 2n + 1 blocks of (T/2)^2, of which 2n are
+    needed. Without `causal` the order does not matter. There is no forward-mode derivative.
 
     Args:
         q: queries of this device's tokens.
@@ -60,12 +65,12 @@ def attention(
         v: their values.
         axis: the axis or axes that the tokens are split over; `()` on one device.
         causal: whether a token sees none after it.
-        segments: [B, T], the document of each token, by a whole number. Only tokens of equal numbers see each other, wherever
-            they are.
+        segments: [B, T], the document of each token, by a whole number. Only tokens of equal
+            numbers see each other, wherever they are.
         order: where the tokens live: `zigzag`, `contiguous`, or a table of your own.
         kernel: who computes a block, such as `tiled(1024)`.
-        heads: those of the whole model, of queries and of keys, to check that a device of a tensor axis has picked the keys of
-            its queries.
+        heads: those of the whole model, of queries and of keys, to check that a device of a tensor
+            axis has picked the keys of its queries.
 
     Raises:
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
@@ -145,7 +150,7 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """What these pairs add to the gradients of the queries, and to those of the keys at hand."""
+        """Returns the gradients of the queries and keys after the terms of these pairs."""
 
         def one(carry, pair):
             (dq, sums), (at, of, there) = carry, pair
@@ -180,7 +185,9 @@ def _backward(ring: _Ring, residuals, ct):
 
 
 def _diagonal(ring: _Ring, f, ours, theirs):
-    """A kernel's function on chunks [c, B, ...] and the keys of the same chunks, which it takes for a larger batch."""
+    """A kernel's function on chunks [c, B, ...] and the keys of the same chunks, which it takes for
+    a larger batch.
+    """
     flat = lambda x: x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):

@@ -1,8 +1,10 @@
-"""Attention on one device, a tile of scores at a time: [T, T] scores never exist, and memory is linear in T.
+"""Attention on one device, a tile of scores at a time: [T, T] scores never exist, and memory is
+linear in T.
 
-Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width. Beside its output a kernel gives the
-logarithm of the sum of each query's exponentials, over the keys that it saw. By those, outputs over different keys are merged
-(`merged`), and the backward pass makes the weights again.
+Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width. Beside its
+output a kernel gives the logarithm of the sum of each query's exponentials, over the keys that it
+saw. By those, outputs over different keys are merged (`merged`), and the backward pass makes the
+weights again.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """
@@ -26,16 +28,18 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 class Kernel(NamedTuple):
     """Who computes a block of attention: two functions, which need not be differentiable.
 
-    Both take `causal=`, whether query t sees keys 0 to t alone; `segments=`, numbers of the documents [B, T] and [B, S] of which
-    only equal ones see each other, or None; and `positions=`, [T] and [S], which say in `causal`'s place what is not later, or
-    None. `attention` gives no positions, so what depends on them, a window or ALiBi, is no kernel: see `gathered`. Results are
+    Both take `causal=`, whether query t sees keys 0 to t alone; `segments=`, numbers of the
+    documents [B, T] and [B, S] of which only equal ones see each other, or None; and `positions=`,
+    [T] and [S], which say in `causal`'s place what is not later, or None. `attention` gives no
+    positions, so what depends on them, a window or ALiBi, is no kernel: see `gathered`. Results are
     float32 or wider.
 
     Attributes:
-        forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T / sqrt(K)) v, and the log-sum-exp.
-            A query that sees nothing has an `lse` of minus infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, where `out` and `lse` are over all.
-            A query with an `lse` of infinity has no weight on any.
+        forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
+            sqrt(K)) v, and the log-sum-exp. A query that sees nothing has an `lse` of minus
+            infinity, and an `out` of zeros.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, where
+            `out` and `lse` are over all. A query with an `lse` of infinity has no weight on any.
     """
 
     forward: Callable[..., Any]
@@ -43,7 +47,9 @@ class Kernel(NamedTuple):
 
 
 def tiled(block: int = 512) -> Kernel:
-    """A kernel of `block` queries by `block` keys at a time, of plain JAX: it holds B H `block`^2 scores."""
+    """A kernel of `block` queries by `block` keys at a time, of plain JAX: it holds B H `block`^2
+    scores.
+    """
     if block < 1:
         raise ValueError(f"context.tiled needs a block of 1 token or more; got {block}.")
     return Kernel(
@@ -164,7 +170,9 @@ def _backward(
 
 
 def _scores(q, k, mine: _Tile, theirs: _Tile):
-    """q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s], and minus infinity where a query does not see a key."""
+    """q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s], and minus infinity where a query does not
+    see a key.
+    """
     scores = _product("btgrk,bsgk->bgrts", q, k) * q.shape[-1] ** -0.5
     seen = []
     if theirs.there is not None:
@@ -190,7 +198,8 @@ def _product(terms: str, x, y):
 def _tiles(
     of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int
 ):
-    """Both sides in tiles of equal size, at most `block`: arrays and marks with a first dim of tiles. Zeros fill the last one.
+    """Both sides in tiles of equal size, at most `block`: arrays and marks with a first dim of
+    tiles. Zeros fill the last one.
 
     Of the queries, the dim of heads becomes [G, H / G].
     """
@@ -199,7 +208,8 @@ def _tiles(
         positions = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     mine, theirs = (positions[0], positions[1]) if positions is not None else (None, None)
     ours, others = segments if segments is not None else (None, None)
-    # Masks of constants alone, where layers are a scan, JAX would compute before it, for all tiles, and keep: H T^2 of them.
+    # Masks of constants alone, where layers are a scan, JAX would compute before it, for all tiles,
+    # and keep: H T^2 of them.
     _, mine, ours = lax.optimization_barrier((of_queries[0], mine, ours))
     there = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]

@@ -1,8 +1,9 @@
-"""Where the tokens of a sequence live, and who attends to what when: a table for each order, checked when it is made.
+"""Where the tokens of a sequence live, and who attends to what when: a table for each order,
+checked when it is made.
 
-An order says which of a sequence's equal chunks each device holds. Causal attention needs the pairs of chunks in which the
-query's is not before the key's. `visits` lists them hop by hop, as many for each device: the table that runs is the table that
-counts the work.
+An order says which of a sequence's equal chunks each device holds. Causal attention needs the pairs
+of chunks in which the query's is not before the key's. `visits` lists them hop by hop, as many for
+each device: the table that runs is the table that counts the work.
 """
 
 import itertools
@@ -20,7 +21,8 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Device i holds chunks i and 2n - 1 - i of 2n: an early one and a late one, so that all have the same to do.
+    """Device i holds chunks i and 2n - 1 - i of 2n: an early one and a late one, so that all have
+    the same to do.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -36,7 +38,8 @@ def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
     """The table of `order` for n devices: [n, chunks of a device].
 
     Raises:
-        ValueError: a chunk is missing or held twice, or the devices hold different numbers of chunks.
+        ValueError: a chunk is missing or held twice, or the devices hold different numbers of
+            chunks.
     """
     held = [list(map(int, chunks)) for chunks in order(n)]
     counts = {len(chunks) for chunks in held}
@@ -46,18 +49,22 @@ def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
         or sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))
     ):
         raise ValueError(
-            f"An order needs each chunk once, and as many on each of {n} devices; got {held}. Take context.zigzag, or correct it."
+            f"An order needs each chunk once, and as many on each of {n} devices; got {held}. Take "
+            "context.zigzag, or correct it."
         )
     return np.array(held, dtype=np.int32)
 
 
 class BlockPairs(NamedTuple):
-    """What each device computes: blocks of scores, by chunks of its own queries and of the keys that a hop brought.
+    """What each device computes: blocks of scores, by chunks of its own queries and of the keys
+    that a hop brought.
 
     Attributes:
         chunks: c, the chunks of a device.
-        own: [n, pairs, 3], the pairs (query's chunk, key's chunk, 1) of its own keys, without the c diagonal ones.
-        hops: [n - 1, n, pairs, 3], hop by hop, likewise; a pair whose third number is 0 is computed and left out.
+        own: [n, pairs, 3], the pairs (query's chunk, key's chunk, 1) of its own keys, without the c
+            diagonal ones.
+        hops: [n - 1, n, pairs, 3], hop by hop, likewise; a pair whose third number is 0 is computed
+            and left out.
     """
 
     chunks: int
@@ -73,29 +80,38 @@ class BlockPairs(NamedTuple):
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
     """The table of n devices: in hop h device i has the keys of device i - h.
 
-    In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous` order n of (T/n)^2, twice what
-    is needed. Raises `ValueError` as `chunks_of` does.
+    In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous`
+    order n of (T/n)^2, twice what is needed. Raises `ValueError` as `chunks_of` does.
     """
-    held = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
-    c = held.shape[1]
-    seen = lambda i, j: [
-        (a, b, 1) for a in range(c) for b in range(c) if not causal or held[i, a] > held[j, b]
-    ]
-    own = [seen(i, i) if causal else [] for i in range(n)]
-    hops = [[seen(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
+    # Without a mask all chunks of a device are one: every query sees every key.
+    chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
+    c = chunks.shape[1]
+
+    def visible_pairs(i, j):
+        """Lists (a, b, 1): device i's query chunk a sees all of device j's key chunk b."""
+        pairs = itertools.product(range(c), range(c))
+        return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
+
+    own = [visible_pairs(i, i) if causal else [] for i in range(n)]
+    hops = [[visible_pairs(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
+    # All devices compute as many pairs in a hop, so that no conditional is needed.
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
-    table = lambda rows, *shape: np.array(rows, dtype=np.int32).reshape(*shape, 3)
-    return BlockPairs(c, table(own, n, c * (c - 1) // 2), table(padded, n - 1, n, most))
+    return BlockPairs(
+        c,
+        np.array(own, dtype=np.int32).reshape(n, c * (c - 1) // 2, 3),
+        np.array(padded, dtype=np.int32).reshape(n - 1, n, most, 3),
+    )
 
 
 def split(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")` then gives each its own.
+    """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")`
+    then gives each its own.
 
-    The tokens are dim `dim` of `x`. Targets are split as their inputs are: `split(windows[:, :-1], n)` beside
-    `split(windows[:, 1:], n)`.
+    The tokens are dim `dim` of `x`. Targets are split as their inputs are: `split(windows[:, :-1],
+    n)` beside `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -113,7 +129,10 @@ def unsplit(
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """The places in its sequence of the `tokens` that this device holds, int32. Raises `ValueError` as `split` does."""
+    """The places in its sequence of the `tokens` that this device holds, int32.
+
+    Raises `ValueError` as `split` does.
+    """
     axis = Axis.of(axis)
     n = axis.size()
     return jnp.asarray(places(tokens * n, chunk_table(order, n)))[axis.index()]
@@ -122,7 +141,9 @@ def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int
 def local_tokens(
     x: Shaped[Array, "..."], axis: AxisLike, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """What of `x`, which has all tokens of its sequences, belongs to this device's tokens. Nothing moves.
+    """What of `x`, which has all tokens of its sequences, belongs to this device's tokens.
+
+    Nothing moves.
 
     Raises:
         ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
@@ -150,7 +171,7 @@ def _chunk(tokens: int, table: np.ndarray) -> int:
     if tokens % (n * c):
         above = -(-tokens // (n * c)) * n * c
         raise ValueError(
-            f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. Take sequences of {above} "
-            "tokens, or another order."
+            f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. "
+            f"Take sequences of {above} tokens, or another order."
         )
     return tokens // (n * c)

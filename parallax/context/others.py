@@ -1,4 +1,5 @@
-"""Other ways to attend over split tokens: heads for tokens, or all keys on every device; and attention on one device alone.
+"""Other ways to attend over split tokens: heads for tokens, or all keys on every device; and
+attention on one device alone.
 
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
 
@@ -35,13 +36,16 @@ def blockwise(
     positions: Marks | None = None,
     kernel: Kernel = TILED,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """softmax(q k^T / sqrt(K)) v on one device, in memory linear in T. Types and derivatives as in `attention`.
+    """softmax(q k^T / sqrt(K)) v on one device, in memory linear in T.
+
+    Types and derivatives as in `attention`.
 
     Args:
         q: queries.
         k: keys; with fewer heads, each is of H / G successive heads of `q`.
         v: their values.
-        causal: whether query t sees keys 0 to t alone; with `positions`, those whose position is not after its own.
+        causal: whether query t sees keys 0 to t alone; with `positions`, those whose position is
+            not after its own.
         segments: the document of each token, by number; or of each query and of each key.
         positions: of the queries [T], and of the keys [S], where both are not the whole sequence.
         kernel: who computes it.
@@ -52,8 +56,8 @@ def blockwise(
     check_heads("context.blockwise", q, k, v, None)
     if positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. Pass "
-            "positions=(of the queries, of the keys)."
+            f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
+            "Pass positions=(of the queries, of the keys)."
         )
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
     for mark, x in zip(marks or (), (q, k), strict=False):
@@ -82,19 +86,23 @@ def blockwise(
 def ulysses(
     attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
 ) -> Callable[..., Any]:
-    """`attend` over whole sequences, for devices that hold tokens: each computes some heads of all tokens.
+    """`attend` over whole sequences, for devices that hold tokens: each computes some heads of all
+    tokens.
 
-    `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, go by all-to-all to [B, T, H_X, K], where `attend(q, k, v)` is called with
-    the tokens in the order of the sequence, and with `segments=` where there are some; its result goes back the same way. Where
-    the heads of keys do not divide by the devices, each is sent as often as it takes; their gradients add up.
+    `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, go by all-to-all to [B, T, H_X, K], where
+    `attend(q, k, v)` is called with the tokens in the order of the sequence, and with `segments=`
+    where there are some; its result goes back the same way. Where the heads of keys do not divide
+    by the devices, each is sent as often as it takes; their gradients add up.
 
     Args:
-        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. What it does by the number of a
-            head, such as ALiBi's slopes, begins at head `axis_index * H / n` of the model.
+        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. What
+            it does by the number of a head, such as ALiBi's slopes, begins at head `axis_index * H
+            / n` of the model.
         axis: the axis or axes that the tokens are split over.
         order: where the tokens live.
 
-    The function raises `ValueError` for heads that do not divide by the devices, and where `attention` does.
+    The function raises `ValueError` for heads that do not divide by the devices, and where
+    `attention` does.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """
@@ -105,8 +113,9 @@ def ulysses(
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(
-                f"context.ulysses: the {H} heads must divide by the {n} devices of {axis.names!r}. Take an axis whose size "
-                "divides them, or context.attention, which needs no number of heads."
+                f"context.ulysses: the {H} heads must divide by the {n} devices of {axis.names!r}. "
+                "Take an axis whose size divides them, or context.attention, which needs no number "
+                "of heads."
             )
         there, back = _by_place(q.shape[1], n, order)
         copies = next(
@@ -128,8 +137,9 @@ def gathered(
 ) -> Callable[..., Any]:
     """`attend` of this device's queries to all keys and values, which are gathered: the simple one.
 
-    `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, become `attend(q, k, v, positions=(of q, of k))`, with the keys of whole
-    sequences [B, T, G, K] in their order, and with `segments=(of q, of k)` where there are some.
+    `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, become `attend(q, k, v, positions=(of q, of
+    k))`, with the keys of whole sequences [B, T, G, K] in their order, and with `segments=(of q, of
+    k)` where there are some.
 
     A device computes T / n queries to T keys: twice what causal attention needs. Backward, the
     gradients of keys and values are scattered, in `q`'s type.
@@ -139,7 +149,8 @@ def gathered(
         axis: the axis or axes that the tokens are split over.
         order: where the tokens live.
 
-    The function raises `ValueError` where `attend` ignores the positions and masks by a count of its own.
+    The function raises `ValueError` where `attend` ignores the positions and masks by a count of
+    its own.
     """
     axis = Axis.of(axis)
 
@@ -185,7 +196,9 @@ def _gather(x, axis: Axis):
 
 
 def _by_place(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each token of the sequence among the tokens of device 0, 1, ..., and the inverse of that order."""
+    """The place of each token of the sequence among the tokens of device 0, 1, ..., and the inverse
+    of that order.
+    """
     back = places(tokens * n, chunk_table(order, n)).reshape(-1)
     return np.argsort(back), back
 

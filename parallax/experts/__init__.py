@@ -1,7 +1,8 @@
 """Experts: a mixture of experts split over an axis that splits the batch too, equal to one device.
 
-A router sends each token to k of E experts. Each device of the axis holds some of them, so tokens travel there and results
-back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is dropped is counted; by default nothing is.
+A router sends each token to k of E experts. Each device of the axis holds some of them, so tokens
+travel there and results back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is
+dropped is counted; by default nothing is.
 """
 
 from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged

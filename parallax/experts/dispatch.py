@@ -1,12 +1,14 @@
 """How tokens come to their experts, which are split over an axis, and how results come back.
 
-Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D width, C rows of a message.
+Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
+width, C rows of a message.
 
-    gathered        all tokens to all devices         (n - 1) T D each way          nothing is dropped
-    exchanged(c)    an all-to-all of static size      c k (n - 1)/n T D each way    what finds no room is dropped, and counted
-    ragged(c)       an all-to-all of what is there    k (n - 1)/n T D each way      as there, by a device that is sent too much
+    gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
+    exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
+    ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
-in numbers that a device sends, twice that with the backward pass. So the all-to-all pays where c k < n.
+in numbers that a device sends, twice that with the backward pass. So the all-to-all pays where c k
+< n.
 """
 
 import math
@@ -28,7 +30,8 @@ Local = Callable[
 
 
 class BytesSent(NamedTuple):
-    """Bytes that a device sends in one forward pass; the backward pass sends the same again, but for `ids`.
+    """Bytes that a device sends in one forward pass; the backward pass sends the same again, but
+    for `ids`.
 
     Attributes:
         out: of tokens, to the experts.
@@ -57,7 +60,8 @@ class Dispatch(Protocol):
         held: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """For each token the sum of weight times result over its experts, and how many choices of these tokens were dropped.
+        """For each token the sum of weight times result over its experts, and how many choices of
+        these tokens were dropped.
 
         Device i of the axis holds the experts from i * held on.
         """
@@ -66,13 +70,17 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """The bytes that a device sends for `tokens` tokens of its own; `itemsize` is a number's, in bytes."""
+        """The bytes that a device sends for `tokens` tokens of its own; `itemsize` is a number's,
+        in bytes.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Each device has all tokens, runs its own experts on those that chose them, and the sums are scattered. Exact, dropless."""
+    """Each device has all tokens, runs its own experts on those that chose them, and the sums are
+    scattered. Exact, dropless.
+    """
 
     def __call__(
         self,
@@ -107,11 +115,13 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Each device sends each chosen token to its expert's device, C rows to each: an all-to-all of static size, and one back.
+    """Each device sends each chosen token to its expert's device, C rows to each: an all-to-all of
+    static size, and one back.
 
-    C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be, and nothing is dropped. Where
-    more tokens want one device, first choices go before second ones, and then the earlier token. A choice that finds no room adds
-    nothing to the layer's result, so the residual alone carries the token past it.
+    C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be,
+    and nothing is dropped. Where more tokens want one device, first choices go before second ones,
+    and then the earlier token. A choice that finds no room adds nothing to the layer's result, so
+    the residual alone carries the token past it.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -165,15 +175,17 @@ class exchanged:
 class ragged:
     """`exchanged` in which each message is as long as what is sent: `lax.ragged_all_to_all`.
 
-    A device has room for `capacity` times k T rows, the mean; with `math.inf` for as many as can come. It fills up in the order
-    of the devices that send. XLA's CPU backend does not have this collective (jax #34755), TPUs and GPUs do.
+    A device has room for `capacity` times k T rows, the mean; with `math.inf` for as many as can
+    come. It fills up in the order of the devices that send. XLA's CPU backend does not have this
+    collective (jax #34755), TPUs and GPUs do.
 
     Args:
         capacity: as there.
-        move: who moves the rows; takes what `lax.ragged_all_to_all` takes.
+        move: the collective for the rows; it takes what `lax.ragged_all_to_all` takes.
 
     Raises:
-        ValueError: the capacity is 0 or below; or there is no axis, or one with an algorithm that is not `jax.lax`.
+        ValueError: the capacity is 0 or below; or there is no axis, or one with an algorithm that
+            is not `jax.lax`.
     """
 
     capacity: float
@@ -195,13 +207,13 @@ class ragged:
         """As `Dispatch`."""
         if not axes(axis.names):
             raise ValueError(
-                "experts.ragged needs an axis to move rows along, and the experts are not split over one. Take gathered, or name "
-                "the axis."
+                "experts.ragged needs an axis to move rows along, and the experts are not split "
+                "over one. Take gathered, or name the axis."
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the axis, {axis.names!r}, or take "
-                "exchanged, which any algorithm can do."
+                f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the "
+                f"axis, {axis.names!r}, or take exchanged, which any algorithm can do."
             )
         n, me, (tokens, k) = axis.size(), axis.index(), ids.shape
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, held))
@@ -212,7 +224,8 @@ class ragged:
         wish = axis.all_gather(counts[None], axis=0, tiled=True)  # [from, to]
         before = lambda a, dim: jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
         granted = jnp.clip(room - before(wish, 0), 0, wish)
-        # Where the rows to one device begin: among those that this one sends, and among those that it receives.
+        # Where the rows to one device begin: among those that this one sends, and among those that
+        # it receives.
         leaves, arrives = before(wish, 1), before(granted, 0)
 
         def there(a, empty):
@@ -299,6 +312,6 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 def _check_capacity(name: str, capacity: float) -> None:
     if not capacity > 0:
         raise ValueError(
-            f"experts.{name}: the capacity is a multiple of the mean load, and above 0; got {capacity}. Take 1.25 for a quarter "
-            "of room to spare, or math.inf to drop nothing."
+            f"experts.{name}: the capacity is a multiple of the mean load, and above 0; got "
+            f"{capacity}. Take 1.25 for a quarter of room to spare, or math.inf to drop nothing."
         )

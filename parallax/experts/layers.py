@@ -1,4 +1,6 @@
-"""A decoder's layers whose experts are split over an axis: joins of tensor or sequence parallelism that know that axis too."""
+"""A decoder's layers whose experts are split over an axis: joins of tensor or sequence parallelism
+that know that axis too.
+"""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +21,8 @@ def comms(
     dispatch: Dispatch = gathered,
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
 ) -> Comms:
-    """`inner(axis, shared=shared)`, with the experts of each layer split over `experts`, which splits the batch too.
+    """`inner(axis, shared=shared)`, with the experts of each layer split over `experts`, which
+    splits the batch too.
 
     A model that takes it, such as a `llama` with experts, is given this device's sequences;
     `grads.averaged(grad, ("data", "expert"))` makes the mean over all of them.

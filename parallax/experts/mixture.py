@@ -1,6 +1,8 @@
-"""A layer that is a mixture of experts: a router, experts of any kind, and how the two come together.
+"""A layer that is a mixture of experts: a router, experts of any kind, and how the two come
+together.
 
-Legend: B sequences, T tokens in one, D width, F hidden width of an expert, E experts, n devices of the axis.
+Legend: B sequences, T tokens in one, D width, F hidden width of an expert, E experts, n devices of
+the axis.
 """
 
 import functools
@@ -22,7 +24,9 @@ from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down` (Shazeer, arXiv 2002.05202); whole, or shards of F."""
+    """Experts of three matrices, `(silu(x gate) * (x up)) down` (Shazeer, arXiv 2002.05202); whole,
+    or shards of F.
+    """
 
     gate: Float[Array, "... width hidden"]
     up: Float[Array, "... width hidden"]
@@ -49,7 +53,8 @@ class Mixture(eqx.Module):
     Attributes:
         router: from a token to logits; a stack of layers has a first dim of them in each array.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
-        bias: added to the scores for the choice alone; `rebalanced` moves it, and no gradient does. None or `()`: there is none.
+        bias: added to the scores for the choice alone; `rebalanced` moves it, and no gradient does.
+            None or `()`: there is none.
     """
 
     router: Float[Array, "*layers width experts"]
@@ -67,28 +72,31 @@ def moe(
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
     comms: Comms = tensor.comms(()),  # noqa: B008, likewise
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
-    """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X, T, D] -> y[B_X, T, D]`.
+    """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X,
+    T, D] -> y[B_X, T, D]`.
 
-    It equals all experts on all tokens, times weights that are 0 where an expert was not chosen. Add it to the residual stream.
+    It equals all experts on all tokens, times weights that are 0 where an expert was not chosen.
+    Add it to the residual stream.
 
-    The axis splits the batch too: it may be that of the data, one of its own inside the data (name both in `grads.averaged`), or
-    several. An expert's gradient is then the sum over all tokens that came, and `grads.averaged` and
-    `zero.reduce_scattered`, which sum a gradient where its parameter is the same, only divide it.
+    The axis splits the batch too: it may be that of the data, one of its own inside the data (name
+    both in `grads.averaged`), or several. An expert's gradient is then the sum over all tokens that
+    came, and `grads.averaged` and `zero.reduce_scattered`, which sum a gradient where its parameter
+    is the same, only divide it.
 
     Args:
         x: this device's tokens.
         params: the router whole, and this device's experts.
         axis: the axis that the experts are split over; `()` where each device has all.
-        route: which experts a token goes to: `top(k)`.
+        route: which experts a token goes to: `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
-        compute: what runs the experts that are here: `blocks(expert)`.
-        comms: of the axis that each expert's hidden width is split over, so that its results are partial sums:
-            `tensor.comms("tensor")`, or `sequence.comms` where `x` has a device's share of the tokens. With `context.comms` the
-            statistics are those of whole sequences.
+        compute: what runs the experts that are here: `grouped(expert)`.
+        comms: of the axis that each expert's hidden width is split over, so that its results are
+            partial sums: `tensor.comms("tensor")`, or `sequence.comms` where `x` has a device's
+            share of the tokens. With `context.comms` the statistics are those of whole sequences.
 
     Raises:
-        ValueError: the experts here times the devices are not the router's; `x` is the same on the devices of `axis`; or as
-            `route`, `dispatch` and `compute` do.
+        ValueError: the experts here times the devices are not the router's; `x` is the same on the
+            devices of `axis`; or as `route`, `dispatch` and `compute` do.
     """
     axis = Axis.of(axis)
     held = _held(params, axis)
@@ -116,9 +124,11 @@ def _held(params: Mixture, axis: Axis) -> int:
         held = leaf.shape[0] if leaf.ndim else 0
         if held * n != count:
             raise ValueError(
-                f"experts.moe: the router knows {count} experts, and the {n} devices of {axis.names!r} hold {held} each by the "
-                f"first dim of {mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each array of the "
-                f"experts a first dim of {count}, split over {axis.names!r}; it must divide by {n}."
+                f"experts.moe: the router knows {count} experts, and the {n} devices of "
+                f"{axis.names!r} hold {held} each by the first dim of "
+                f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
+                f"array of the experts a first dim of {count}, split over {axis.names!r}; it must "
+                f"divide by {n}."
             )
     return count // n
 
@@ -129,8 +139,10 @@ def _check_varies(x: Array, axis: Axis) -> None:
     ]
     if same:
         raise ValueError(
-            f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are split, and x, "
-            f"{x.dtype}{list(x.shape)}, is the same along {same}: the {math.prod(Axis(name).size() for name in same)} devices "
-            "would send the same tokens. Split the batch over that axis too, as in_specs=P(('data', 'expert')) does; or, where "
-            "devices are to share each expert, split its hidden width: comms=tensor.comms('tensor')."
+            f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are "
+            f"split, and x, {x.dtype}{list(x.shape)}, is the same along {same}: the "
+            f"{math.prod(Axis(name).size() for name in same)} devices would send the same tokens. "
+            "Split the batch over that axis too, as in_specs=P(('data', 'expert')) does; or, where "
+            "devices are to share each expert, split its hidden width: "
+            "comms=tensor.comms('tensor')."
         )

@@ -2,8 +2,8 @@
 
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
-All that is measured is a mean over sequences of something that one sequence defines. So it is the same however the batch is cut
-into microbatches and over devices, and means of means are right.
+All that is measured is a mean over sequences of something that one sequence defines. So it is the
+same however the batch is cut into microbatches and over devices, and means of means are right.
 """
 
 from collections.abc import Callable
@@ -44,10 +44,13 @@ Router: TypeAlias = Callable[
 def top_k(
     k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
 ) -> Router:
-    """Each token goes to the k experts of the highest score; of equal ones, to the first. The scores are the weights.
+    """Each token goes to the k experts of the highest score; of equal ones, to the first.
 
-    Where there is a bias it counts in the choice alone, and not in the weights: by it `rebalanced` evens out the load without an
-    auxiliary loss (Wang et al., arXiv 2408.15664). It has no gradient.
+    The scores are the weights.
+
+    Where there is a bias it counts in the choice alone, and not in the weights: by it `rebalanced`
+    evens out the load without an auxiliary loss (Wang et al., arXiv 2408.15664). It has no
+    gradient.
 
     Args:
         k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
@@ -62,8 +65,8 @@ def top_k(
         count = logits.shape[-1]
         if not 1 <= k <= count:
             raise ValueError(
-                f"experts.top_k: a token needs at least 1 expert and at most all {count} that the router knows; got k={k}. Take "
-                "another k, or a router with more columns."
+                f"experts.top_k: a token needs at least 1 expert and at most all {count} that the "
+                f"router knows; got k={k}. Take another k, or a router with more columns."
             )
         scores = score(logits)
         preferred = scores if bias is None else add_bias(scores, bias.astype(scores.dtype))
@@ -84,15 +87,21 @@ def _divided(scores: Array) -> Array:
 
 
 class Statistics(NamedTuple):
-    """How even the choices of one layer are. Each is a mean over sequences, so `grads` and `pipeline` join it by a mean.
+    """How even the choices of one layer are.
+
+    Each is a mean over sequences, so `grads` and `pipeline` join it by a mean.
 
     Attributes:
-        balance: E times the sum over experts of load times mean share, within a sequence: 1 where all are the same. As an
-            auxiliary loss (Fedus et al., arXiv 2101.03961, formula 4; a sequence at a time, as DeepSeek-AI, arXiv 2412.19437,
-            formula 17) it moves the router towards an even load.
-        z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small (Zoph et al., arXiv 2202.08906).
-        entropy: of a token's shares, in nats; log(E) where the router has no preference. Not differentiated.
-        load: the share of all choices that fall on each expert; times k and the tokens, its number of tokens.
+        balance: E times the sum over experts of load times mean share, within a sequence: 1 where
+            all are the same. As an auxiliary loss (Fedus et al., arXiv 2101.03961, formula 4; a
+            sequence at a time, as DeepSeek-AI, arXiv 2412.19437, formula 17) it moves the router
+            towards an even load.
+        z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
+            (Zoph et al., arXiv 2202.08906).
+        entropy: of a token's shares, in nats; log(E) where the router has no preference. Not
+            differentiated.
+        load: the share of all choices that fall on each expert; times k and the tokens, its number
+            of tokens.
         dropped: choices of a sequence that found no room; times the sequences, of all.
     """
 
@@ -132,11 +141,13 @@ def statistics(
 def rebalanced(
     bias: Float[Array, "*layers experts"], load: Float[Array, "*layers experts"], rate: float
 ) -> Float[Array, "*layers experts"]:
-    """The bias of the next step: up by `rate` for an expert below the mean load, down for one above it.
+    """The bias of the next step: up by `rate` for an expert below the mean load, down for one above
+    it.
 
-    A load that is the mean but for rounding counts as even, so that the bias is the same however the load was summed up.
-    For `step.make(after_update=...)`, whose auxiliary values are joined already: once a step, from the load over the whole batch
-    (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
+    A load that is the mean but for rounding counts as even, so that the bias is the same however
+    the load was summed up. For `step.make(after_update=...)`, whose auxiliary values are joined
+    already: once a step, from the load over the whole batch (Wang et al., arXiv 2408.15664,
+    algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
     even = (

@@ -1,4 +1,5 @@
-"""Many experts on many rows: sorted by expert, a block of rows at a time, as many blocks as there is work.
+"""Many experts on many rows: sorted by expert, a block of rows at a time, as many blocks as there
+is work.
 
 Legend: N rows, R pairs of a row and an expert, E experts here, D width.
 """
@@ -41,11 +42,13 @@ def call_module(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "
 
 
 def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
-    """Runs `expert(its parameters, rows)` block after block: what is computed is what there is, with no room for the worst case.
+    """Runs `expert(its parameters, rows)` block after block: what is computed is what there is,
+    with no room for the worst case.
 
-    Pairs are sorted by expert, and each expert's are cut into blocks of `size` rows, the last one filled up. A loop runs over
-    the blocks, so it takes sum over experts of ceil(pairs / size) times `size` rows of work, and holds one block of what the
-    expert computes inside. The backward pass runs the same loop, and computes each block again: 4 units of work for 3.
+    Pairs are sorted by expert, and each expert's are cut into blocks of `size` rows, the last one
+    filled up. A loop runs over the blocks, so it takes sum over experts of ceil(pairs / size) times
+    `size` rows of work, and holds one block of what the expert computes inside. The backward pass
+    runs the same loop, and computes each block again: 4 units of work for 3.
 
     Any function will do that treats each row by itself. It is differentiated once, in reverse.
 
@@ -137,8 +140,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         if (made.shape, made.dtype) != (rows.shape, rows.dtype):
             form = lambda x: f"{x.dtype}{list(x.shape)}"
             raise ValueError(
-                f"experts: an expert must return rows like those that it takes, {form(rows)}; it returned {form(made)}. Let its "
-                "last layer be of the model's width and type."
+                f"experts: an expert must return rows like those that it takes, {form(rows)}; it "
+                f"returned {form(made)}. Let its last layer be of the model's width and type."
             )
         return made
 

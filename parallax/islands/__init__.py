@@ -1,4 +1,7 @@
-"""Islands: groups of devices that train by themselves and talk once in many steps. A function from step to step (DiLoCo)."""
+"""Islands: groups of devices that train by themselves and talk once in many steps.
+
+A function from step to step (DiLoCo).
+"""
 
 from parallax.islands.fragments import (
     ALL_AT_ONCE,

@@ -1,7 +1,9 @@
-"""Which part of a model a round exchanges: all of it, some leaves, or some layers of stacked leaves.
+"""Which part of a model a round exchanges: all of it, some leaves, or some layers of stacked
+leaves.
 
-With F fragments, fragment k has its rounds k H/F steps after fragment 0, so the most bytes that one step moves between islands
-fall by about F. Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
+With F fragments, fragment k has its rounds k H/F steps after fragment 0, so the most bytes that one
+step moves between islands fall by about F. Source: Douillard et al., Streaming DiLoCo with
+overlapping communication (arXiv 2501.18512).
 """
 
 import itertools
@@ -19,7 +21,8 @@ class Fragment(NamedTuple):
     """A part of a model.
 
     Attributes:
-        get: from the model to the part: a tree with the model's paths, and None for leaves that are not in it.
+        get: from the model to the part: a tree with the model's paths, and None for leaves that are
+            not in it.
         put: `(model, part)` to the model with that part.
     """
 
@@ -34,9 +37,11 @@ class Stream(NamedTuple):
     """What a round exchanges, and when the islands use it.
 
     Attributes:
-        fragments: from the model, or its shapes, to its fragments: `whole`, `by_path(...)` or `by_layers(...)`.
+        fragments: from the model, or its shapes, to its fragments: `whole`, `by_path(...)` or
+            `by_layers(...)`.
         delay: steps between the exchange of a fragment and its use; below `every`.
-        mixing: how much of its own weights an island keeps when the new ones come: 0 takes the new ones, 1 keeps its own.
+        mixing: how much of its own weights an island keeps when the new ones come: 0 takes the new
+            ones, 1 keeps its own.
     """
 
     fragments: Fragments
@@ -53,7 +58,9 @@ ALL_AT_ONCE = Stream(whole_model)
 
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
-    """A fragment for each glob of paths, or for each list of globs: `by_path("blocks.**", ("embedding", "norm.**"))`."""
+    """A fragment for each glob of paths, or for each list of globs: `by_path("blocks.**",
+    ("embedding", "norm.**"))`.
+    """
 
     def fragments(model):
         def one(globs):
@@ -76,7 +83,8 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
 
     Args:
         count: how many groups the blocks' first dim is cut into, as equal as can be.
-        where: picks the blocks, whose leaves are stacked: [L, ...], or [v, L / v, ...] where a pipeline has v chunks.
+        where: picks the blocks, whose leaves are stacked: [L, ...], or [v, L / v, ...] where a
+            pipeline has v chunks.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
@@ -86,8 +94,9 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
-                f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be the same and at least count; "
-                f"these have {sorted(sizes)}. Take a smaller count, or by_path."
+                f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be "
+                f"the same and at least count; these have {sorted(sizes)}. Take a smaller count, "
+                "or by_path."
             )
         layers = sizes.pop()
         bounds = [layers * k // count for k in range(count + 1)]
@@ -116,10 +125,12 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """The fragments of `model`, which has shapes or arrays: checked that each element is in one of them.
+    """The fragments of `model`, which has shapes or arrays: checked that each element is in one of
+    them.
 
     Raises:
-        ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim that is split.
+        ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim
+            that is split.
     """
     found = stream.fragments(model)
     sizes: dict[str, int] = {}
@@ -137,13 +148,15 @@ def checked_fragments(
             ]
             if cut:
                 raise ValueError(
-                    f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by {splits[name]}, so it would be "
-                    "other layers on another layout. Cut a dim that no axis splits, or take by_path."
+                    f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
+                    f"{splits[name]}, so it would be other layers on another layout. Cut a dim "
+                    "that no axis splits, or take by_path."
                 )
     for name, leaf in wholes.items():
         if sizes.get(name, 0) != leaf.size:
             raise ValueError(
-                f"islands: the fragments together must have each element of the model once; of {name or 'the parameter'} they "
-                f"have {sizes.get(name, 0)} elements, and it has {leaf.size}. Let each leaf match one pattern of by_path."
+                "islands: the fragments together must have each element of the model once; of "
+                f"{name or 'the parameter'} they have {sizes.get(name, 0)} elements, and it has "
+                f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
     return found

@@ -1,18 +1,21 @@
-"""A step made of steps that talk seldom: each island trains by itself, and every H steps the outer optimizer joins them.
+"""A step made of steps that talk seldom: each island trains by itself, and every H steps the outer
+optimizer joins them.
 
-    train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")       # step -> step
+    train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")
 
-An island is a group of devices with a train step of its own, in any layout. After H steps, with outer weights W and island i's
-weights w_i,
+An island is a group of devices with a train step of its own, in any layout. After H steps, with
+outer weights W and island i's weights w_i,
 
     delta = mean over the islands that are there of (W - w_i)
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-so a large step away from W is a large gradient, of the sign that a gradient has. Between rounds nothing moves between islands:
-1/H of the bytes of data parallelism, and `ErrorFeedback` moves a quarter of those.
+so a large step away from W is a large gradient, of the sign that a gradient has. Between rounds
+nothing moves between islands: 1/H of the bytes of data parallelism, and `ErrorFeedback` moves a
+quarter of those.
 
-Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments, delay and mixing.
+Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
+fragments, delay and mixing.
 """
 
 from collections.abc import Callable
@@ -63,38 +66,46 @@ def local(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
 ) -> IslandStep:
-    """`train` on each island by itself, and every `every` steps a round that joins what the islands changed.
+    """`train` on each island by itself, and every `every` steps a round that joins what the islands
+    changed.
 
-    The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside `mesh.spmd` on the state of
-    `islands.init`. What `info` holds has a first dim, [islands]: its spec is `P(axis)`. The batch is split over the islands, as
-    over any axis. `present`, bool [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step: the mean is over those, and the others go on from their own weights until a later round. Where none is there,
-    the round changes nothing.
+    The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
+    `mesh.spmd` on the state of `islands.init`. What `info` holds has a first dim, [islands]: its
+    spec is `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
+    [islands] and the same on all devices, says which islands take part in a round that begins in
+    this step: the mean is over those, and the others go on from their own weights until a later
+    round. Where none is there, the round changes nothing.
 
     Args:
-        train: the step of one island, such as `step.make` gives; it names the axes inside an island alone.
+        train: the step of one island, such as `step.make` gives; it names the axes inside an island
+            alone.
         outer: the outer optimizer; it acts element by element where weights are split.
         every: H, the steps between two rounds.
-        axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which sends int8.
-        stream: which part of the model a round exchanges, and when it is used; by default all of it, at once.
+        axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which
+            sends int8.
+        stream: which part of the model a round exchanges, and when it is used; by default all of
+            it, at once.
 
     Raises:
-        ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0 to 1. When it runs: `train`
-            works along the islands' axis; the batch is the same on all islands; the state is not one of islands; the fragments
-            do not cover the model; or the outer optimizer mixes the elements of a leaf that is split.
+        ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
+            to 1. When it runs: `train` works along the islands' axis; the batch is the same on all
+            islands; the state is not one of islands; the fragments do not cover the model; or the
+            outer optimizer mixes the elements of a leaf that is split.
     """
     if every < 1:
         raise ValueError(
-            f"islands.local needs every of 1 step or more between rounds; got {every}. Take every=50, or 1 to talk in each step."
+            f"islands.local needs every of 1 step or more between rounds; got {every}. Take "
+            "every=50, or 1 to talk in each step."
         )
     if not 0 <= stream.delay < every:
         raise ValueError(
-            f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got {stream.delay}. Take one of these, or a "
-            f"larger every."
+            f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got "
+            f"{stream.delay}. Take one of these, or a larger every."
         )
     if not 0 <= stream.mixing <= 1:
         raise ValueError(
-            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands take the outer weights."
+            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands "
+            "take the outer weights."
         )
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
@@ -179,7 +190,9 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, given: tuple[SentChanges, PyTree]
     ) -> tuple[Any, State]:
-        """The outer weights after the outer optimizer's step, and those of each island that was there."""
+        """The outer weights after the outer optimizer's step, and those of each island that was
+        there.
+        """
         sent, error = given
         weights, own = self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
@@ -218,7 +231,7 @@ def _beside(model: PyTree, like: PyTree) -> PyTree:
 
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
-    """`change(both)` where the predicate, which is the same on all devices, is true; else `both`."""
+    """Returns `change(both)` if the predicate, the same on all devices, is true; else `both`."""
     arrays, static = eqx.partition(both, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 
@@ -235,8 +248,9 @@ def _own(inner: Any, names: tuple[str, ...]) -> Any:
     def own(path, x):
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
-                f"islands.local needs the state that islands.init makes, of [islands, ...] split over {names}; on a device "
-                f"{trees.dotted(path)} is of shape {x.shape}, and its first dim must be 1."
+                "islands.local needs the state that islands.init makes, of [islands, ...] split "
+                f"over {names}; on a device {trees.dotted(path)} is of shape {x.shape}, and its "
+                "first dim must be 1."
             )
         return x[0]
 
@@ -261,8 +275,8 @@ def _each(tree: PyTree, change: Callable[[Array], Array]) -> PyTree:
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
     """`train` as if there were one island: inside, no type says that values differ between islands.
 
-    So whatever `train` does along the axes along which its values differ, such as the norm of its gradients, it does inside
-    the island. The program is the same: types alone are changed.
+    So whatever `train` does along the axes along which its values differ, such as the norm of its
+    gradients, it does inside the island. The program is the same: types alone are changed.
     """
 
     def run(inner, batch, limit):
@@ -301,8 +315,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
         and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves)
     ):
         raise ValueError(
-            f"islands.local: the batch is the same on all islands, so they would all train the same. Split it over {names} too, "
-            f"such as by the spec P({(*names, 'data')!r})."
+            "islands.local: the batch is the same on all islands, so they would all train the "
+            f"same. Split it over {names} too, such as by the spec P({(*names, 'data')!r})."
         )
 
 
@@ -311,7 +325,8 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(
-                f"islands.local: the train step works along {names} itself, by {eqn.primitive.name} at {jaxprs.source(eqn)}, so "
-                f"the islands would talk in every step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), not "
+                f"islands.local: the train step works along {names} itself, by "
+                f"{eqn.primitive.name} at {jaxprs.source(eqn)}, so the islands would talk in every "
+                "step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), not "
                 f"over {(*names, 'data')!r}; islands.local joins the islands."
             )

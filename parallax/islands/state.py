@@ -1,4 +1,6 @@
-"""What a step of islands changes: a state for each island, and the outer weights, which all islands have."""
+"""What a step of islands changes: a state for each island, and the outer weights, which all islands
+have.
+"""
 
 import math
 from collections.abc import Callable
@@ -37,10 +39,13 @@ class State(eqx.Module):
     """All that a step of islands changes. A tree of specs has this form too.
 
     Attributes:
-        inner: the state of each island: arrays have a first dim, [islands, ...], except `step`, which is one number for all.
-        model: the outer weights: of what is trained, as it was after the last round; None for other leaves.
+        inner: the state of each island: arrays have a first dim, [islands, ...], except `step`,
+            which is one number for all.
+        model: the outer weights: of what is trained, as it was after the last round; None for other
+            leaves.
         optimizer: the state of the outer optimizer, for each fragment.
-        error: for each fragment what int8 rounded away, [islands, ...]; None where the exchange is exact.
+        error: for each fragment what int8 rounded away, [islands, ...]; None where the exchange is
+            exact.
         sent: for each fragment what waits for its use; None without a delay.
     """
 
@@ -74,27 +79,31 @@ def init(
     state: step.State,
     specs: step.State,
     outer: optax.GradientTransformation,
-    mesh_: trees.AnyMesh,
+    mesh: trees.AnyMesh,
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> tuple[State, State]:
-    """The state of islands that all begin as `state`, and its specs. No device holds more than its islands' blocks.
+    """The state of islands that all begin as `state`, and its specs.
+
+    No device holds more than its islands' blocks.
 
     Args:
-        state: of one island, on `mesh_`, the same on all islands, as `step.init` makes it.
+        state: of one island, on `mesh`, the same on all islands, as `step.init` makes it.
         specs: its specs, which name no axis of the islands.
         outer: the outer optimizer.
-        mesh_: the mesh, with the axis of the islands.
+        mesh: the mesh, with the axis of the islands.
         axis: as in `local`, and so the next one.
         stream: likewise.
-        trainable: which leaves the outer optimizer works on, as in `step.init`. Others stay each island's own.
+        trainable: which leaves the outer optimizer works on, as in `step.init`. Others stay each
+            island's own.
 
     Raises:
-        ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim that is split.
+        ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
+            that is split.
     """
-    plan = state_init(state, specs, outer, mesh_, axis=axis, stream=stream, trainable=trainable)
+    plan = state_init(state, specs, outer, mesh, axis=axis, stream=stream, trainable=trainable)
     return plan.init(state), plan.specs
 
 
@@ -102,14 +111,17 @@ def state_init(
     state: step.State,
     specs: step.State,
     outer: optax.GradientTransformation,
-    mesh_: trees.AnyMesh,
+    mesh: trees.AnyMesh,
     *,
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """What `init` makes, before it is made, of a state or of its shapes. Its `init` takes the state of one island."""
-    over, islands = axis_names(axis), number_of_islands(axis, mesh_)
+    """What `init` makes, before it is made, of a state or of its shapes.
+
+    Its `init` takes the state of one island.
+    """
+    over, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
     trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), trees.is_inexact)
     seen = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
@@ -131,7 +143,7 @@ def state_init(
     stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=trees.is_spec)
     of_parts = [spec_of(jax.eval_shape(part.get, seen)) for part in parts]
     of_optimizer = (
-        rules.optimizer_specs(outer, jax.eval_shape(part.get, seen), found, mesh_)
+        rules.optimizer_specs(outer, jax.eval_shape(part.get, seen), found, mesh)
         for part, found in zip(parts, of_parts, strict=True)
     )
     placed = State(
@@ -147,7 +159,7 @@ def state_init(
             for sent, found in zip(shapes.sent, of_parts, strict=True)
         ),
     )
-    at = trees.shardings(placed, mesh_)
+    at = trees.shardings(placed, mesh)
     begin = jax.jit(make, out_shardings=at)
     whole = lambda state: eqx.tree_at(
         lambda state: state.inner, state, eqx.combine(state.inner, static)
@@ -195,24 +207,29 @@ def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def number_of_islands(axis: AxisLike | ErrorFeedback, mesh_: trees.AnyMesh) -> int:
+def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
     """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
     names = axis_names(axis)
-    if strange := [name for name in names if name not in mesh_.shape]:
+    if strange := [name for name in names if name not in mesh.shape]:
         raise ValueError(
-            f"islands: the mesh has {dict(mesh_.shape)}, and no axis {strange[0]!r}. Add it to mesh.make."
+            f"islands: the mesh has {dict(mesh.shape)}, and no axis {strange[0]!r}. Add it to "
+            "mesh.make."
         )
-    return math.prod(mesh_.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def joint_model(state: State) -> PyTree:
-    """The model that the islands train together: the outer weights, and what is not trained as the first island has it."""
+    """The model that the islands train together: the outer weights, and what is not trained as the
+    first island has it.
+    """
     first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
 def shapes_for_islands(shapes: State, islands: int) -> State:
-    """The shapes of a state of another number of islands, to restore it from a checkpoint: each device has all islands' parts."""
+    """The shapes of a state of another number of islands, to restore it from a checkpoint: each
+    device has all islands' parts.
+    """
 
     def leaf(x):
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
@@ -229,13 +246,15 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """`state` for another number of islands, in the places of `shapes`, and what was lost, in sentences.
+    """`state` for another number of islands, in the places of `shapes`, and what was lost, in
+    sentences.
 
-        like = islands.shapes_for_islands(prepared.shapes, 2)                               # a run of two islands
-        state, lost = islands.with_number_of_islands(checkpoints.restore(like).state, prepared.shapes)
+        like = islands.shapes_for_islands(prepared.shapes, 2)    # it was saved by two islands
+        state = checkpoints.restore(like).state
+        state, lost = islands.with_number_of_islands(state, prepared.shapes)
 
-    All islands go on from the outer weights. Of n islands that there were, island i mod n gives island i its inner optimizer's
-    state. What is under way or was rounded away is dropped.
+    All islands go on from the outer weights. Of n islands that there were, island i mod n gives
+    island i its inner optimizer's state. What is under way or was rounded away is dropped.
     """
     first = lambda tree: next(
         leaf.shape[0] for leaf in jax.tree.leaves(tree) if trees.is_array(leaf)
