@@ -2138,8 +2138,8 @@ CONTEXT = (
     ),
     Mutant(
         "block_pairs",
-        "held[i, a] > held[j, b]",
-        "held[i, a] >= held[j, b]",
+        "chunks[i, a] > chunks[j, b]",
+        "chunks[i, a] >= chunks[j, b]",
         "test_context.py::test_the_table_counts_what_is_needed",
     ),
     Mutant(

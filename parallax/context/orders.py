@@ -81,7 +81,7 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     """The table of n devices: in hop h device i has the keys of device i - h.
 
     In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous`
-    order n of (T/n)^2, twice what is needed. Raises `ValueError` as `chunks_of` does.
+    order n of (T/n)^2, twice what is needed. Raises `ValueError` as `chunk_table` does.
     """
     # Without a mask all chunks of a device are one: every query sees every key.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
