@@ -141,7 +141,7 @@ def comms(
 
     By default each layer gathers and then multiplies, or multiplies and then scatters; with the
     functions of `collectives.matmul`, both at once, hop by hop. What is joined raises as
-    `reduce_scatter_to` and `own` do.
+    `reduce_scatter_to` and `local_tokens` do.
     """
     over = Axis.of(axis)
 

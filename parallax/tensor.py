@@ -401,7 +401,7 @@ def embed(
 ) -> Float[Array, "*batch width"]:
     """The rows `ids` of a table whose rows are split over `axis`: `W[V_X, D], ids[B] -> [B, D]`.
 
-    `lookup`, and one all-reduce of the result.
+    `embed_partial`, and one all-reduce of the result.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis

@@ -5,7 +5,7 @@ Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K he
 of a device, n devices.
 
 In hop h device i has the keys of device i - h, and computes as many blocks of scores as any other
-device: `orders.visits` says which. There is no conditional, so messages inside and around the
+device: `orders.block_pairs` says which. There is no conditional, so messages inside and around the
 attention are safe. What a hop adds is merged by the log-sum-exp.
 
 | | messages | bytes a device sends |
@@ -51,8 +51,8 @@ def attention(
     """softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries: `q[B, T_X, H, K] ->
     [B, T_X, H, K]`.
 
-    Each device holds the tokens that `order` gives it: `positions` says which, `split` and `own`
-    pick them. Products take and give `q`'s type, their sums, the softmax and the gradients that
+    Each device holds the tokens that `order` gives it. `positions` says which they are; `split`
+    and `local_tokens` select them. Products take and give `q`'s type, their sums, the softmax and the gradients that
     travel are float32 or wider. Memory is linear in T: a tile of scores, and what `kernel` holds;
     for the backward pass `q`, `k`, `v`, the result and a number a query and head.
 

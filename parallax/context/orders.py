@@ -1,9 +1,8 @@
-"""Where the tokens of a sequence live, and who attends to what when: a table for each order,
-checked when it is made.
+"""Which tokens each device holds, and which blocks of scores it computes: checked tables.
 
 An order says which of a sequence's equal chunks each device holds. Causal attention needs the pairs
-of chunks in which the query's is not before the key's. `visits` lists them hop by hop, as many for
-each device: the table that runs is the table that counts the work.
+of chunks in which the query's is not before the key's. `block_pairs` lists them hop by hop, as many
+for each device: the table that runs is the table that counts the work.
 """
 
 import itertools
