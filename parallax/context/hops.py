@@ -52,9 +52,10 @@ def attention(
     [B, T_X, H, K]`.
 
     Each device holds the tokens that `order` gives it. `positions` says which they are; `split`
-    and `local_tokens` select them. Products take and give `q`'s type, their sums, the softmax and the gradients that
-    travel are float32 or wider. Memory is linear in T: a tile of scores, and what `kernel` holds;
-    for the backward pass `q`, `k`, `v`, the result and a number a query and head.
+    and `local_tokens` select them. Products take and give `q`'s type, their sums, the softmax and
+    the gradients that travel are float32 or wider. Memory is linear in T: a tile of scores, and
+    what `kernel` holds; for the backward pass `q`, `k`, `v`, the result and a number a query and
+    head.
 
     Every device computes the same: in `zigzag` order 2n + 1 blocks of (T/2)^2, of which 2n are
     needed. Without `causal` the order does not matter. There is no forward-mode derivative.
