@@ -7,7 +7,6 @@ The first needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; the 
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import random
@@ -23,12 +22,12 @@ import jax.numpy as jnp
 import measure
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, plan
+from parallax import hardware, mesh, plan
 from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.models.decoder import Compute
-from parallax.plan import compilers, hardware, traffic
+from parallax.plan import compilers, temporaries, traffic
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
 CHIPS = {"v5e": hardware.TPU_V5E, "v5p": hardware.TPU_V5P, "h100": hardware.H100}
@@ -231,9 +230,9 @@ def off(rows: Sequence[Row], compiler: compilers.Compiler) -> list[float]:
     found = []
     for row in rows:
         config, layout, batch = of(row)
-        needs = plan.memory(
-            config, layout, dataclasses.replace(chip(row), compiler=compiler), batch
-        )
+        state = plan.memory(config, layout, chip(row), batch)
+        temporary = temporaries.temporary(config, layout, batch, compiler=compiler)
+        needs = state._replace(temporary=temporary)
         found.append(needs.peak / held(row) - 1)
     return found
 

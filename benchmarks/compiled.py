@@ -153,7 +153,7 @@ def figures(program: targets.Program, text: str) -> Row:
     config = MODELS[(model or ["four"])[0]]
     found = program.timeline()
     peak = plan.model_flops(config, int(batch)) / (
-        program.target.rates.products / program.target.cores * program.mesh.size
+        program.target.hardware.rate / program.target.cores * program.mesh.size
     )
     return {
         "target": program.target.name,

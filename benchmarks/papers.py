@@ -22,10 +22,10 @@ import measure
 import numpy as np
 from published import CAUSES, Row, rows
 
-from parallax import plan
+from parallax import hardware, plan
 from parallax.collectives import send_next
 from parallax.layout import Layout
-from parallax.plan import algorithms, hardware, networks, temporaries, traffic
+from parallax.plan import algorithms, networks, temporaries, traffic
 from parallax.plan.planned import PASSES
 from parallax.plan.planned import messages as messages_of
 from parallax.plan.recomputed import recomputed

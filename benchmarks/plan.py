@@ -15,10 +15,9 @@ import measure
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, plan
+from parallax import hardware, mesh, plan
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.plan import hardware
 
 MINI = gpt2.Config(layers=8, heads=8, width=256, context=256, vocabulary=8000)
 MODELS = {"mini": MINI, "small": gpt2.SMALL}

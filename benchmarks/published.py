@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from parallax import hardware
 from parallax.models import gpt2
-from parallax.plan import hardware
 
 VOCABULARY, TOKENS = 51_200, 2_048
 

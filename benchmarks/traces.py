@@ -25,10 +25,9 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, mesh, pipeline, plan, rules, schedule, step, zero
+from parallax import grads, hardware, mesh, pipeline, plan, rules, schedule, step, zero
 from parallax.collectives import ring
 from parallax.compiled import certificate, hlo
-from parallax.compiled.rates import CHIPS
 from parallax.compiled.seconds import Costs
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -321,7 +320,7 @@ def beside(traced: plan.Trace, compiled: jax.stages.Compiled, world: Mesh) -> Be
 def program_operations(text: str) -> int:
     """Operations of the products of a compiled program, loops counted out."""
     program = hlo.module(text)
-    costs = Costs(program, next(iter(CHIPS.values())), 1)
+    costs = Costs(program, hardware.H100, 1)
 
     def inside(name, times):
         for line in program[name]:

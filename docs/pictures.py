@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from parallax import context, draw, mesh, plan, schedule
+from parallax import context, draw, hardware, mesh, plan, schedule
 from parallax.collectives import (
     direct,
     halving,
@@ -21,7 +21,6 @@ from parallax.collectives import (
 from parallax.draw import canvas
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import hardware
 
 PICTURES = {
     "one_f_one_b_lockstep.svg": schedule.one_f_one_b_lockstep(stages=4, microbatches=8),

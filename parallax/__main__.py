@@ -44,7 +44,7 @@ MODELS = {
     "llama-8b": ("llama", "B8"),
     "llama-70b": ("llama", "B70"),
 }
-HARDWARE = "v100, a100, h100, h200, v4, v5e, v5p, v6e"
+HARDWARE = "v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
 FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}  # sizes
 
 
@@ -185,10 +185,9 @@ def compare(options: argparse.Namespace) -> str:
     import jax
     import jax.numpy as jnp
 
-    from parallax import mesh
+    from parallax import hardware, mesh
     from parallax import plan as plans
     from parallax.models import decoder
-    from parallax.plan import hardware
 
     made = model(options)
     if options.model.startswith("llama"):
@@ -310,7 +309,7 @@ def compile_for(options: argparse.Namespace) -> str:
         train_step = decoder.train_step(*parts, batch=batch, key=key)
     else:
         local = decoder.local_step(*parts, batch=options.batch, key=key)
-        train_step = on_islands.train_step(local, islands.nesterov(), every=options.every)
+        train_step = on_islands.train_step(local, islands.outer_nesterov(), every=options.every)
     island_axes = ("island",) if count > 1 else ()
     sharding = mesh.shardings(jax.P(island_axes + layout.batch_axes), devices)
     shape = (batch, made.config.context + 1)
@@ -382,7 +381,7 @@ def model(options: argparse.Namespace) -> Model:
 
 def chip_of(options: argparse.Namespace) -> Any:
     """Return the `Hardware` of `--hardware`. Raises `ValueError` for an unknown chip."""
-    from parallax.plan import hardware
+    from parallax import hardware
 
     try:
         return hardware.named(options.hardware)

@@ -84,7 +84,7 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
     devices. Attention round a ring of four then hangs, or returns wrong numbers from the fifth call
     on: seen on JAX 0.10.2 and 0.12.
     """
-    config = jax.config
+    config: Any = jax.config
     cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     if cached and len(devices) > 1 and devices[0].platform == "cpu":
         raise ValueError(

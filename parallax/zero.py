@@ -175,8 +175,8 @@ def sharded(
         return jax.tree.map_with_path(whole, updates, weights), state
 
     # `update_shares` decides whether the optimizer is right on the shares.
-    update = right_on_shards(update, at="zero.sharded")
-    return optax.GradientTransformationExtraArgs(init, update)
+    checked_update = right_on_shards(update, at="zero.sharded")
+    return optax.GradientTransformationExtraArgs(init, checked_update)
 
 
 def _mean_share(

@@ -77,7 +77,7 @@ def save(kind, made):
 
 def main(name):
     there = targets.target(name)
-    kind = there.rates.platform
+    kind = there.hardware.platform
     if name.startswith("2 x"):
         return save(kind, {f"slices_{what}": between(there, what) for what in ("ring", "psum")})
     made = {

@@ -1408,7 +1408,6 @@ TOLD = (
         "leaf.elements",
         "test_plan.py::test_state_is_that_of_the_prepared_step",
     ),
-    Mutant("_life", "offsets[buffer.stop + 1]", "offsets[buffer.stop]", "test_draw_memory.py"),
     Mutant(
         "Instruction.called",
         "trips and trips + 1",
@@ -1812,8 +1811,8 @@ COMPILED = (
     ),
     Mutant(
         "Machine.crossing",
-        "busy.get(link, 0.0) + size / speed",
-        "size / speed",
+        "busy.get(link, 0.0) + size * seconds_a_byte",
+        "size * seconds_a_byte",
         "test_targets.py::test_links_of_a_torus_and_of_a_switch",
     ),
     Mutant(

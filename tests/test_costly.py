@@ -11,7 +11,7 @@ from parallax.layout import Layout
 def test_they_add_up_to_the_compute_of_the_replay(kind):
     """But for what the replay runs beside others: at most a tenth."""
     here = machine(kind)
-    found = costly.instructions(text(kind), here.rates)
+    found = costly.instructions(text(kind), here.hardware)
     assert [each.seconds for each in found] == sorted(
         (each.seconds for each in found), reverse=True
     )

@@ -4,11 +4,10 @@ import jax
 import pytest
 from test_draw import svg_text
 
-from parallax import draw, mesh, plan
+from parallax import draw, hardware, mesh, plan
 from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import hardware
 
 
 def test_mesh(tmp_path):

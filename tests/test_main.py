@@ -11,8 +11,8 @@ import jax
 import pytest
 
 import parallax
+from parallax import hardware
 from parallax.__main__ import HARDWARE, layout_of, main, model, parser
-from parallax.plan import hardware
 
 
 @pytest.mark.sweep(2)
@@ -118,8 +118,8 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         (
             "plan --model xl --devices 8 --hardware abacus",
-            "--hardware must be one of v100, a100, h100, h200, v4, v5e, v5p, v6e, or a slice of "
-            "TPUs such as v5e:2x4; got 'abacus'.",
+            "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, or a "
+            "slice of TPUs such as v5e:2x4; got 'abacus'.",
         ),
         (
             "bisect --layout data=2 --record nowhere.npz",

@@ -10,13 +10,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import hardware, mesh
 from parallax.collectives import cost, halving, machines, pairs, ring, torus, two_rings
 from parallax.collectives.cost import Link
 from parallax.collectives.from_table import messages
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import algorithms, hardware, networks
+from parallax.plan import algorithms, networks
 from parallax.plan import plan as planned
 from parallax.plan.networks import Group, Level, Nested, Torus
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
-from parallax import mesh, plan, rules
+from parallax import hardware, mesh, plan, rules
 from parallax.collectives import halving, ring, two_rings, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama, recipe
@@ -30,7 +30,6 @@ from parallax.plan import (
     arguments,
     compilers,
     estimates,
-    hardware,
     layouts,
     planned,
     temporaries,
@@ -563,7 +562,7 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
     assert hardware.A100.link(9) == hardware.A100.slow
     assert hardware.named("TPU v5p") is hardware.TPU_V5P
     with pytest.raises(
-        ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Take one, or"
+        ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Use one of them, or"
     ):
         hardware.named("b100")
 
@@ -662,7 +661,8 @@ def test_the_published_sums_are_reproduced():
 def test_planning_touches_no_device():
     """Thousands of devices, in a process whose JAX has no backend at all."""
     program = (
-        "from parallax.plan import estimates, hardware, search\n"
+        "from parallax import hardware\n"
+        "from parallax.plan import estimates, search\n"
         "found = search(estimates.GPT3, 4096, hardware.A100, batch=4096)\n"
         "assert found[0].layout.devices == 4096 and found[0].fits\n"
         "assert 'of peak' in str(found[0])\n"

@@ -12,20 +12,20 @@ import make_compiled_fixtures as made
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import draw, mesh, plan
+from parallax import draw, hardware, mesh, plan
 from parallax.__main__ import main
+from parallax.collectives import ring
 from parallax.compiled import (
     certificate,
     hlo,
     links,
-    rates,
     report,
     seconds,
     sources,
     targets,
     timeline,
 )
-from parallax.plan import hardware, traffic
+from parallax.plan import traffic
 
 KINDS = ("tpu", "cuda")
 AXES = dict(made.LAYOUT.axes)
@@ -41,8 +41,8 @@ def about(kind):
 
 def machine(kind):
     if kind == "cuda":
-        return links.switch(rates.CHIPS["h100"], 8)
-    return links.torus(rates.CHIPS["v5e"], about("tpu")["places"])
+        return links.switch(hardware.H100, 8)
+    return links.torus(hardware.TPU_V5E, about("tpu")["places"])
 
 
 LOOP = """HloModule m, is_scheduled=true
@@ -131,24 +131,22 @@ def turns(first, step, direction, bound, moved="add(%a, %b)"):
 
 
 def test_links_of_a_torus_and_of_a_switch():
-    cube = links.torus(rates.CHIPS["v4"], [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
+    cube = links.torus(hardware.TPU_V4, [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
     assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
         "data": 1.25,
         "tensor": 1.0,
     }  # row by row, not laid as rings
-    assert links.of_a_hop(links.switch(rates.CHIPS["h100"], 8), {"data": 8, "tensor": 1}) == {
-        "data": 2.0
-    }
-    line = links.torus(rates.CHIPS["v5e"], [(k, 0) for k in range(4)])
+    assert links.of_a_hop(links.switch(hardware.H100, 8), {"data": 8, "tensor": 1}) == {"data": 2.0}
+    line = links.torus(hardware.TPU_V5E, [(k, 0) for k in range(4)])
     assert len(line.path(0, 3)) == 3  # too short to close
     assert line.path(2, 2) == []
     busy, delay = line.crossing({(0, 2): 45e9, (1, 2): 45e9})
     assert max(busy.values()) == pytest.approx(2.0)  # both over the link from 1 to 2
     assert delay == pytest.approx(2e-6)
-    assert links.torus(rates.CHIPS["v4"], [(0, 0), (0, 0), (1, 0), (1, 0)]).cores == 2
-    gpus = links.switch(rates.CHIPS["h100"], 16)
+    assert links.torus(hardware.TPU_V4, [(0, 0), (0, 0), (1, 0), (1, 0)]).cores == 2
+    gpus = links.switch(hardware.H100, 16)
     assert gpus.path(1, 2) == [("out", 1), ("in", 2)]
     assert gpus.kind(7, 8) == "network"
     busy, delay = gpus.crossing({(7, 8): 50e9})
@@ -168,7 +166,7 @@ def compute(name, cycles):
 def test_a_replay_by_hand():
     """45 MB take a millisecond and a microsecond; two messages on one link wait for each other, on two they do not."""
     right, left = "{{0,1}}", "{{1,0}}"
-    one, two = links.torus(rates.CHIPS["v5e"], [(0, 0), (1, 0)]), {"x": 2}
+    one, two = links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)]), {"x": 2}
     program = lambda *lines: (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
         + "\n".join(lines)
@@ -210,7 +208,7 @@ def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
         "ENTRY %main (x: f32[8]) -> f32[8] {\n  %ticks = f32[8] while(%x), condition=%test, body=%tick, "
         'backend_config={"known_trip_count":{"n":"5"}}\n}\n'
     )
-    one = links.torus(rates.CHIPS["v5e"], [(0, 0), (1, 0)])
+    one = links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)])
     found = timeline.of(text, one, {"x": 2})
     assert found.seconds == pytest.approx(
         3 * timeline.of(text.replace("3_of_5", "1_of_5"), one, {"x": 2}).seconds
@@ -228,7 +226,11 @@ def test_a_saved_step_sends_what_theory_says(kind):
     sent: dict = {}
     for entry in entries:
         sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
-    expected = traffic.by_axes(traffic.terms(made.CONFIG, made.LAYOUT, made.BATCH))
+    expected = traffic.by_axes(
+        traffic.terms(
+            made.CONFIG, made.LAYOUT, made.BATCH, axes={name: ring(name) for name in AXES}
+        )
+    )
     assert sent == {axes: size for axes, size in expected.items() if size}
     assert not [entry for entry in entries if entry.conditional or entry.unbounded]
     assert {entry.kind for entry in entries} == {
@@ -367,27 +369,16 @@ def test_messages_between_slices_are_read(what):
     }
     assert entries["far",].hops == {"ring": 2, "psum": 1}[what]
     places = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    two = links.torus(rates.CHIPS["v5e"], 2 * places, [0] * 4 + [1] * 4)
+    two = links.torus(hardware.TPU_V5E, 2 * places, [0] * 4 + [1] * 4)
     # Half there and half back, by eight devices; a ring both ways of four, in each of two slices.
     assert links.by_kind(program, two) == {"network": 8 * nbytes, "link": 2 * 4 * 3 * nbytes // 2}
     found = timeline.of(program, two, {"far": 2, "near": 4})
-    assert found.exposed_along["far"] > nbytes / rates.CHIPS["v5e"].network
+    assert found.exposed_along["far"] > nbytes / (1 / hardware.TPU_V5E.slow.beta)
     other = program.replace('"ONE_TO_ONE"', '"ALL_TO_ALL"').replace('"ALL_REDUCE"', '"ALL_TO_ALL"')
     with pytest.raises(
         ValueError, match="a collective between TPU slices that cannot be read, ALL_TO_ALL"
     ):
         hlo.module(other)
-
-
-def test_rates_are_those_of_the_plan():
-    for name in set(rates.CHIPS) & set(hardware.KNOWN):
-        here, there = rates.CHIPS[name], hardware.KNOWN[name]
-        assert (here.products, here.bandwidth) == (there.rate, there.bandwidth)
-        assert (here.hop, 1 / here.link) == (there.fast.alpha, pytest.approx(there.fast.beta))
-        assert (here.far_hop, 1 / here.network) == (
-            there.slow.alpha,
-            pytest.approx(there.slow.beta),
-        )
 
 
 def test_operations_and_bytes_of_a_gpu_program():
@@ -397,7 +388,7 @@ def test_operations_and_bytes_of_a_gpu_program():
   ROOT %y = f32[8,32]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }"""
     program = hlo.module(product)
-    costs = seconds.Costs(program, rates.CHIPS["h100"], 1)
+    costs = seconds.Costs(program, hardware.H100, 1)
     (dot,) = [line for line in program["main"] if line.opcode == "dot"]
     assert costs.operations(dot) == 2 * 8 * 16 * 32
     assert costs.traffic(dot) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
@@ -405,7 +396,8 @@ def test_operations_and_bytes_of_a_gpu_program():
 
 def test_refusals(capsys):
     with pytest.raises(
-        ValueError, match=r"needs a number of one of v4, v5e.*; got 'v9:2x2'\. Take such as v5e:2x4"
+        ValueError,
+        match=r"needs a number of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Take such as v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(
@@ -420,7 +412,7 @@ def test_refusals(capsys):
     with pytest.raises(
         ValueError, match="needs a program compiled for cuda; this one was compiled for cpu"
     ):
-        timeline.of(program, links.switch(rates.CHIPS["h100"], 1), {"data": 1})
+        timeline.of(program, links.switch(hardware.H100, 1), {"data": 1})
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
     if not importlib.util.find_spec("libtpu"):
@@ -447,7 +439,7 @@ def test_a_step_that_does_not_fit_says_what_it_needs(said):
         def compile(self):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
 
-    there = targets.Target("v5e:2x4", "v5e", rates.CHIPS["v5e"], tuple(jax.devices()), 1)
+    there = targets.Target("v5e:2x4", "v5e", hardware.TPU_V5E, tuple(jax.devices()), 1)
     shape = jax.ShapeDtypeStruct(
         (8,), jnp.float32, sharding=mesh.shardings(P("data"), mesh.make(data=8))
     )

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax import mesh, torus
-from parallax.compiled import links, rates
+from parallax import hardware, mesh, torus
+from parallax.compiled import links
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import hardware, planned, traffic
+from parallax.plan import planned, traffic
 
 # Chips along each dim, and cores of a chip.
 FLAT = {
@@ -69,7 +69,7 @@ def chips(target, **more):
 
 
 def machine(target, devices):
-    return links.torus(rates.CHIPS[target.split(":")[0]], [each.coords for each in devices.flat])
+    return links.torus(hardware.KNOWN[target.split(":")[0]], [each.coords for each in devices.flat])
 
 
 def hops(target, devices):
@@ -231,7 +231,7 @@ CLOSED = {  # what the makers' pages say closes: whole pods of 16 in two dims, j
 @pytest.mark.parametrize("target", CLOSED)
 def test_what_closes_in_the_replay(target):
     box, devices = TARGETS[target], chips(target)
-    here = links.torus(rates.CHIPS[target.split(":")[0]], [each.coords for each in devices])
+    here = links.torus(hardware.KNOWN[target.split(":")[0]], [each.coords for each in devices])
     for dim, (size, ring) in enumerate(zip(box, CLOSED[target], strict=True)):
         ends = [tuple(end if d == dim else 0 for d in range(3)) for end in (0, size - 1)]
         assert len(here.path(*(here.places.index(end) for end in ends))) == (

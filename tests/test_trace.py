@@ -19,11 +19,10 @@ from jax.sharding import PartitionSpec as P
 from user_models import KINDS, batch_of
 from user_models import OPTIMIZER as ADAMW
 
-from parallax import grads, mesh, plan, rules, step
+from parallax import grads, hardware, mesh, plan, rules, step
 from parallax.collectives import halving, ring
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.plan import hardware
 
 traces = load("traces")
 MEDIAN, WORST = 0.15, 0.40  # of the peak: what `plan.trace` promises, in each family

@@ -16,6 +16,7 @@ from parallax import (
     cross_entropy,
     data,
     grads,
+    hardware,
     mesh,
     optimizers,
     pipeline,
@@ -43,7 +44,6 @@ from parallax.collectives import (
 from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.plan import hardware
 from parallax.schedule import Schedule
 
 Params = dict[str, Array]

@@ -33,7 +33,7 @@ def write(
             draw.traffic(entries, drawn("traffic"))
             if entries
             else "The compiled program sends nothing.",
-            draw.memory(memory.of(train), drawn("memory")),
+            draw.bytes_by_kind({"a step": _memory(train)}, drawn("memory")),
         )
         timetable = []
         if plan.schedule.stages > 1:
@@ -54,3 +54,9 @@ def write(
         }
         title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}"
         draw.page(path, title, {name: parts for name, parts in sections.items() if parts})
+
+
+def _memory(train: Any) -> dict[str, int]:
+    """The bytes on a device in a step by kind, those above 0."""
+    sizes = memory.of(train)
+    return {kind: size for kind, size in sizes.items() if size and kind != "peak"}

@@ -1,13 +1,11 @@
-"""What a compiled program does, read from its text: what it sends, which buffers live when, its memory over
-time; and programs compiled for accelerators that are not there, with the time that they take by estimate."""
+"""What a compiled program does, read from its text: what it sends and needs; and programs
+compiled for accelerators that are not there, with the time that they take by estimate."""
 
 from parallax.compiled import (
-    buffers,
     certificate,
     hlo,
     links,
     memory,
-    rates,
     report,
     seconds,
     slices,
@@ -18,12 +16,10 @@ from parallax.compiled import (
 )
 
 __all__ = [
-    "buffers",
     "certificate",
     "hlo",
     "links",
     "memory",
-    "rates",
     "report",
     "seconds",
     "slices",

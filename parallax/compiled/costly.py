@@ -1,6 +1,6 @@
 """The most expensive instructions of a program for an accelerator, with the lines of source that they come from.
 
-print(costly.table(costly.instructions(program.text, program.target.rates)))
+print(costly.table(costly.instructions(program.text, program.target.hardware)))
 """
 
 from fractions import Fraction
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from parallax.compiled import hlo, seconds, sources
-from parallax.compiled.rates import Rates
+from parallax.hardware import Hardware
 
 
 class Costly(NamedTuple):
@@ -33,19 +33,19 @@ class Costly(NamedTuple):
 
 
 def instructions(
-    compiled: jax.stages.Compiled | str, rates: Rates, *, cores: int = 1
+    compiled: jax.stages.Compiled | str, chip: Hardware, *, cores: int = 1
 ) -> list[Costly]:
     """All instructions that take time, the most expensive first. A loop of unknown length counts as one trip.
 
     Args:
         compiled: the program, or its text.
-        rates: of the chip that it was compiled for.
+        chip: the chip that it was compiled for.
         cores: devices that share a chip.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     program, line_of = hlo.module(text), sources.read(text)
-    costs, found = seconds.Costs(program, rates, cores), []
+    costs, found = seconds.Costs(program, chip, cores), []
 
     def inside(name: str, times: int | Fraction) -> None:
         for each in program[name]:

@@ -1,6 +1,6 @@
 """The links of a machine, and which of them each message goes over: neighbours on a torus, ports of a switch, a network.
 
-    machine = links.torus(rates.CHIPS["v5e"], [device.coords for device in mesh.devices.flat])
+    machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
     machine.crossing({(0, 1): 4096})          # bytes over each link, and the most links that one message takes
 
 A link carries one message at a time; several that share it wait for one another.
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from parallax.compiled import hlo
-from parallax.compiled.rates import Rates
+from parallax.hardware import Hardware
 from parallax.torus import FLAT, closed_dims
 
 Link = tuple[Any, ...]
@@ -25,7 +25,7 @@ class Machine(NamedTuple):
     """The devices of a program, in the order of its mesh.
 
     Attributes:
-        rates: of a chip.
+        hardware: one of the chips.
         places: of each device: its coordinates, or its number where a switch joins them.
         groups: the slice or machine of each.
         sizes: of the torus; empty for a switch.
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
         closed: whether each dim of the torus closes in a ring.
     """
 
-    rates: Rates
+    hardware: Hardware
     places: tuple[tuple[int, ...], ...]
     groups: tuple[int, ...]
     sizes: tuple[int, ...] = ()
@@ -70,31 +70,36 @@ class Machine(NamedTuple):
         for (source, target), size in flows.items():
             path = self.path(source, target)
             far = bool(path) and path[0][0] == "network out"
-            speed = self.rates.network if far else self.rates.link * self.rates.reached[2]
+            hop = self.hardware.slow if far else self.hardware.fast
+            seconds_a_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
             for link in path:
-                busy[link] = busy.get(link, 0.0) + size / speed
+                busy[link] = busy.get(link, 0.0) + size * seconds_a_byte
             hops = 1 if far or not self.sizes else len(path)
-            longest = max(
-                longest, hops * (self.rates.far_hop if far else self.rates.hop) if path else 0.0
-            )
+            longest = max(longest, hops * hop.alpha if path else 0.0)
         return busy, longest
 
 
 def torus(
-    rates: Rates, coordinates: Sequence[Sequence[int]], groups: Sequence[int] | None = None
+    hardware: Hardware,
+    coordinates: Sequence[Sequence[int]],
+    groups: Sequence[int] | None = None,
 ) -> Machine:
     """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
     cores = max(Counter(zip(groups, places, strict=True)).values())
-    return Machine(rates, places, groups, sizes, cores, closed_dims(rates.name in FLAT, sizes))
+    return Machine(
+        hardware, places, groups, sizes, cores, closed_dims(hardware.name in FLAT, sizes)
+    )
 
 
-def switch(rates: Rates, devices: int, in_machine: int = 8) -> Machine:
+def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
     """GPUs: machines of so many, each device with one port to its switch and one to the network."""
     return Machine(
-        rates, tuple((k,) for k in range(devices)), tuple(k // in_machine for k in range(devices))
+        hardware,
+        tuple((k,) for k in range(devices)),
+        tuple(k // in_machine for k in range(devices)),
     )
 
 

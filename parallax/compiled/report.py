@@ -24,7 +24,7 @@ def table(
     peak = (
         None
         if operations is None
-        else operations / (target.rates.products / target.cores * program.mesh.size)
+        else operations / (target.hardware.rate / target.cores * program.mesh.size)
     )
     machine = target.machine(program.mesh)
     hops = links.of_a_hop(machine, dict(program.mesh.shape)) if machine.sizes else {}
@@ -33,7 +33,7 @@ def table(
         or "one device"
     )
     parts = [
-        f"{target.name}: {program.mesh.size} devices of {target.rates.name}, {shape}",
+        f"{target.name}: {program.mesh.size} devices of {target.hardware.name}, {shape}",
         held(program.memory, target.memory),
         certificate.table(program.certificate()),
         *(

@@ -9,7 +9,7 @@ import math
 import re
 
 from parallax.compiled import hlo
-from parallax.compiled.rates import Rates
+from parallax.hardware import Hardware
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 KERNEL = re.compile(
@@ -35,9 +35,9 @@ CUTS = {"dynamic-slice", "slice", "gather"}
 class Costs:
     """The seconds of a program's instructions."""
 
-    def __init__(self, program: hlo.Module, rates: Rates, cores: int):
-        """Of a device that is one of `cores` on a chip of `rates`."""
-        self.program, self.rates, self.cores = program, rates, cores
+    def __init__(self, program: hlo.Module, hardware: Hardware, cores: int):
+        """Of a device that is one of `cores` on a chip."""
+        self.program, self.hardware, self.cores = program, hardware, cores
         self.lines = {line.name: line for lines in program.computations.values() for line in lines}
         self.known: dict[str, float] = {}
 
@@ -49,25 +49,26 @@ class Costs:
 
     def _of(self, line: hlo.Instruction) -> float:
         if found := CYCLES.search(line.attributes):
-            return int(found[1]) / self.rates.clock
+            return int(found[1]) / self.hardware.clock
         if found := KERNEL.search(line.attributes):
             return self._over_rates(int(found[1]), int(found[2]))
         if line.opcode in FREE or (
             line.opcode == "custom-call" and "AllocateBuffer" in line.attributes
         ):
             return 0.0
-        if self.rates.clock:  # on a TPU: what moves data and has no cycles; the compiler estimates none for a few numbers
+        if self.hardware.clock:  # on a TPU: what moves data and has no cycles; the compiler estimates none for a few numbers
             moves = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if moves else 0.0
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        products, passes, _ = self.rates.reached
+        # What a TPU's kernel states is held against the full rate, as its compiler's own cycles are.
+        efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         return float(
             self.cores
             * max(
-                operations / (self.rates.products * products),
-                traffic / (self.rates.bandwidth * passes),
+                operations / (self.hardware.rate * efficiency),
+                traffic / (self.hardware.bandwidth * self.hardware.reached[0]),
             )
         )
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from parallax.compiled import certificate, links, rates, timeline
+from parallax.compiled import certificate, links, memory, timeline
 from parallax.compiled.certificate import Entry
+from parallax.hardware import KNOWN, Hardware
 
 MACHINE = 8  # GPUs that one switch joins
 # What compilers need to know of a GPU beside its rates: cores, threads, memory near them, clock, the version of its instructions.
@@ -33,6 +34,7 @@ GPUS = {
     "h200": (9, 0, 132, 128, 233472, 232448, 52428800, 1.98, "NVIDIA H200"),
     "b200": (10, 0, 148, 128, 233472, 232448, 132644864, 1.965, "NVIDIA B200"),
 }
+CHIPS = {name: chip for name, chip in KNOWN.items() if chip.platform == "tpu" or name in GPUS}
 # What a TPU's compiler says of a step that does not fit, in libtpu 0.0.42 and before it.
 FULL = re.compile(r"(?:Used |\()([\d.]+\w)\)? (?:of|exceeds available \w+) \(?([\d.]+\w)")
 NAME = re.compile(r"(?:(\d+) ?x ?)?([a-z]+\d+[a-z]*)(?::(\d+(?:x\d+)*))?$")
@@ -44,30 +46,30 @@ class Target(NamedTuple):
     Attributes:
         name: as "v5e:2x4" or "8 x h100".
         chip: as "v5e" or "h100".
-        rates: of a chip.
+        hardware: one of the chips.
         devices: that a mesh can be made of; they run nothing.
         cores: devices that share a chip.
     """
 
     name: str
     chip: str
-    rates: rates.Rates
+    hardware: Hardware
     devices: tuple[Any, ...]
     cores: int
 
     @property
     def memory(self) -> float:
         """Bytes of a device."""
-        return self.rates.memory / self.cores
+        return self.hardware.memory / self.cores
 
     def machine(self, mesh: Mesh) -> links.Machine:
         """The links between the devices of a mesh, in its order."""
         devices = list(mesh.devices.flat)
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
-        if self.rates.platform == "tpu":
-            return links.torus(self.rates, [device.coords for device in devices], groups)
+        if self.hardware.platform == "tpu":
+            return links.torus(self.hardware, [device.coords for device in devices], groups)
         machines = tuple(device.process_index for device in devices)
-        return links.switch(self.rates, len(devices))._replace(groups=machines)
+        return links.switch(self.hardware, len(devices))._replace(groups=machines)
 
 
 class Program(NamedTuple):
@@ -90,21 +92,8 @@ class Program(NamedTuple):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes on a device: arguments, results beside them, temporaries, the program itself (TPU), and the peak, their sum."""
-        found = self.compiled.memory_analysis()
-        assert found is not None
-        results = found.output_size_in_bytes - found.alias_size_in_bytes
-        held = {
-            "arguments": found.argument_size_in_bytes,
-            "results": results,
-            "temporaries": found.temp_size_in_bytes,
-        }
-        held |= (
-            {"program": found.generated_code_size_in_bytes}
-            if found.generated_code_size_in_bytes
-            else {}
-        )
-        return held | {"peak": sum(held.values())}
+        """Bytes on a device, as `memory.of` has them."""
+        return memory.of(self.compiled)
 
     @property
     def fits(self) -> bool:
@@ -132,12 +121,12 @@ def target(name: str) -> Target:
         ImportError: the compiler is not installed; the message says what to install.
     """
     found = NAME.match(name.strip().lower())
-    if not found or found[2] not in rates.CHIPS:
+    if not found or found[2] not in CHIPS:
         raise ValueError(
-            f"targets.target needs a number of one of {', '.join(rates.CHIPS)}; got {name!r}. {_examples()}"
+            f"targets.target needs a number of one of {', '.join(CHIPS)}; got {name!r}. {_examples()}"
         )
     count, chip, sizes = int(found[1] or 1), found[2], found[3]
-    here = rates.CHIPS[chip]
+    here = CHIPS[chip]
     if (here.platform == "tpu") != bool(sizes) or not count:
         raise ValueError(
             f"targets.target: {name!r} is no machine: a TPU has the sizes of its topology, GPUs a number. {_examples()}"
@@ -219,7 +208,7 @@ def quiet() -> Iterator[None]:
 def gpu_text(chip: str) -> str:
     """A GPU as XLA's compiler is told of it: the fields of its `GpuTargetConfigProto`."""
     major, minor, cores, units, near, near_optin, cache, clock, name = GPUS[chip]
-    here = rates.CHIPS[chip]
+    here = CHIPS[chip]
     info: Mapping[str, Any] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,

@@ -7,7 +7,7 @@ The text of a program for TPUs or GPUs is in the order in which it runs. It is r
 that the TPU's compiler estimated, or its bytes and operations over a GPU's rates; a loop's body runs once a trip; a message
 begins at its start, waits for its links, each of which carries one message at a time, and its end waits for it. *Exposed* is the
 end of the replay less the end of the same with messages that take no time. It is an estimate, made of a compiler's estimates and
-of the rates in `compiled.rates`: no measurement. Of stages with a job of their own each it has the jobs of one, and no wait for
+of the rates in `parallax.hardware`: no measurement. Of stages with a job of their own each it has the jobs of one, and no wait for
 the dearest job of the others in a tick: that is a fold over the table (`schedule.compared`).
 """
 
@@ -91,7 +91,7 @@ def of(
             f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; got {dict(axes)}. Pass the "
             "shape of the mesh that the program was compiled for."
         )
-    check_backend(text, machine.rates.platform)
+    check_backend(text, machine.hardware.platform)
     program = hlo.module(text)
     replay = _Replay(program, machine, axes, sources.read(text))
     events: list[Event] = []
@@ -171,7 +171,7 @@ class _Replay:
         lines: Callable[[str], str],
     ):
         self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
-        self.costs = seconds.Costs(program, machine.rates, machine.cores)
+        self.costs = seconds.Costs(program, machine.hardware, machine.cores)
         self.known: dict[str, _Message] = {}
         self.inside: dict[str, list[hlo.Instruction]] = {}
 

@@ -9,7 +9,6 @@ from parallax.draw.bars import bytes_by_kind, traffic
 from parallax.draw.held import in_flight
 from parallax.draw.html_page import page
 from parallax.draw.meshes import mesh
-from parallax.draw.over_time import memory
 from parallax.draw.replays import replay, replay_trace
 from parallax.draw.routes import route
 from parallax.draw.schedules import summary, text, timeline
@@ -18,7 +17,6 @@ __all__ = [
     "attention",
     "bytes_by_kind",
     "in_flight",
-    "memory",
     "mesh",
     "page",
     "replay",

@@ -205,8 +205,8 @@ def _on_owners(
         return result, GatheredOptState(states, state.names, state.members, state.leads)
 
     # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
-    update = right_on_shards(update, at="optimizers")
-    return optax.GradientTransformationExtraArgs(init, update)
+    checked_update = right_on_shards(update, at="optimizers")
+    return optax.GradientTransformationExtraArgs(init, checked_update)
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:

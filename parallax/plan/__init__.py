@@ -1,5 +1,5 @@
 """Memory, traffic and time of a step before it is compiled, and the best layout of all. Nothing here is imported until it is
-asked for, so that the constants of `plan.hardware` bring no model with them.
+asked for, so that the constants of `parallax.hardware` bring no model with them.
 """
 
 from importlib import import_module

@@ -124,3 +124,9 @@ XLA_H100 = IN_PLACE._replace(
     copied=1.0,
     early=1.0,
 )
+
+
+def of(name: str, platform: str) -> Compiler:
+    """The constants for a chip of this name; on CPUs those of the CPU's compiler."""
+    chips = {"TPU v5e": XLA_V5E, "TPU v5p": XLA_V5P, "H100": XLA_H100, "H200": XLA_H100}
+    return XLA_CPU if platform == "cpu" else chips.get(name, IN_PLACE)

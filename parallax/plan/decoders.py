@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from parallax import mesh
+from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Family
-from parallax.plan.hardware import Hardware
 from parallax.plan.planned import ADAMW
 from parallax.plan.tracing import Trace, trace
 

@@ -5,9 +5,10 @@ Legend: s tokens, b sequences, h width, a heads, L layers, t tensor devices, p s
 
 import dataclasses
 
+from parallax import hardware
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import hardware, layouts, temporaries
+from parallax.plan import layouts, temporaries
 from parallax.plan.planned import memory, plan
 
 GPT3 = gpt2.Config(layers=96, heads=96, width=12288, context=2048)

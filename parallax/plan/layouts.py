@@ -11,11 +11,11 @@ from typing import Any
 
 import optax
 
+from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import arguments, temporaries
+from parallax.plan import arguments, compilers, temporaries
 from parallax.plan.compilers import Number
-from parallax.plan.hardware import Hardware
 from parallax.plan.planned import ADAMW, Plan, counts, known, plan
 from parallax.plan.quantities import quantity
 from parallax.validate import CHOICES, divisors
@@ -174,7 +174,11 @@ def _peak(config, layout, hardware, batch, optimizer) -> Number:
     if state > hardware.memory:
         return state
     temporary = temporaries.temporary(
-        config, layout, batch, compiler=hardware.compiler, short=hardware.short
+        config,
+        layout,
+        batch,
+        compiler=compilers.of(hardware.name, hardware.platform),
+        short=hardware.short,
     )
     return state + arguments.batch_bytes(config, layout, batch) + temporary.peak
 

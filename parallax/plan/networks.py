@@ -18,7 +18,7 @@ from parallax.collectives import halving, machines, ring, two_rings
 from parallax.collectives.cost import Link, Round
 from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route, Tables
-from parallax.plan.hardware import Hardware
+from parallax.hardware import Hardware
 
 
 class Group(NamedTuple):

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import optax
 
 from parallax.collectives import AxisLike, cost
+from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import temporaries, traffic
+from parallax.plan import compilers, temporaries, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.compilers import Number
-from parallax.plan.hardware import Hardware
 from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
 from parallax.plan.quantities import quantity
 from parallax.plan.recomputed import recomputed
@@ -288,7 +288,11 @@ def memory(
         optimizer=optimizer_bytes(config, layout, optimizer),
         inputs=batch_bytes(config, layout, batch),
         temporary=temporaries.temporary(
-            config, layout, batch, compiler=hardware.compiler, short=hardware.short
+            config,
+            layout,
+            batch,
+            compiler=compilers.of(hardware.name, hardware.platform),
+            short=hardware.short,
         ),
     )
 

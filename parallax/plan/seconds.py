@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from parallax.collectives import cost, halving
 from parallax.collectives.cost import Cost
-from parallax.plan.hardware import Hardware
+from parallax.hardware import Hardware
 
 
 class Seconds(NamedTuple):

@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from parallax import jaxprs
+from parallax.hardware import Hardware
 from parallax.plan import copies, live
-from parallax.plan.hardware import Hardware
 from parallax.plan.live import Buffer, Held, Operation
 from parallax.plan.primitives import nbytes
 from parallax.plan.quantities import quantity

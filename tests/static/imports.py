@@ -20,6 +20,7 @@ ORDER = (
         "torus",
         "mesh",
         "collectives",
+        "hardware",
         "jaxprs",
         "taps",
         "rules",
@@ -107,7 +108,7 @@ from parallax.run import launch, lock
 assert not loaded("jax", "numpy"), "run.lock"
 import parallax.collectives
 assert not loaded("equinox", "optax", "parallax.mesh"), "collectives"
-from parallax.plan import hardware
+from parallax import hardware
 hardware.A100
 assert not loaded("parallax.models", "parallax.plan.planned", "optax"), "hardware"
 import parallax.step
