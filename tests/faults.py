@@ -37,7 +37,6 @@ class Running:
         folder: Path,
         *options,
         processes: int,
-        cache: Path,
         launcher: str = LAUNCHER,
         program: Path = SCRIPT,
         flags: Mapping[str, str] = OF_USERS,

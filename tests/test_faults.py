@@ -26,21 +26,14 @@ ALL = [LAUNCHER, "variables"] if LAUNCHER == "mpirun" else [LAUNCHER]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "compiled"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, cache):
+def undisturbed(tmp_path_factory):
     """The whole state at the end of 12 steps in one process, for each layout."""
     ends = {}
 
     def end(layout):
         if layout not in ends:
             folder = tmp_path_factory.mktemp("undisturbed") / layout
-            with Running(
-                folder, "--layout", layout, processes=1, cache=cache, launcher="one process"
-            ) as job:
+            with Running(folder, "--layout", layout, processes=1, launcher="one process") as job:
                 assert job.wait() == 0, job.printed()
             ends[layout] = read(folder), losses(folder)
         return ends[layout]
@@ -55,7 +48,7 @@ def long(pytestconfig):
 
 
 @pytest.fixture(scope="module")
-def undisturbed_long(tmp_path_factory, cache, long):
+def undisturbed_long(tmp_path_factory, long):
     folder = tmp_path_factory.mktemp("long")
     with Running(
         folder,
@@ -64,7 +57,6 @@ def undisturbed_long(tmp_path_factory, cache, long):
         "--steps",
         long[1],
         processes=1,
-        cache=cache,
         launcher="one process",
     ) as job:
         assert job.wait() == 0, job.printed()
@@ -95,9 +87,9 @@ def since_fault(job):
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbed):
+def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, undisturbed):
     expected = undisturbed("small")
-    options = {"launcher": "one process", "processes": 1, "cache": cache}
+    options = {"launcher": "one process", "processes": 1}
     with Running(tmp_path, "--layout", "small", "--pause", 0.05, **options) as job:
         job.until(lambda: job.steps() >= 9)  # the save of step 8 waited for that of step 4
         kill(job.rank(0), signal.SIGKILL)
@@ -110,8 +102,8 @@ def test_one_process_killed_goes_on_to_the_same_bits(tmp_path, cache, undisturbe
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
-    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
+def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path):
+    options = {"launcher": "one process", "processes": 1, "flags": flags.quick()}
     with Running(
         tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.05, **options
     ) as job:
@@ -125,11 +117,9 @@ def test_one_process_told_to_end_saves_and_exits_with_0(tmp_path, cache):
 @pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
-def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, launcher):
+def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, launcher):
     options = ["--layout", "small", "--raise-at", 3, "--rank", 1]
-    with Running(
-        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher
-    ) as job:
+    with Running(tmp_path, *options, processes=2, flags=flags.quick(), launcher=launcher) as job:
         assert job.wait() != 0
         print(f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault")
         assert since_fault(job) < SECONDS
@@ -147,8 +137,8 @@ def test_a_rank_that_raises_ends_the_job_and_has_the_last_word(tmp_path, cache, 
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
-    with Running(tmp_path, "--layout", "pipeline", processes=4, cache=cache) as job:
+def test_four_processes_compute_what_one_does(tmp_path, undisturbed):
+    with Running(tmp_path, "--layout", "pipeline", processes=4) as job:
         assert job.wait() == 0, job.printed()
     assert_same_bits(tmp_path, undisturbed("pipeline"))  # more than the 1e-11 that is promised
 
@@ -157,7 +147,7 @@ def test_four_processes_compute_what_one_does(tmp_path, cache, undisturbed):
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_kills_at_random_moments_end_in_the_same_bits(
-    tmp_path, cache, undisturbed_long, long, pytestconfig
+    tmp_path, undisturbed_long, long, pytestconfig
 ):
     """Any rank, from its first moment on: as it starts, restores, computes, saves and removes. All
     end, nobody stays behind, and a step is lost for good only back to the last finished checkpoint.
@@ -179,7 +169,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(
         processes = generator.choice([1, 2, 2, 4])
         launcher = "one process" if processes == 1 else generator.choice(ALL)
         with Running(
-            tmp_path, *command, "--pause", 0.1, processes=processes, cache=cache, launcher=launcher
+            tmp_path, *command, "--pause", 0.1, processes=processes, launcher=launcher
         ) as job:
             if number % 3 == 0:  # before its first step, as far as is known
                 job.until(job.ranks)
@@ -222,7 +212,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(
             assert reached - newest <= (
                 2 * every if unfinished else every
             )  # 2 * every is `lose_at_most`
-    with Running(tmp_path, *command, processes=4, cache=cache) as job:
+    with Running(tmp_path, *command, processes=4) as job:
         assert job.wait() == 0, job.printed()
     slowest = ", ".join(
         f"{seconds:.1f} s ({how}, {who}, {when})" for seconds, how, who, when in sorted(took)[-3:]
@@ -254,9 +244,9 @@ def goes_on_from(job):
     ("launcher", "processes", "rank"), [(ALL[0], 4, 3), (ALL[0], 2, 0), (ALL[-1], 2, 1)]
 )
 def test_sigterm_to_one_rank_saves_all_at_one_step(
-    tmp_path, cache, undisturbed, launcher, processes, rank
+    tmp_path, undisturbed, launcher, processes, rank
 ):
-    options = {"processes": processes, "cache": cache, "launcher": launcher}
+    options = {"processes": processes, "launcher": launcher}
     with Running(tmp_path, "--layout", "small", "--every", 1000, "--pause", 0.3, **options) as job:
         job.until(lambda: job.steps() >= 3)
         kill(job.rank(rank), signal.SIGTERM)
@@ -279,11 +269,9 @@ def test_sigterm_to_one_rank_saves_all_at_one_step(
 @pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("launcher", ALL)
-def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, cache, launcher):
+def test_a_rank_that_sleeps_is_named_and_the_job_ends(tmp_path, launcher):
     options = ["--layout", "small", "--sleep-at", 3, "--rank", 2, "--seconds", WATCHDOG]
-    with Running(
-        tmp_path, *options, processes=4, cache=cache, flags=flags.quick(), launcher=launcher
-    ) as job:
+    with Running(tmp_path, *options, processes=4, flags=flags.quick(), launcher=launcher) as job:
         assert job.wait() != 0
         print(
             f"{launcher}: all ranks gone {since_fault(job):.2f} s after the fault, of which "
@@ -311,9 +299,7 @@ STOPPED = {
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("leave", STOPPED)
 @pytest.mark.parametrize("launcher", ALL)
-def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
-    tmp_path, cache, launcher, leave, rank
-):
+def test_a_rank_that_stops_without_an_error_is_named_and_all_end(tmp_path, launcher, leave, rank):
     options = [
         "--layout",
         "small",
@@ -326,9 +312,7 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
         "--seconds",
         WATCHDOG,
     ]
-    with Running(
-        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher=launcher
-    ) as job:
+    with Running(tmp_path, *options, processes=2, flags=flags.quick(), launcher=launcher) as job:
         if (
             leave == "stop" and launcher != "mpirun"
         ):  # no launcher ends it: it ends itself as soon as it goes on
@@ -351,7 +335,7 @@ def test_a_rank_that_stops_without_an_error_is_named_and_all_end(
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("delay", "late"), [(0.5, 0), (0.5, 8), (8.0, 0)])
-def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache, rank, delay, late):
+def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, rank, delay, late):
     """Without mpirun, which would end them: before the processes have met, with slow imports too,
     and when they compile."""
     options = [
@@ -366,9 +350,7 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
         "--steps",
         1000,
     ]
-    with Running(
-        tmp_path, *options, processes=2, cache=cache, flags=flags.quick(), launcher="variables"
-    ) as job:
+    with Running(tmp_path, *options, processes=2, flags=flags.quick(), launcher="variables") as job:
         time.sleep(delay)
         kill(job.rank(rank), signal.SIGKILL)
         killed = time.monotonic()
@@ -390,12 +372,11 @@ def test_a_rank_killed_as_it_starts_is_named_and_the_others_end(tmp_path, cache,
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch):
+def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, monkeypatch):
     """With JAX's coordinator alone, at that port, each took the other's ranks, and both were
     aborted."""
     options = {
         "processes": 2,
-        "cache": cache,
         "flags": flags.quick(),
         "launcher": "variables",
         "name": str(time.time_ns()),
@@ -420,9 +401,9 @@ def test_two_jobs_that_ask_for_one_port_both_finish(tmp_path, cache, monkeypatch
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, number, processes):
+def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, number, processes):
     launcher = "one process" if processes == 1 else "variables"
-    options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
+    options = {"processes": processes, "launcher": launcher, "flags": flags.quick()}
     with Running(
         tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3, **options
     ) as job:
@@ -440,9 +421,9 @@ def test_ctrl_c_and_a_closed_terminal_save_as_sigterm_does(tmp_path, cache, numb
 @pytest.mark.sweep(2)
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_second_ctrl_c_ends_at_once(tmp_path, cache, processes):
+def test_a_second_ctrl_c_ends_at_once(tmp_path, processes):
     launcher = "one process" if processes == 1 else "variables"
-    options = {"processes": processes, "cache": cache, "launcher": launcher, "flags": flags.quick()}
+    options = {"processes": processes, "launcher": launcher, "flags": flags.quick()}
     with Running(
         tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 20, **options
     ) as job:
@@ -464,13 +445,13 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, cache, processes):
 @pytest.mark.programs
 @pytest.mark.long
 @pytest.mark.skipif(LAUNCHER != "mpirun", reason="no mpirun here")
-def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache):
+def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path):
     """It sends SIGKILL a second later, or after as many as it is told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "30")
         job = Running(
             tmp_path, "--layout", "small", "--steps", 1000, "--every", 1000, "--pause", 0.3,
-            processes=2, cache=cache, flags=flags.quick(),
+            processes=2, flags=flags.quick(),
         )  # fmt: skip
     with job:
         job.until(lambda: job.steps() >= 2)
@@ -481,8 +462,8 @@ def test_sigterm_to_mpirun_itself_saves_where_mpirun_gives_time(tmp_path, cache)
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
-    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
+def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path):
+    options = {"launcher": "one process", "processes": 1, "flags": flags.quick()}
     started = [
         "--layout",
         "one",
@@ -505,17 +486,15 @@ def test_a_second_run_in_a_folder_is_refused_in_a_line(tmp_path, cache):
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache):
+def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path):
     options = ["--layout", "small", "--nan-at", 3, 5, "--every", 4]
-    with Running(
-        tmp_path / "within", *options, processes=2, cache=cache, flags=flags.quick()
-    ) as job:
+    with Running(tmp_path / "within", *options, processes=2, flags=flags.quick()) as job:
         assert job.wait() == 0, job.printed()
         assert job.printed().endswith("skipped [4, 6]")
     found = losses(tmp_path / "within")
     assert [line["step"] for line in found if not np.isfinite(line["loss"])] == [4, 6]
     with Running(
-        tmp_path / "past", *options, "--budget", 1, processes=2, cache=cache, flags=flags.quick()
+        tmp_path / "past", *options, "--budget", 1, processes=2, flags=flags.quick()
     ) as job:
         assert job.wait() != 0
         assert "stopped: step 6: the loss is nan" in job.printed()
@@ -524,7 +503,7 @@ def test_steps_that_are_not_finite_are_skipped_up_to_the_budget(tmp_path, cache)
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturbed):
+def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, undisturbed):
     """Data 2 x stage 2 x tensor 2 in 4 processes, then data 4 x tensor 2 in 2, then one device,
     then back."""
     for layout, processes, steps in [
@@ -536,7 +515,6 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
         launcher = "one process" if processes == 1 else LAUNCHER
         options = {
             "processes": processes,
-            "cache": cache,
             "launcher": launcher,
             "flags": flags.quick(),
         }
@@ -555,8 +533,8 @@ def test_a_run_on_other_layouts_and_processes_goes_on(tmp_path, cache, undisturb
 
 @pytest.mark.programs
 @pytest.mark.long
-def test_other_settings_are_refused_in_a_folder_that_holds_a_run(tmp_path, cache):
-    options = {"launcher": "one process", "processes": 1, "cache": cache, "flags": flags.quick()}
+def test_other_settings_are_refused_in_a_folder_that_holds_a_run(tmp_path):
+    options = {"launcher": "one process", "processes": 1, "flags": flags.quick()}
     for seed, code in ((0, 0), (1, 1)):
         with Running(
             tmp_path, "--layout", "one", "--steps", 2, "--every", 2, "--seed", seed, **options

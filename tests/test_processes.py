@@ -36,7 +36,6 @@ def train(tmp_path_factory):
                 folder,
                 *options,
                 processes=processes,
-                cache=folder / "cache",
                 program=EXAMPLE,
                 flags=quick(),
                 **launcher,

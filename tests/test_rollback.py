@@ -36,7 +36,6 @@ def train(folder: Path, *options: str, faults=(), processes=1) -> tuple[int, lis
             folder,
             *told,
             processes=processes,
-            cache=folder.parent / "cache",
             program=PROGRAM,
             flags=flags.of_users(),
             **launcher,

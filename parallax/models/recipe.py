@@ -377,11 +377,9 @@ def joins_of(
     if layout.expert > 1 or compute.expert_dispatch is not None:
         from parallax import experts
 
+        dispatch: Any = compute.expert_dispatch or experts.gathered
         comms = functools.partial(
-            experts.comms,
-            experts=axes.get("expert", ()),
-            inner=comms,
-            dispatch=compute.expert_dispatch or experts.gathered,
+            experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=dispatch
         )
     return comms
 

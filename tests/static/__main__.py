@@ -18,10 +18,11 @@ import imports
 import mutants_apply
 import notebooks
 import pages
+import reading
 import readme
 import sweeps
 
-MODULES = (imports, pages, notebooks, readme, examples_text, mutants_apply, sweeps)
+MODULES = (imports, pages, notebooks, readme, reading, examples_text, mutants_apply, sweeps)
 
 
 def checks(module: ModuleType) -> list[Callable[[], Iterator[str]]]:
