@@ -23,6 +23,7 @@ import measure
 from jax.sharding import PartitionSpec as P
 
 from parallax import hardware, mesh, plan
+from parallax.collectives import Axis, ring
 from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -126,7 +127,7 @@ def compiled(
     """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
     world, compute = (
         mesh.make(devices=there.devices, **layout.axes),
-        Compute(attention=gpt2.FAMILY.attention),
+        Compute(axes=by_rings(layout), attention=gpt2.FAMILY.attention),
     )
     prepared = decoder.train_step(
         gpt2.FAMILY,
@@ -142,6 +143,11 @@ def compiled(
         (batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), world)
     )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
+
+
+def by_rings(layout: Layout) -> dict[str, Axis]:
+    """A ring along each axis, as in the programs that are saved."""
+    return {name: ring(name) for name in layout.axes}
 
 
 def unpadded(text: str) -> int:
@@ -200,7 +206,7 @@ def predicted(row: Row) -> dict[str, Any]:
     """What the plan says of a row: its arguments, what is sent along which axes, and the peak."""
     config, layout, batch = of(row)
     needs = plan.memory(config, layout, chip(row), batch)
-    sent = traffic.by_axes(traffic.terms(config, layout, batch))
+    sent = traffic.by_axes(traffic.terms(config, layout, batch, axes=by_rings(layout)))
     along = {" x ".join(axes): size for axes, size in sent.items() if axes and size}
     return {"arguments": needs.arguments, "sent": along, "peak": needs.peak}
 

@@ -37,6 +37,16 @@ def test_formulas_where_they_hold():
     assert line == pytest.approx(networks.seconds(ring.table(16), SIZE, flat(16), Group(16)))
 
 
+@pytest.mark.parametrize("n", [9, 12, 20])
+def test_the_last_machine_may_have_fewer_devices(n):
+    """Each round of a ring that leaves a machine of eight takes the network's hop."""
+    network = networks.of(hardware.A100, n)
+    nbytes = n * 2**20
+    price = cost.of(ring.all_reduce, nbytes, n)
+    alone = cost.seconds(price, hardware.A100.slow._replace(gamma=0.0))
+    assert networks.seconds(ring.table(n), nbytes, network, Group(n)) == pytest.approx(alone)
+
+
 def test_links_that_messages_share():
     """Far messages meet on a bare ring; both ways at once halve the time; a spine that is shared by two doubles it."""
     bare = Torus((16,), Link(0.0, 1e-9))

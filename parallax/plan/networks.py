@@ -97,7 +97,9 @@ class Nested(NamedTuple):
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-                out = (ports + leaving).reshape(-1, inside).sum(1).max() if inside > 1 else 0.0
+                # The last group may have fewer devices than the others.
+                starts = np.arange(0, self.devices, inside)
+                out = np.add.reduceat(ports + leaving, starts).max() if inside > 1 else 0.0
                 busy = max(busy, level.link.beta * level.shared * out / inside)
             inside = level.devices
         return alpha + busy
