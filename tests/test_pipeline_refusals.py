@@ -333,7 +333,7 @@ def test_nothing_to_compute_on_is_refused(change, rows, message):
 
 def test_a_scalar_in_the_batch_is_refused():
     with pytest.raises(
-        ValueError, match="is a scalar, and every leaf has the sequences as its first dim"
+        ValueError, match="is a scalar, and the first dim of every leaf must be the sequences"
     ):
         jax.eval_shape(arrow(), params(), jnp.ones(()))
 
