@@ -23,7 +23,7 @@ import numpy as np
 from published import CAUSES, Row, rows
 
 from parallax import hardware, plan
-from parallax.collectives import send_next
+from parallax.collectives import ring, send_next
 from parallax.layout import Layout
 from parallax.plan import algorithms, networks, temporaries, traffic
 from parallax.plan.planned import PASSES
@@ -57,10 +57,14 @@ def planned(row: Row) -> Planned:
             continue
         fields = row.sizes | {"microbatches": part // b, "chunks": chunks, "precision": "bfloat16"}
         layout = Layout(**fields)
-        found.append(
-            Planned(layout, parts_of(row, plan.plan(row.config, layout, row.chip, batch=row.batch)))
-        )
+        found.append(Planned(layout, parts_of(row, _planned(row, layout))))
     return min(found, key=lambda each: total(each.parts))
+
+
+def _planned(row: Row, layout: Layout) -> plan.Plan:
+    """The plan with a ring along each axis, as these runs' libraries sent."""
+    rings = {name: ring(name) for name in layout.axes}
+    return plan.plan(row.config, layout, row.chip, batch=row.batch, axes=rings)
 
 
 def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
