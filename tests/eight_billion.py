@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from parallax import mesh, plan
+from parallax.collectives import ring
 from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, llama
@@ -29,7 +30,10 @@ def main():
     jax.config.update("jax_num_cpu_devices", LAYOUT.devices)
     world = mesh.make(**LAYOUT.axes)
     prepared = decoder.train_step(
-        llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world, batch=BATCH, key=jax.random.key(0)
+        *(llama.FAMILY, CONFIG, plan.ADAMW, LAYOUT, world),
+        batch=BATCH,
+        key=jax.random.key(0),
+        compute=decoder.Compute(axes={name: ring(name) for name in LAYOUT.axes}),
     )
     split = mesh.shardings(jax.P(LAYOUT.batch_axes), world)
     shapes = (

@@ -103,16 +103,20 @@ def sent_along(text):
         Layout.parse(text),
     )
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
+    rings = {name: ring(name) for name in layout.axes}
     with jax.numpy_dtype_promotion("standard"):
         prepared = decoder.train_step(
-            gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_, batch=8, key=jax.random.key(0)
+            *(gpt2.FAMILY, config, optax.adamw(1e-3), layout, mesh_),
+            batch=8,
+            key=jax.random.key(0),
+            compute=decoder.Compute(axes=rings),
         )
         windows = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
         compiled = prepared.train.lower(prepared.shapes, windows).compile()
     found: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh_):
         found[entry.axes] = found.get(entry.axes, 0) + entry.bytes
-    return found, traffic.by_axes(traffic.terms(config, layout, 8)), config
+    return found, traffic.by_axes(traffic.terms(config, layout, 8, axes=rings)), config
 
 
 @pytest.mark.parametrize(
