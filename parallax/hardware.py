@@ -209,8 +209,9 @@ def measured(
 def _rate(mesh: Mesh, size: int, dtype: Any, rounds: int, times: int = 8) -> float:
     """Operations a second of each device's products, all devices at work."""
 
-    def chain(x):
-        return jax.lax.fori_loop(0, times, lambda _, y: y @ x, x[0])[None]
+    def chain(blocks):
+        matrix = blocks[0]
+        return jax.lax.fori_loop(0, times, lambda _, y: y @ matrix, matrix)[None]
 
     product = _on_all(mesh, chain)
     x = _blocks(mesh, (size, size), 1 / size, dtype)
