@@ -1462,7 +1462,7 @@ TOLD = (
         "_on_devices",
         "devices_left //= new[name]",
         "pass",
-        "test_layout.py::test_what_a_refusal_proposes_works",
+        "test_layout.py::test_a_model_batch_or_machine_that_does_not_fit",
     ),
     Mutant(
         "_flags",

@@ -335,6 +335,12 @@ def test_a_layout_that_cannot_be(arguments, message):
             "devices. Take data=4.",
         ),
         (
+            Layout(stage=4, tensor=3, microbatches=4),
+            {"devices": 6},
+            "Layout: data=1 x stage=4 x tensor=3 multiply to 12, and there are 6 devices. Take "
+            "stage=2.",
+        ),
+        (
             Layout(),
             {"heads": 0},
             "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1.",
