@@ -357,15 +357,21 @@ class _Step:
     def _scatters(self, leaf: arguments.Leaf) -> int:
         """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each tick of a lane that makes them.
 
-        A lane that does not make them scatters zeros, which XLA does once for all that look alike.
+        A lane that does not make them scatters zeros: a ring's, which XLA sends once for all that look alike; those of
+        `lax.psum_scatter` it drops.
         """
         size = self.size
         if not self.layout.pipelined:
             return size.backward
+        by_lax = any(
+            self.algorithm(group).reduce_scatter is lax.psum_scatter
+            for group in self.groups(axes_of(self.shards))
+        )
+        zeros = 0 if by_lax else 1
         made = {
             "wte": size.leaves + size.heads,
-            "wpe": size.leaves + 1,
-            "norm.weight": size.heads + 1,
+            "wpe": size.leaves + zeros,
+            "norm.weight": size.heads + zeros,
         }
         return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
