@@ -1,9 +1,12 @@
-"""What `parallax.plan` predicts beside what the TPU's and the GPU's compilers make of the same step, in bytes. Nothing runs.
+"""What `parallax.plan` predicts beside what the TPU's and the GPU's compilers make of the same
+step, in bytes. Nothing runs.
 
-    python benchmarks/accelerators.py --target v5e:2x2      # compiles 24 layouts, adds a line to FILE for each: about 15 minutes
-    python benchmarks/accelerators.py                       # fits the compilers' constants on one half, scores the other
+    python benchmarks/accelerators.py --target v5e:2x2
+        # compiles 24 layouts, adds a line to FILE for each: about 15 minutes
+    python benchmarks/accelerators.py  # fits the compilers' constants on one half, scores the other
 
-The first needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; the second, nothing. See benchmarks/README.md.
+The first needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; the second, nothing. See
+benchmarks/README.md.
 """
 
 import argparse
@@ -124,7 +127,8 @@ def collect(name: str, file: Path):
 def compiled(
     there: targets.Target, config: gpt2.Config, layout: Layout, batch: int
 ) -> targets.Program:
-    """The step, compiled for the target, with attention as the plan counts it: its scores are arrays."""
+    """The step, compiled for the target, with attention as the plan counts it: its scores are
+    arrays."""
     world, compute = (
         mesh.make(devices=there.devices, **layout.axes),
         Compute(axes=by_rings(layout), attention=gpt2.FAMILY.attention),
@@ -170,7 +174,8 @@ def read(file: Path) -> list[Row]:
 def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Two halves of the rows, drawn by a seed: every other one of each target's, like beside like.
 
-    Like are those of one family with one choice of remat, as a constant that no row of the fitted half tells of cannot be scored.
+    Like are those of one family with one choice of remat, as a constant that no row of the fitted
+    half tells of cannot be scored.
     """
     draw, order = random.Random(SEED), {}
     for row in rows:
@@ -188,7 +193,8 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def held(row: Row) -> int:
-    """The peak of a compiled step: what it takes, gives and needs, without a TPU's own code, which no plan tells."""
+    """The peak of a compiled step: what it takes, gives and needs, without a TPU's own code, which
+    no plan tells."""
     return sum(row["memory"][kind] for kind in ("arguments", "results", "temporaries"))
 
 
@@ -244,7 +250,8 @@ def off(rows: Sequence[Row], compiler: compilers.Compiler) -> list[float]:
 
 
 COMPILERS = {"XLA_V5E": "v5e:2x2", "XLA_V5P": "v5p:2x2x1", "XLA_H100": "4 x h100"}
-# The constants that are fitted; near memory is in MB. `apart`, `copied` and `early` were read from the programs.
+# The constants that are fitted; near memory is in MB. `apart`, `copied` and `early` were read from
+# the programs.
 FITTED = ("scores", "block 0", "block 1", "block 2", "slots", "kept", "near")
 RANGES = {"near": (0.0, 256.0)}  # in MB; of the others: times where the fit begins
 WIDEST = (0.05, 4.0)
@@ -252,7 +259,8 @@ PULL = 0.002  # toward where the fit begins, so that what few rows tell of is no
 
 
 def fit(rows: Sequence[Row], start: compilers.Compiler) -> compilers.Compiler:
-    """Constants under which the plan's peaks are nearest to those of the rows, in the logarithm; one constant after another.
+    """Constants under which the plan's peaks are nearest to those of the rows, in the logarithm;
+    one constant after another.
 
     `near` is only tried on a TPU.
     """

@@ -2,8 +2,8 @@
 
     python benchmarks/buckets.py [--quick]
 
-Every process has one device, and talks over gloo. The layers are not stacked: 148 leaves for GPT-2 small, as most frameworks
-hold them. See benchmarks/README.md.
+Every process has one device, and talks over gloo. The layers are not stacked: 148 leaves for GPT-2
+small, as most frameworks hold them. See benchmarks/README.md.
 """
 
 import argparse
@@ -84,7 +84,8 @@ def report(arguments: argparse.Namespace):
         [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes], arguments.nbytes
     )
     print(
-        f"A GPT-2 with {len(shapes)} arrays of {measure.size(nbytes)} in all, over {arguments.processes} processes\n"
+        f"A GPT-2 with {len(shapes)} arrays of {measure.size(nbytes)} in all, over "
+        f"{arguments.processes} processes\n"
     )
     lines = []
     for name, program in programs.items():
@@ -105,7 +106,8 @@ def report(arguments: argparse.Namespace):
 
 
 def placed(world: jax.sharding.Mesh, shape: tuple[int, ...], number: int) -> jax.Array:
-    """An array on each device, full of one number: that of the device, and on the first also that of the array."""
+    """An array on each device, full of one number: that of the device, and on the first also that
+    of the array."""
 
     def block(index):
         device = index[0].start or 0

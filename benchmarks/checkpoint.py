@@ -1,10 +1,12 @@
-"""What an asynchronous save costs the steps that run beside it, and what the checks add to a save and a restore.
+"""What an asynchronous save costs the steps that run beside it, and what the checks add to a save
+and a restore.
 
     python benchmarks/checkpoint.py [--quick]
 
-A state of 500 MB over eight virtual devices is saved, hashed and sealed once beside steps that wait for an accelerator (the host
-is idle), and once beside steps that compute on all cores of this machine, where the save takes its processor time from them. Then
-one of 1 GB is saved and restored with nothing beside, in turn with Orbax alone. See benchmarks/README.md for the columns.
+A state of 500 MB over eight virtual devices is saved, hashed and sealed once beside steps that wait
+for an accelerator (the host is idle), and once beside steps that compute on all cores of this
+machine, where the save takes its processor time from them. Then one of 1 GB is saved and restored
+with nothing beside, in turn with Orbax alone. See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -52,7 +54,8 @@ def main():
     del state
     large = state_of(2 * arguments.megabytes, arguments.leaves)
     print(
-        f"\nTwice as much with nothing beside, and Orbax alone in turn; medians of {arguments.rounds}.\n"
+        "\nTwice as much with nothing beside, and Orbax alone in turn; medians of "
+        f"{arguments.rounds}.\n"
     )
     print(measure.table(beside_orbax(large, arguments.rounds)))
 
@@ -66,7 +69,8 @@ def state_of(megabytes: int, leaves: int) -> dict[str, Any]:
 
 
 def beside_orbax(state: dict[str, jax.Array], rounds: int) -> list[dict[str, str]]:
-    """A save and a restore by each, in turn, in folders that are removed; the files are in the page cache when they are read."""
+    """A save and a restore by each, in turn, in folders that are removed; the files are in the page
+    cache when they are read."""
     like = stored.shapes(state)
     restore_args = orbax.checkpoint.checkpoint_utils.construct_restore_args(like)
     seconds: dict[tuple[str, str], list[float]] = {

@@ -1,4 +1,5 @@
-"""All-reduces in one race with `lax.psum`: in one process on virtual devices, and over gloo between processes.
+"""All-reduces in one race with `lax.psum`: in one process on virtual devices, and over gloo between
+processes.
 
     python benchmarks/collectives.py [--quick] [--picture race.png]
 
@@ -61,7 +62,8 @@ FAR = {
 
 
 class Place(NamedTuple):
-    """What was measured in one place: a row for each size, the link that was fitted, and what `auto` says."""
+    """What was measured in one place: a row for each size, the link that was fitted, and what
+    `auto` says."""
 
     where: str
     n: int
@@ -190,7 +192,8 @@ def parse() -> argparse.Namespace:
 
 
 def raced(count: int, arguments: argparse.Namespace):
-    """What each of `count` processes over gloo runs: the race, printed for the one that started them."""
+    """What each of `count` processes over gloo runs: the race, printed for the one that started
+    them."""
     print(
         json.dumps(race(mesh.make(**dict(zip(AXES, shape(count), strict=True))), arguments)),
         flush=True,
@@ -198,7 +201,8 @@ def raced(count: int, arguments: argparse.Namespace):
 
 
 def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[dict]]:
-    """The link fitted, what `auto` says, and for each size the median seconds and compiled bytes of all rivals, and of a copy."""
+    """The link fitted, what `auto` says, and for each size the median seconds and compiled bytes of
+    all rivals, and of a copy."""
     rivals, told = {name: RIVALS[name] for name in arguments.rivals if name != "auto"}, ""
     link = tuning.fit(world, AXES)
     if "auto" in arguments.rivals:
@@ -222,7 +226,9 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
         calls = max(1, min(20, 2**22 // S))  # a sample of a short one is many calls
         rounds = arguments.rounds * (3 if S <= SHORT else 1)
         times = measure.interleaved(runs | {"copy": measure.copy(x)}, rounds=rounds, calls=calls)
-        for name in rivals:  # auto's program is that of what it chose, instruction by instruction: their samples are of one thing
+        # Auto's program is that of what it chose, instruction by instruction: their samples are of
+        # one thing.
+        for name in rivals:
             if name != "auto" and programs[name] == programs.get("auto"):
                 times["auto"] = times[name] = times["auto"] + times[name]
         rows.append({"S": S, "seconds": measure.medians(times), "sent": sent})
@@ -243,7 +249,8 @@ def check(world: Mesh, runs: dict[str, Callable]):
         bound = np.abs(host["psum"]).max() * world.size / 127 if name in INEXACT else 0
         if not np.abs(found - host["psum"]).max() <= bound:
             raise AssertionError(
-                f"{name}: the sum is off by {np.abs(found - host['psum']).max()}, of {bound} at most."
+                f"{name}: the sum is off by {np.abs(found - host['psum']).max()}, of {bound} at "
+                "most."
             )
 
 
@@ -277,15 +284,17 @@ def report(place: Place):
     print(f"{place.where}\n\n{measure.table(lines)}\n")
     link = place.link
     print(
-        f"The link fitted: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, {1e9 * link.gamma:.3g} ns a byte "
-        f"added, {1e6 * link.start:.3g} us a call, {'one port' if link.one_port else 'links of their own'}; off by "
-        f"{link.error:.0%} in the median of what it was fitted to.\n{place.told}\n",
+        f"The link fitted: {1e6 * link.alpha:.3g} us a hop, {1e9 * link.beta:.3g} ns a byte, "
+        f"{1e9 * link.gamma:.3g} ns a byte added, {1e6 * link.start:.3g} us a call, "
+        f"{'one port' if link.one_port else 'links of their own'}; off by {link.error:.0%} in the "
+        f"median of what it was fitted to.\n{place.told}\n",
         flush=True,
     )
 
 
 def touches(rival: str, nbytes: int, axes: tuple[int, ...]) -> float:
-    """Bytes that a device reads and writes in one process: a message is copied (2), then added (3) or stored (2)."""
+    """Bytes that a device reads and writes in one process: a message is copied (2), then added (3)
+    or stored (2)."""
     if rival == "psum":
         return 2 * nbytes
     if rival not in RIVALS:
@@ -295,7 +304,8 @@ def touches(rival: str, nbytes: int, axes: tuple[int, ...]) -> float:
 
 
 def summarise(places: Sequence[Place]):
-    """Print who won at each size, the means of the ratios to psum, how auto did, and how far the model was off."""
+    """Print who won at each size, the means of the ratios to psum, how auto did, and how far the
+    model was off."""
     winners, means = [], []
     for place in places:
         exact = [name for name in place.rows[0]["sent"] if name not in (*INEXACT, "auto")]
@@ -313,18 +323,11 @@ def summarise(places: Sequence[Place]):
                 "fastest": min(exact, key=seconds.__getitem__),
             }
             line |= {"of ours": best, "to psum": f"{seconds[best] / seconds['psum']:.2f}"}
-            winners.append(
-                line
-                | {
-                    "auto to the best": f"{seconds.get('auto', math.nan) / min(seconds[name] for name in exact):.2f}"
-                }
-            )
+            to_the_best = seconds.get("auto", math.nan) / min(seconds[name] for name in exact)
+            winners.append(line | {"auto to the best": f"{to_the_best:.2f}"})
             off += [abs(place.predicted(name, S) / seconds[name] - 1) for name in ours]
-            behind += (
-                [seconds["auto"] / min(seconds[name] for name in exact)]
-                if "auto" in seconds
-                else []
-            )
+            if "auto" in seconds:
+                behind.append(to_the_best)
             if FAR["gloo" if place.over_gloo else "process"] <= S:
                 for name, of in ratios.items():
                     of.append(
@@ -337,7 +340,10 @@ def summarise(places: Sequence[Place]):
         means.append(line | {"model off by, median": f"{statistics.median(off):.0%}"})
     if places:
         print(f"Who wins\n\n{measure.table(winners)}\n")
-        far = f"{measure.size(FAR['gloo'])} over gloo, from {measure.size(FAR['process'])} in one process"
+        far = (
+            f"{measure.size(FAR['gloo'])} over gloo, from {measure.size(FAR['process'])} in one "
+            "process"
+        )
         print(
             f"Geometric means of the ratio to psum, from {far}\n\n{measure.table(means)}\n",
             flush=True,

@@ -1,11 +1,14 @@
-"""What the accelerators' compilers say of our steps: the time of each layout, and what of it waits for messages. Nothing runs.
+"""What the accelerators' compilers say of our steps: the time of each layout, and what of it waits
+for messages. Nothing runs.
 
-    python benchmarks/compiled.py                                     # prints the table of the steps that FILE has
-    python benchmarks/compiled.py --target v5e:2x4 --row psum         # compiles a row anew, a minute, and puts it in FILE
-    python benchmarks/compiled.py --target v5e:2x4 --save FOLDER      # compiles all rows, and keeps their texts in FOLDER
+    python benchmarks/compiled.py                      # prints the table of the steps that FILE has
+    python benchmarks/compiled.py --target v5e:2x4 --row psum
+        # compiles a row anew, a minute, and puts it in FILE
+    python benchmarks/compiled.py --target v5e:2x4 --save FOLDER
+        # compiles all rows, and keeps their texts in FOLDER
 
-Compiling needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; printing needs nothing. GPT-2 of width 768, 4 layers,
-T 1,024, vocabulary 8,192, bfloat16. See benchmarks/README.md.
+Compiling needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; printing needs nothing.
+GPT-2 of width 768, 4 layers, T 1,024, vocabulary 8,192, bfloat16. See benchmarks/README.md.
 """
 
 import argparse
@@ -36,10 +39,10 @@ MODELS = {
     "small": gpt2.SMALL,
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
-# The name of a row, sequences, layout, who moves data ("jit": `jax.jit` with shardings, a rival), and attention: "kernel" is the
-# target's own, "scores" the plain one. After a comma "made": gradients are summed in the backward pass
-# (`grads.reduced_in_backward`); "matmul": products while tokens travel (`sequence.overlapping`). Last, the model, where it is
-# not "four".
+# The name of a row, sequences, layout, who moves data ("jit": `jax.jit` with shardings, a rival),
+# and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
+# gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
+# tokens travel (`sequence.overlapping`). Last, the model, where it is not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores
@@ -118,7 +121,8 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
 
 
 def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:
-    """The same step under `jax.jit` with shardings, all logits at once, as a user would write it; and its state's shapes."""
+    """The same step under `jax.jit` with shardings, all logits at once, as a user would write it;
+    and its state's shapes."""
     specs = rules.specs(
         eqx.filter_eval_shape(gpt2.GPT2, config, key=jax.random.key(0)), gpt2.rules("tensor"), world
     )

@@ -1,11 +1,14 @@
-"""Attention over split tokens against one device: time, memory, bytes and work, of value and gradients.
+"""Attention over split tokens against one device: time, memory, bytes and work, of value and
+gradients.
 
     python benchmarks/context.py [--quick] [--devices 4] [--tokens 2048 4096]
-    python benchmarks/context.py --target v5e:2x4 [--tokens 16384]            # compiled for devices that are not there
+    python benchmarks/context.py --target v5e:2x4 [--tokens 16384]
+        # compiled for devices that are not there
 
-The devices are virtual and share the machine's cores, so times say how much work is done, and not how fast it would be on
-devices of their own. Programs for a target are compiled by its own compiler, and their time is estimated (`compiled.timeline`).
-See benchmarks/README.md for the columns.
+The devices are virtual and share the machine's cores, so times say how much work is done, and not
+how fast it would be on devices of their own. Programs for a target are compiled by its own
+compiler, and their time is estimated (`compiled.timeline`). See benchmarks/README.md for the
+columns.
 """
 
 import argparse
@@ -26,7 +29,8 @@ PLAIN = 8192  # tokens; beyond them T x T scores of all heads take gigabytes
 
 
 def rivals(n: int, tiles: context.Kernel):
-    """Each way's function inside the mesh, the devices and the order that it needs, and the share of needed work it computes."""
+    """Each way's function inside the mesh, the devices and the order that it needs, and the share
+    of needed work it computes."""
     on_one = functools.partial(context.blockwise, kernel=tiles)
     blocks = lambda order: (
         context.block_pairs(order, n).blocks / context.chunk_table(order, n).shape[1] ** 2 / n * 2
@@ -118,7 +122,10 @@ def compiled_for(name: str, tokens: int, block: int) -> str:
             }
         )
         print(f"{way}: compiled", flush=True)
-    sizes = f"1 sequence of {tokens:,} tokens, {HEADS} heads of {WIDTH}, {GROUPS} of keys, bfloat16, tiles of {block}"
+    sizes = (
+        f"1 sequence of {tokens:,} tokens, {HEADS} heads of {WIDTH}, {GROUPS} of keys, bfloat16, "
+        f"tiles of {block}"
+    )
     return f"{there.name}, {sizes}: value and gradients, compiled.\n\n{measure.table(lines)}"
 
 
@@ -170,8 +177,8 @@ def main():
                 }
             )
     print(
-        f"{n} devices of one process, 1 sequence, {HEADS} heads of {WIDTH}, {GROUPS} of keys, float32, tiles of "
-        f"{arguments.block}: value and gradients.\n"
+        f"{n} devices of one process, 1 sequence, {HEADS} heads of {WIDTH}, {GROUPS} of keys, "
+        f"float32, tiles of {arguments.block}: value and gradients.\n"
     )
     print(measure.table(lines))
     print(
@@ -181,7 +188,8 @@ def main():
 
 
 def masked(tokens: int) -> str:
-    """The share of pairs of a sequence that cross a cut between documents, of 8 and of 64 with cuts drawn evenly."""
+    """The share of pairs of a sequence that cross a cut between documents, of 8 and of 64 with cuts
+    drawn evenly."""
     shares = []
     for count in (8, 64):
         cuts = np.random.default_rng(0).integers(1, tokens, (100, count - 1))

@@ -1,10 +1,12 @@
-"""A mixture of experts: what runs the experts on one device, and what each way of bringing tokens to them sends over many.
+"""A mixture of experts: what runs the experts on one device, and what each way of bringing tokens
+to them sends over many.
 
     python benchmarks/experts.py [--quick]
 
-First table: one device, blocks of sorted rows beside `lax.ragged_dot` and all experts on all tokens, value and gradients.
-Second table: eight devices, bytes by formula beside those in the compiled program, for k choices of a token. An all-to-all pays
-where a token has fewer choices, times the capacity, than there are devices. See benchmarks/README.md for the columns.
+First table: one device, blocks of sorted rows beside `lax.ragged_dot` and all experts on all
+tokens, value and gradients. Second table: eight devices, bytes by formula beside those in the
+compiled program, for k choices of a token. An all-to-all pays where a token has fewer choices,
+times the capacity, than there are devices. See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -38,7 +40,8 @@ def main():
 
 
 def by_ragged_dot(w, x, source, ids, weights):
-    """`Compute` by `lax.ragged_dot` over all pairs, sorted by expert; it knows one kind of expert."""
+    """`Compute` by `lax.ragged_dot` over all pairs, sorted by expert; it knows one kind of
+    expert."""
     order = jnp.argsort(ids, stable=True)
     sizes = jnp.bincount(ids, length=len(w.gate)).astype(jnp.int32)
     product = functools.partial(lax.ragged_dot, group_sizes=sizes)
@@ -83,9 +86,9 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
         6 * width * hidden * tokens * k
     )  # three products of two operations, for each pair, once forward
     print(
-        f"{tokens} tokens of width {width}, {k} of {count} experts of hidden width {hidden}, one device, value and gradients. "
-        f"Three units of products are {3 * unit / 1e9:.2f} GFLOP, {3e3 * unit / rate:.1f} ms at the matrix rate; "
-        "blocks take four.\n"
+        f"{tokens} tokens of width {width}, {k} of {count} experts of hidden width {hidden}, one "
+        f"device, value and gradients. Three units of products are {3 * unit / 1e9:.2f} GFLOP, "
+        f"{3e3 * unit / rate:.1f} ms at the matrix rate; blocks take four.\n"
     )
     units = {name: 4 if name.startswith("blocks") else 3 for name in programs}
     times, lines = measure.medians(seconds), []
@@ -157,9 +160,9 @@ def dispatches(*, rounds: int) -> None:
                 }
             )
     print(
-        f"\n{DEVICES} devices, {TOKENS} tokens of width {WIDTH} on each, {COUNT} experts, one layer forward, float32: bytes that "
-        "a device sends. A gather sends (n - 1) T D each way, an all-to-all of capacity c sends c k (n - 1)/n T D: it pays where "
-        f"c k < n = {DEVICES}.\n"
+        f"\n{DEVICES} devices, {TOKENS} tokens of width {WIDTH} on each, {COUNT} experts, one "
+        "layer forward, float32: bytes that a device sends. A gather sends (n - 1) T D each way, "
+        f"an all-to-all of capacity c sends c k (n - 1)/n T D: it pays where c k < n = {DEVICES}.\n"
     )
     print(measure.table(lines))
 

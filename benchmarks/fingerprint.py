@@ -1,8 +1,10 @@
-"""What it costs to compare the copies of a training state: one check, and as a share of the steps between two.
+"""What it costs to compare the copies of a training state: one check, and as a share of the steps
+between two.
 
     python benchmarks/fingerprint.py [--quick]
 
-A GPT-2 under two layouts on eight virtual CPU devices, steps and checks in turn. See benchmarks/README.md for the columns.
+A GPT-2 under two layouts on eight virtual CPU devices, steps and checks in turn. See
+benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -43,7 +45,8 @@ def main():
 def row(
     name: str, layout: Layout, config: gpt2.Config, arguments: argparse.Namespace
 ) -> dict[str, str]:
-    """One layout: bytes by arithmetic and compiled, milliseconds by the machine's own rate and measured."""
+    """One layout: bytes by arithmetic and compiled, milliseconds by the machine's own rate and
+    measured."""
     devices = mesh.make(**layout.axes)
     key = jax.random.key(0)
     made = decoder.train_step(

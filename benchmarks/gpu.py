@@ -1,10 +1,12 @@
-"""GPT-2 small on one GPU: our step in bfloat16, and PyTorch's, in turn in one run, beside the GPU's own matrix rate.
+"""GPT-2 small on one GPU: our step in bfloat16, and PyTorch's, in turn in one run, beside the GPU's
+own matrix rate.
 
     python benchmarks/gpu.py [--batch 32] [--rounds 5]
     python benchmarks/gpu.py --smoke      # our side alone, tiny, on the CPU
 
-Needs a GPU and `pip install -U "jax[cuda12]"`; to compare, also PyTorch with CUDA. Each has a process of its own, so that
-their CUDA libraries do not meet, and they take turns. See benchmarks/README.md for the columns.
+Needs a GPU and `pip install -U "jax[cuda12]"`; to compare, also PyTorch with CUDA. Each has a
+process of its own, so that their CUDA libraries do not meet, and they take turns. See
+benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from typing import NamedTuple
 import measure
 
 NEEDS = (
-    'benchmarks/gpu.py needs a GPU that JAX can use: a driver, and pip install -U "jax[cuda12]" (or "jax[rocm]"). JAX {version} '
+    "benchmarks/gpu.py needs a GPU that JAX can use: a driver, and "
+    'pip install -U "jax[cuda12]" (or "jax[rocm]"). JAX {version} '
     "found {devices}. To see our side work without one, run: python benchmarks/gpu.py --smoke"
 )
 PRODUCT = 8192  # the size of the matrices whose product gives the GPU's rate
@@ -48,7 +51,8 @@ class Task(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """A token's: 6 for each parameter, and attention's, of which the causal half counts. Positions multiply nothing."""
+        """A token's: 6 for each parameter, and attention's, of which the causal half counts.
+        Positions multiply nothing."""
         products = self.parameters - self.context * self.width
         return 6.0 * products + 6.0 * self.layers * self.context * self.width
 
@@ -83,8 +87,12 @@ def main():
 
 
 def check_gpu():
-    """End with code 2, and what is needed, where JAX has no GPU. Asked in another process, which then holds none."""
-    code = "import jax, json; d = jax.devices(); print(json.dumps([jax.__version__, d[0].platform, str(d)]))"
+    """End with code 2, and what is needed, where JAX has no GPU. Asked in another process, which
+    then holds none."""
+    code = (
+        "import jax, json; d = jax.devices(); print(json.dumps([jax.__version__, d[0].platform, "
+        "str(d)]))"
+    )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version, platform, devices = json.loads(asked.stdout.splitlines()[-1])
     if platform != "gpu":
@@ -130,7 +138,8 @@ class Side:
             if line.startswith("{"):
                 return json.loads(line)
         raise SystemExit(
-            f"The process of {self.name!r} ended with code {self.process.wait()}; what it said stands above."
+            f"The process of {self.name!r} ended with code {self.process.wait()}; what it said "
+            "stands above."
         )
 
     def __exit__(self, *_):
@@ -142,7 +151,8 @@ class Side:
 
 
 def serve(step: Callable[[int], float], extra: Callable[[], dict[str, float]], steps: int):
-    """A line in, a round of `steps` steps, a line out: seconds a step, the loss, and what `extra` measures."""
+    """A line in, a round of `steps` steps, a line out: seconds a step, the loss, and what `extra`
+    measures."""
     for _ in sys.stdin:
         start = time.perf_counter()
         loss = step(steps)
@@ -203,7 +213,8 @@ def ours(task: Task, smoke: bool):
 
 
 def pytorch(task: Task, smoke: bool):
-    """The same in PyTorch, as one writes it for speed: compiled, bfloat16 autocast, fused AdamW, its own attention."""
+    """The same in PyTorch, as one writes it for speed: compiled, bfloat16 autocast, fused AdamW,
+    its own attention."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -280,9 +291,10 @@ def report(task: Task, rounds: list[dict[str, dict[str, float]]], absent: str):
     rate = max(round_["ours"]["rate"] for round_ in rounds)
     work = task.operations * task.tokens
     print(
-        f"{task.parameters / 1e6:.1f} M parameters, {task.batch} x {task.context} tokens a step, bfloat16, one device: "
-        f"{work / 1e12:.3g} TFLOP a step;\nat the measured matrix rate, {rate / 1e12:.3g} TFLOP/s (best round, bfloat16), a "
-        f"step takes {1e3 * work / rate:.4g} ms, and {rate / task.operations:.4g} tokens/s are the limit\n"
+        f"{task.parameters / 1e6:.1f} M parameters, {task.batch} x {task.context} tokens a step, "
+        f"bfloat16, one device: {work / 1e12:.3g} TFLOP a step;\nat the measured matrix rate, "
+        f"{rate / 1e12:.3g} TFLOP/s (best round, bfloat16), a step takes {1e3 * work / rate:.4g} "
+        f"ms, and {rate / task.operations:.4g} tokens/s are the limit\n"
     )
     seconds = {
         name: statistics.median(round_[name]["seconds"] for round_ in rounds) for name in rounds[0]

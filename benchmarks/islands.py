@@ -1,9 +1,11 @@
-"""A GPT-2 over two processes whose link is slow: data parallelism, islands that talk seldom, and islands that send int8.
+"""A GPT-2 over two processes whose link is slow: data parallelism, islands that talk seldom, and
+islands that send int8.
 
     python benchmarks/islands.py [--quick]
 
-The link is slowed by `tc` in a network namespace of its own, where the system allows that (Linux, as root). Where it does not, a
-step that sends waits for as long as its bytes would have taken. The table's title says which. See benchmarks/README.md.
+The link is slowed by `tc` in a network namespace of its own, where the system allows that (Linux,
+as root). Where it does not, a step that sends waits for as long as its bytes would have taken. The
+table's title says which. See benchmarks/README.md.
 """
 
 import argparse
@@ -28,7 +30,10 @@ from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, on_islands
 
-INSIDE = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {rate}mbit burst 64kb latency 400ms && exec {command}"
+INSIDE = (
+    "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {rate}mbit burst 64kb "
+    "latency 400ms && exec {command}"
+)
 
 
 def main():
@@ -78,7 +83,8 @@ def report(arguments: argparse.Namespace):
     )
     size = config.parameters * 4 / measure.MB
     print(
-        f"A GPT-2 of {size:.1f} MB over two processes, {arguments.rate} Mb/s by {how}; {steps} steps, H = {arguments.every}\n"
+        f"A GPT-2 of {size:.1f} MB over two processes, {arguments.rate} Mb/s by {how}; {steps} "
+        f"steps, H = {arguments.every}\n"
     )
     rows, first = [], None
     for name, (devices, prepared, between) in rivals.items():
@@ -124,7 +130,8 @@ def apart(config: gpt2.Config, every: int, axis: Any) -> tuple[jax.sharding.Mesh
 
 
 def trained(devices, prepared, config, steps, between, arguments) -> tuple[int, float, float]:
-    """The bytes that a device sends when it talks, the seconds of all steps after the first round, and the last loss here."""
+    """The bytes that a device sends when it talks, the seconds of all steps after the first round,
+    and the last loss here."""
     split = NamedSharding(devices, P(devices.axis_names[0]))
     compiled = prepared.train.lower(
         prepared.shapes, jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32, sharding=split)

@@ -1,4 +1,5 @@
-"""The loss of a head with the logits all at once, and a block of tokens at a time: memory and time, value and gradients.
+"""The loss of a head with the logits all at once, and a block of tokens at a time: memory and time,
+value and gradients.
 
     python benchmarks/loss.py [--quick | --full] [--dtype float64]
 
@@ -65,18 +66,20 @@ def main():
     held = {"plain": 2 * B * T * V * size}  # logits and softmax
     held |= {f"blocks of {t}": (t * V + V * D + B * T * D) * size for t in arguments.blocks}
     print(
-        f"{B} x {T} tokens, vocabulary {V}, width {D}, {arguments.dtype}: value and gradients. Three products are "
-        f"{6 * B * T * V * D / 1e9:.0f} GFLOP; at the machine's matrix rate, {rate / 1e9:.0f} GFLOP/s, they take "
-        f"{6e3 * B * T * V * D / rate:.0f} ms.\n"
+        f"{B} x {T} tokens, vocabulary {V}, width {D}, {arguments.dtype}: value and gradients. "
+        f"Three products are {6 * B * T * V * D / 1e9:.0f} GFLOP; at the machine's matrix rate, "
+        f"{rate / 1e9:.0f} GFLOP/s, they take {6e3 * B * T * V * D / rate:.0f} ms.\n"
     )
     times, lines = measure.medians(seconds), []
+    least = measure.temporary(programs["plain"])
     for name, program in programs.items():
+        temporary = measure.temporary(program)
         lines.append(
             {
                 "loss": name,
                 "predicted MB": f"{held[name] / measure.MB:.1f}",
-                "temporary MB": f"{measure.temporary(program) / measure.MB:.1f}",
-                "to plain": f"{measure.temporary(program) / measure.temporary(programs['plain']):.3f}",
+                "temporary MB": f"{temporary / measure.MB:.1f}",
+                "to plain": f"{temporary / least:.3f}",
                 "ms": measure.milliseconds(times[name]),
                 "time to plain": f"{times[name] / times['plain']:.2f}",
                 "of matrix rate": f"{6 * B * T * V * D / times[name] / rate:.0%}",

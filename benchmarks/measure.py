@@ -1,6 +1,8 @@
-"""What the benchmarks share: rivals timed in turn, the machine's own rates, and what a compiled program sends.
+"""What the benchmarks share: rivals timed in turn, the machine's own rates, and what a compiled
+program sends.
 
-The machine drifts, so every comparison is made within one run, A B C A B C ..., and told as a ratio of medians.
+The machine drifts, so every comparison is made within one run, A B C A B C ..., and told as a ratio
+of medians.
 """
 
 import contextlib
@@ -27,14 +29,16 @@ NUMBER = re.compile(r"[\d.e+-]+%?|nan|[\d.]+ (B|kB|MB|GB|\([\d.]+\))")
 
 
 class Traffic(NamedTuple):
-    """How often a kind of collective runs on each device in one call of a program, and the bytes of its results there."""
+    """How often a kind of collective runs on each device in one call of a program, and the bytes of
+    its results there."""
 
     count: int
     bytes: int
 
 
 def virtual_devices(count: int) -> None:
-    """Take `count` virtual CPU devices in this process. Call it before anything else touches a device."""
+    """Take `count` virtual CPU devices in this process. Call it before anything else touches a
+    device."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
@@ -42,7 +46,8 @@ def virtual_devices(count: int) -> None:
 def interleaved(
     rivals: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
 ) -> dict[str, list[float]]:
-    """The seconds a call of each rival took in each round, the rivals one after another in every round.
+    """The seconds a call of each rival took in each round, the rivals one after another in every
+    round.
 
     Each runs once beforehand, to warm up. `calls` of a short one are timed together.
     """
@@ -64,9 +69,11 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def matrix_product(size: int = 2048, count: int = 3) -> tuple[Callable[[], jax.Array], float]:
-    """A rival that multiplies float32 matrices on the first device, and its floating-point operations.
+    """A rival that multiplies float32 matrices on the first device, and its floating-point
+    operations.
 
-    Its best round gives the machine's matrix rate, against which a model's 6 N operations a token are held.
+    Its best round gives the machine's matrix rate, against which a model's 6 N operations a token
+    are held.
     """
     x = jax.device_put(jnp.full((size, size), 1 / size), jax.devices()[0])
     product = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, y: y @ x, x))
@@ -74,7 +81,8 @@ def matrix_product(size: int = 2048, count: int = 3) -> tuple[Callable[[], jax.A
 
 
 def copy(x: jax.Array) -> Callable[[], jax.Array]:
-    """A rival that reads `x` once and writes as much into memory it already has, on all devices of `x`: a pass."""
+    """A rival that reads `x` once and writes as much into memory it already has, on all devices of
+    `x`: a pass."""
     run = jax.jit(lambda x, _: x + 1, donate_argnums=1, keep_unused=True)
     held = [jax.block_until_ready(x + 1)]
 
@@ -91,7 +99,8 @@ def temporary(compiled: jax.stages.Compiled) -> int:
 
 
 def collectives(compiled: jax.stages.Compiled) -> dict[str, Traffic]:
-    """What a compiled program sends in one call, by kind: what stands in a loop counts once a turn."""
+    """What a compiled program sends in one call, by kind: what stands in a loop counts once a
+    turn."""
     total: dict[str, Traffic] = {}
     for run in hlo.runs(hlo.module(compiled)):
         kind, nbytes = run.instruction.collective, sum(op.bytes for op in run.instruction.ops)
@@ -107,7 +116,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[str]:
-    """What these processes print, run side by side. If one fails or time runs out, all are ended, and that is the error."""
+    """What these processes print, run side by side. If one fails or time runs out, all are ended,
+    and that is the error."""
     processes = []
     with contextlib.ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
@@ -135,8 +145,8 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[s
 
 
 def one_of_many(run: Callable[[], object], *, port: int, processes: int, process: int) -> None:
-    """`run()` in one of `processes` over gloo, a device each, all in step. Where it fails, this process ends at once: the others
-    would wait for it in a collective for minutes."""
+    """`run()` in one of `processes` over gloo, a device each, all in step. Where it fails, this
+    process ends at once: the others would wait for it in a collective for minutes."""
     try:
         virtual_devices(1)
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)

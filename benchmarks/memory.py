@@ -1,10 +1,12 @@
-"""What a GPT-2 train step holds on each device, from the compiled program, beside what theory says. Nothing is executed.
+"""What a GPT-2 train step holds on each device, from the compiled program, beside what theory says.
+Nothing is executed.
 
     python benchmarks/memory.py [--quick]
     python benchmarks/memory.py --train 3     # trains instead, and measures the process's memory
 
-ZeRO's stages, what a block keeps for the backward pass under each choice of remat with and without sequence parallelism, and
-the head's loss. All is in float32, under AdamW. See benchmarks/README.md for the columns.
+ZeRO's stages, what a block keeps for the backward pass under each choice of remat with and without
+sequence parallelism, and the head's loss. All is in float32, under AdamW. See benchmarks/README.md
+for the columns.
 """
 
 import argparse
@@ -72,9 +74,9 @@ def main():
     task = QUICK if arguments.quick else USUAL
     config = task.config
     print(
-        f"GPT-2 of {config.layers} layers, width {config.width}: {config.parameters / 1e6:.1f} M parameters and "
-        f"{config.rows - config.vocabulary} rows of padding, float32, AdamW, windows of {config.context} tokens. MB are 10^6 "
-        f"bytes on each device.\n"
+        f"GPT-2 of {config.layers} layers, width {config.width}: {config.parameters / 1e6:.1f} M "
+        f"parameters and {config.rows - config.vocabulary} rows of padding, float32, AdamW, "
+        f"windows of {config.context} tokens. MB are 10^6 bytes on each device.\n"
     )
     print(f"ZeRO over data {task.replicas}: two microbatches of one sequence, remat 'block'\n")
     print(measure.table([stage(task, zero) for zero in task.stages]), "\n")
@@ -122,7 +124,8 @@ def stage(task: Task, zero: int) -> dict[str, object]:
     _, whole = compiled(config, layout, 2 * n, config.context)
     blocks, rest = weights(config)
     both = blocks + rest
-    # The sum, and beside it the gradient of one microbatch. ZeRO-3 scatters the blocks' layer by layer, the rest at the end.
+    # The sum, and beside it the gradient of one microbatch. ZeRO-3 scatters the blocks' layer by
+    # layer, the rest at the end.
     gradients = 2 * (blocks / n + rest) if zero == 3 else both + both / layout.gradient_shards
     memory = whole.memory_analysis()
     return {
@@ -150,10 +153,12 @@ def layouts(task: Task) -> list[Layout]:
 
 
 def kept(config: gpt2.Config, layout: Layout, tokens: int) -> float:
-    """Bytes that the layers keep of one sequence, by Korthikanti et al. (arXiv 2205.05198), in float32 and without dropout.
+    """Bytes that the layers keep of one sequence, by Korthikanti et al. (arXiv 2205.05198), in
+    float32 and without dropout.
 
-    In [T, D] elements a layer: two norms' inputs, the inputs of the column-parallel products (2, of all tokens), q, k, v, what
-    attention gives, and the feed-forward's hidden units twice (12, over the tensor axis); and the softmax, [H, T, T].
+    In [T, D] elements a layer: two norms' inputs, the inputs of the column-parallel products (2, of
+    all tokens), q, k, v, what attention gives, and the feed-forward's hidden units twice (12, over
+    the tensor axis); and the softmax, [H, T, T].
     """
     t, T, own, again = layout.tensor, tokens, layout.token_shards, recomputed(layout)
     if (
@@ -209,7 +214,8 @@ def heads(config: gpt2.Config, batch: int) -> list[dict[str, object]]:
 
 
 def train(steps: int, batch: int, remat: str):
-    """Train GPT-2 small over data 2 x stage 2 x tensor 2 with ZeRO-1 on real text, and print what the process needed."""
+    """Train GPT-2 small over data 2 x stage 2 x tensor 2 with ZeRO-1 on real text, and print what
+    the process needed."""
     layout = Layout(data=2, stage=2, tensor=2, zero=1, microbatches=batch // 2, remat=remat)
     mesh_ = mesh.make(**layout.axes)
     tokens = corpus.encode_file(
@@ -230,8 +236,10 @@ def train(steps: int, batch: int, remat: str):
     memory, before = program.memory_analysis(), peak()
     print(
         f"{layout}\n{batch} x {gpt2.SMALL.context} tokens a step. Compiled, a device: arguments "
-        f"{megabytes(memory.argument_size_in_bytes)} MB, temporaries {megabytes(memory.temp_size_in_bytes)} MB; eight devices: "
-        f"{8 * (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9:.2f} GB. The process so far: {before:.2f} GB",
+        f"{megabytes(memory.argument_size_in_bytes)} MB, temporaries "
+        f"{megabytes(memory.temp_size_in_bytes)} MB; eight devices: "
+        f"{8 * (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9:.2f} GB. The "
+        f"process so far: {before:.2f} GB",
         flush=True,
     )
     state = jax.block_until_ready(prepared.init())
@@ -241,7 +249,8 @@ def train(steps: int, batch: int, remat: str):
         windows = data.batch(tokens, seed=0, step=i, size=batch, length=gpt2.SMALL.context)
         state, info = jax.block_until_ready(program(state, mesh.place(windows, P("data"), mesh_)))
         print(
-            f"step {i}: loss {info.loss:.4f}, {time.perf_counter() - start:.0f} s, peak {peak():.2f} GB",
+            f"step {i}: loss {info.loss:.4f}, {time.perf_counter() - start:.0f} s, peak "
+            f"{peak():.2f} GB",
             flush=True,
         )
 

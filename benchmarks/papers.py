@@ -1,12 +1,14 @@
 """Published runs beside what `plan` says of them: seconds a step, and the ratio of the two.
 
-    python benchmarks/papers.py [--picture FILE] [--seed N] [--draws N]     # nothing is compiled or run: a minute
+    python benchmarks/papers.py [--picture FILE] [--seed N] [--draws N]
+        # nothing is compiled or run: a minute
 
-Half of the rows, drawn by the seed, fit four factors (on products, those of H100s, passes over memory, and messages); the other
-half is the score. See benchmarks/README.md for the columns, and docs/planning.md for what the planner is good for.
+Half of the rows, drawn by the seed, fit four factors (on products, those of H100s, passes over
+memory, and messages); the other half is the score. See benchmarks/README.md for the columns, and
+docs/planning.md for what the planner is good for.
 
-The runs, with their sources, are in `published.py`. A model that is no GPT-2 is planned as one of as many layers and heads, and
-what differs is counted: `published.Unlike`.
+The runs, with their sources, are in `published.py`. A model that is no GPT-2 is planned as one of
+as many layers and heads, and what differs is counted: `published.Unlike`.
 """
 
 import argparse
@@ -36,7 +38,8 @@ BY_LEAF = ("gradients scattered", "parameters gathered")
 class Planned(NamedTuple):
     """What `plan` says of a row: its layout, and seconds by part.
 
-    The parts are products, those of H100s, passes over memory, messages that they wait for, messages beside them, and the rest.
+    The parts are products, those of H100s, passes over memory, messages that they wait for,
+    messages beside them, and the rest.
     """
 
     layout: Layout
@@ -70,9 +73,10 @@ def _planned(row: Row, layout: Layout) -> plan.Plan:
 def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     """Seconds of products, passes over memory, messages and the rest, with what is unlike a GPT-2.
 
-    Of products, weights, scores and the head are counted apart: T / 6D scores and V / 12LD of a head to a layer's weights. A
-    head on the last stage alone takes that stage P times as long, and nothing is summed over stages. Messages over data are of
-    weights. On a torus, and through all adapters of a machine, messages are those of the algorithm that is fastest on the network.
+    Of products, weights, scores and the head are counted apart: T / 6D scores and V / 12LD of a
+    head to a layer's weights. A head on the last stage alone takes that stage P times as long, and
+    nothing is summed over stages. Messages over data are of weights. On a torus, and through all
+    adapters of a machine, messages are those of the algorithm that is fastest on the network.
     """
     unlike, config, seconds = row.unlike, row.config, planned.seconds
     scores, head = (
@@ -114,7 +118,8 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
 
 
 def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
-    """The terms, those of ZeRO-3 with a layer's weights in one message, as in DeepSpeed and FSDP; ours sends each leaf alone."""
+    """The terms, those of ZeRO-3 with a layer's weights in one message, as in DeepSpeed and FSDP;
+    ours sends each leaf alone."""
     bytes_of: dict[traffic.Term, int] = {}
     for term in terms:
         if term.what in BY_LEAF:
@@ -125,7 +130,8 @@ def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
 
 
 def passes_of(row: Row, planned: plan.Plan) -> float:
-    """Seconds of passes over what a layer makes: by the plan, without scores, or by Korthikanti et al., section 4."""
+    """Seconds of passes over what a layer makes: by the plan, without scores, or by Korthikanti et
+    al., section 4."""
     config, layout, t = row.config, planned.layout, planned.layout.tensor
     size = traffic.sizes(config, layout, row.batch)
     if row.unlike.fused:
@@ -143,7 +149,8 @@ def passes_of(row: Row, planned: plan.Plan) -> float:
 
 
 def total(parts: np.ndarray, factors: Sequence[float] | np.ndarray = (1, 1, 1, 1)) -> np.ndarray:
-    """Seconds of a step, from parts [..., 6] and factors [..., 4] on products, those of H100s, passes and messages."""
+    """Seconds of a step, from parts [..., 6] and factors [..., 4] on products, those of H100s,
+    passes and messages."""
     by = np.asarray(factors)
     waited = (parts[..., :4] * by).sum(-1) + parts[..., 5]
     return np.maximum(waited, parts[..., 4] * by[..., 3])

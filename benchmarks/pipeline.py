@@ -1,8 +1,10 @@
-"""Pipelines in turn: 1F1B and zero bubble, in lockstep and per stage, interleaved, GPipe, a tutorial's, one device.
+"""Pipelines in turn: 1F1B and zero bubble, in lockstep and per stage, interleaved, GPipe, a
+tutorial's, one device.
 
     python benchmarks/pipeline.py [--quick]
 
-All of them train the same transformer blocks on the same batch, P stages on P virtual CPU devices. See benchmarks/README.md.
+All of them train the same transformer blocks on the same batch, P stages on P virtual CPU devices.
+See benchmarks/README.md.
 """
 
 import argparse
@@ -37,7 +39,9 @@ class Ideal(NamedTuple):
     """What theory says of a rival."""
 
     ticks: int
-    time: float  # of what a stage computes, its forward 1 (devices share the cores, so one alone is as fast as all together)
+    # Of what a stage computes, its forward 1 (devices share the cores, so one alone is as fast as
+    # all together).
+    time: float
     held: int  # bytes of residuals on a device
 
 
@@ -146,7 +150,8 @@ def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = F
 
 
 def naive(task: Task, mesh_: Mesh, M: int) -> Rival:
-    """The tutorials' pipeline: a scan over forward ticks with a `ppermute` in each, and `jax.grad` through all of it."""
+    """The tutorials' pipeline: a scan over forward ticks with a `ppermute` in each, and `jax.grad`
+    through all of it."""
 
     def loss(blocks, batch):
         x, targets = grads.split_into_microbatches(batch, M)
@@ -209,7 +214,8 @@ def residual_bytes(task: Task, parts: int) -> int:
 
 
 def handed_bytes(task: Task, parts: int) -> int:
-    """What the input's gradient of one part of the layers hands on to that of the weights, of one microbatch."""
+    """What the input's gradient of one part of the layers hands on to that of the weights, of one
+    microbatch."""
     layout = Layout(microbatches=2)
     layer = temporaries.handed(task.config, layout, layout.global_batch(task.sequences), short=4)
     return int(task.config.layers // parts * layer)
@@ -247,8 +253,9 @@ def describe(task: Task):
     config = task.config
     count = sum(leaf.size for leaf in jax.tree.leaves(task.blocks))
     print(
-        f"{config.layers} layers of width {config.width}, {count / 1e6:.2f} M parameters, {task.stages} stages; a microbatch is "
-        f"{task.sequences} x {config.context} tokens, {6 * count * task.sequences * config.context / 1e9:.2f} GFLOP\n"
+        f"{config.layers} layers of width {config.width}, {count / 1e6:.2f} M parameters, "
+        f"{task.stages} stages; a microbatch is {task.sequences} x {config.context} tokens, "
+        f"{6 * count * task.sequences * config.context / 1e9:.2f} GFLOP\n"
     )
 
 
@@ -258,21 +265,25 @@ def report(
     seconds: dict[str, float],
     before: dict[str, tuple[float, float]],
 ):
-    """Print the table of one M. `before` holds the seconds and the predicted time of each rival at the first M."""
+    """Print the table of one M. `before` holds the seconds and the predicted time of each rival at
+    the first M."""
     twin = "tutorials' (naive twin)"
     memory = {name: measure.temporary(rival.compiled) for name, rival in rivals.items()}
     lines = []
     for name, rival in rivals.items():
         first_seconds, first_time = before[name]
+        to_first = seconds[name] / first_seconds, rival.ideal.time / first_time
+        to_twin = seconds[name] / seconds[twin], rival.ideal.time / rivals[twin].ideal.time
+        megabytes = memory[name] / measure.MB, rival.ideal.held / measure.MB
         lines.append(
             {
                 f"M = {M}": name,
                 "ticks": rival.ideal.ticks,
                 "work": f"{rival.ideal.time:g}",
                 "ms": measure.milliseconds(seconds[name]),
-                "to first M (predicted)": f"{seconds[name] / first_seconds:.2f} ({rival.ideal.time / first_time:.2f})",
-                "to twin (predicted)": f"{seconds[name] / seconds[twin]:.2f} ({rival.ideal.time / rivals[twin].ideal.time:.2f})",
-                "temporary MB (held)": f"{memory[name] / measure.MB:.2f} ({rival.ideal.held / measure.MB:.2f})",
+                "to first M (predicted)": "{:.2f} ({:.2f})".format(*to_first),
+                "to twin (predicted)": "{:.2f} ({:.2f})".format(*to_twin),
+                "temporary MB (held)": "{:.2f} ({:.2f})".format(*megabytes),
                 "memory to twin": f"{memory[name] / memory[twin]:.2f}",
             }
         )

@@ -1,7 +1,10 @@
-"""What `parallax.plan` predicts beside what compiled steps have, in bytes; and beside the times of steps that run.
+"""What `parallax.plan` predicts beside what compiled steps have, in bytes; and beside the times of
+steps that run.
 
-    python benchmarks/plan.py [--quick]      # compiles 80 layouts of two GPT-2s, runs nothing: about 20 minutes on 2 cores
-    python benchmarks/plan.py --times        # runs ten layouts: about 3 minutes; for a machine that does nothing else
+    python benchmarks/plan.py [--quick]
+        # compiles 80 layouts of two GPT-2s, runs nothing: about 20 minutes on 2 cores
+    python benchmarks/plan.py --times
+        # runs ten layouts: about 3 minutes; for a machine that does nothing else
 
 See benchmarks/README.md for the columns.
 """
@@ -102,8 +105,9 @@ def main():
     off = [abs(float(row["off"].rstrip("%"))) for row in rows]
     equal = lambda column: sum(row[column] == "equal" for row in rows)
     print(
-        f"{len(rows)} layouts. Arguments equal in {equal('arguments')}, bytes sent along every axis equal in {equal('sent')}. "
-        f"Temporaries: off by {statistics.median(off):.1f} % in the median, {max(off):.1f} % at worst."
+        f"{len(rows)} layouts. Arguments equal in {equal('arguments')}, bytes sent along every "
+        f"axis equal in {equal('sent')}. Temporaries: off by {statistics.median(off):.1f} % in the "
+        f"median, {max(off):.1f} % at worst."
     )
 
 
@@ -151,11 +155,13 @@ def row(name: str, batch: int, layout: Layout, found: list[plan.Comparison]) -> 
 
 
 def times(rounds: int):
-    """Predicted and measured times of ten layouts on all eight devices, and how well their orders agree."""
+    """Predicted and measured times of ten layouts on all eight devices, and how well their orders
+    agree."""
     here = hardware.measured(mesh.make(all=8))
     print(
-        f"{here.name}, each of eight: {here.full_rate / 1e9:.3g} GFLOP/s, {here.bandwidth / 1e9:.3g} GB/s, a hop "
-        f"{1e6 * here.fast.alpha:.3g} us, a byte {1e9 * here.fast.beta:.3g} ns\n"
+        f"{here.name}, each of eight: {here.full_rate / 1e9:.3g} GFLOP/s, "
+        f"{here.bandwidth / 1e9:.3g} GB/s, a hop {1e6 * here.fast.alpha:.3g} us, a byte "
+        f"{1e9 * here.fast.beta:.3g} ns\n"
     )
     rivals, planned = {}, {}
     for batch, layout in read(TIMED):
@@ -183,7 +189,8 @@ def times(rounds: int):
     order = lambda values: np.argsort(np.argsort(values))
     predicted = order([planned[name].seconds.total for name in taken])
     print(
-        f"rank correlation (Spearman): {np.corrcoef(predicted, order(list(taken.values())))[0, 1]:.2f}"
+        "rank correlation (Spearman): "
+        f"{np.corrcoef(predicted, order(list(taken.values())))[0, 1]:.2f}"
     )
 
 

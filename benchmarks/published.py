@@ -1,14 +1,17 @@
-"""Published runs: who ran which model how, and the seconds of a step. `papers.py` sets plans beside them.
+"""Published runs: who ran which model how, and the seconds of a step. `papers.py` sets plans beside
+them.
 
-Sources, each row with its table:
-* Narayanan et al. 2021 (arXiv 2104.04473): table 1, weak scaling; table 2, beside ZeRO-3. Operations a step by their equation 3,
+Sources, each row with its table: * Narayanan et al. 2021 (arXiv 2104.04473): table 1, weak scaling;
+table 2, beside ZeRO-3. Operations a step by their equation 3,
   96 B s l h^2 (1 + s/6h + V/16lh), with full recomputation.
-* Korthikanti et al. 2022 (arXiv 2205.05198): tables 3 and 5, full recomputation, and sequence parallelism with selective.
-* Smith et al. 2022 (arXiv 2201.11990), section 2.4: MT-NLG 530B on 280, 350 and 420 machines.
-* Chowdhery et al. 2022 (arXiv 2204.02311), table 3: PaLM 540B, 46.2 % of peak; one of the two pods.
-* MosaicML, llm-foundry, scripts/train/benchmarking/README.md: MPT on H100s, every row in bfloat16 with 2,048 tokens and from
+* Korthikanti et al. 2022 (arXiv 2205.05198): tables 3 and 5, full recomputation, and sequence
+parallelism with selective. * Smith et al. 2022 (arXiv 2201.11990), section 2.4: MT-NLG 530B on 280,
+350 and 420 machines. * Chowdhery et al. 2022 (arXiv 2204.02311), table 3: PaLM 540B, 46.2 % of
+peak; one of the two pods. * MosaicML, llm-foundry, scripts/train/benchmarking/README.md: MPT on
+H100s, every row in bfloat16 with 2,048 tokens and from
   6.7 B on.
-* torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (H100s of 96 GB and 2.4 TB/s), and docs/performance.md
+* torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3 (H100s of 96 GB and 2.4
+TB/s), and docs/performance.md
   (A100s): Llama 2 and 3 by FSDP2.
 """
 
@@ -28,16 +31,21 @@ class Unlike(NamedTuple):
 
     Attributes:
         weights: numbers of a layer's matrices, over a GPT-2's 12 D^2.
-        scores: operations on scores, over a GPT-2's 4 D T a token: half where a kernel leaves out what the mask hides.
-        sums: over the tensor axis in a layer, over a GPT-2's: half where attention and feed-forward are side by side.
+        scores: operations on scores, over a GPT-2's 4 D T a token: half where a kernel leaves out
+            what the mask hides.
+        sums: over the tensor axis in a layer, over a GPT-2's: half where attention and feed-forward
+            are side by side.
         kernel: whether a kernel computes attention, which keeps no scores in memory.
         torus: devices along each dim of the torus that joins them; () for a switch.
-        prefetched: whether weights are gathered and gradients scattered beside the products of other layers, as FSDP does.
-        fused: whether softmax, GELU and dropout are fused kernels: a layer makes s b h (34 + 5 a s / h) bytes (Korthikanti et
-            al., section 4), which is less than JAX keeps.
-        adapters: whether messages over data cross machines through all adapters of a machine, as NCCL's rings do: then they
-            are priced with the fastest algorithm of the network, otherwise as one ring.
-        at_ends: whether the first stage alone has the embedding and the last the head: the recipe splits both over the stages.
+        prefetched: whether weights are gathered and gradients scattered beside the products of
+            other layers, as FSDP does.
+        fused: whether softmax, GELU and dropout are fused kernels: a layer makes s b h (34 + 5 a s
+            / h) bytes (Korthikanti et al., section 4), which is less than JAX keeps.
+        adapters: whether messages over data cross machines through all adapters of a machine, as
+            NCCL's rings do: then they are priced with the fastest algorithm of the network,
+            otherwise as one ring.
+        at_ends: whether the first stage alone has the embedding and the last the head: the recipe
+            splits both over the stages.
     """
 
     weights: float = 1.0
@@ -87,7 +95,8 @@ def gpt(layers: int, heads: int, width: int, split: int) -> gpt2.Config:
 
 
 def megatron_seconds(config: gpt2.Config, batch: int, devices: int, teraflops: float) -> float:
-    """Seconds of a step, from operations a second that were counted by equation 3 of Narayanan et al."""
+    """Seconds of a step, from operations a second that were counted by equation 3 of Narayanan et
+    al."""
     s, h, layers = TOKENS, config.width, config.layers
     operations = (
         96 * batch * s * layers * h * h * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
@@ -108,7 +117,8 @@ TABLE_1 = """
     529.6 128 20480 105  8 35 2520 2520  163
     1008  160 25600 128  8 64 3072 3072  163
 """
-# Parameters, layers, heads, width, t, p, GPUs, batch, sequences in a microbatch, teraFLOP/s a GPU; t = p = 1 is ZeRO-3
+# Parameters, layers, heads, width, t, p, GPUs, batch, sequences in a microbatch, teraFLOP/s a GPU;
+# t = p = 1 is ZeRO-3
 TABLE_2 = """
     174.6  96  96 12288 8 12  384 1536 1 153
     174.6  96  96 12288 8 12  768 1536 1 149
@@ -123,7 +133,8 @@ TABLE_2 = """
     529.6 105 128 20480 1  1 1120 2240 2  98
     529.6 105 128 20480 1  1 2240 2240 1  48
 """
-# Parameters, layers, heads, width, p, chunks, batch, sequences in a microbatch, seconds: full recomputation, the paper's own way
+# Parameters, layers, heads, width, p, chunks, batch, sequences in a microbatch, seconds: full
+# recomputation, the paper's own way
 KORTHIKANTI = """
     22    48  64  6144  1 1   4 4  1.42  1.10
     175   96  96 12288  8 3  64 1 18.13 13.75
@@ -134,11 +145,13 @@ MT_NLG = {8: 60.1, 10: 50.2, 12: 44.4}  # replicas of 280 GPUs: seconds of 1,920
 PALM = gpt2.Config(
     layers=118, heads=48, width=18_432, context=TOKENS, vocabulary=256_000, vocabulary_multiple=1536
 )
-# 48 heads of 256 that share keys and values, and a gated feed-forward of 4 widths, beside the attention.
+# 48 heads of 256 that share keys and values, and a gated feed-forward of 4 widths, beside the
+# attention.
 PALM_UNLIKE = Unlike(
     weights=(2 * 48 * 256 + 2 * 256 + 12 * 18_432) / 12 / 18_432, scores=48 * 256 / 18_432, sums=0.5
 )
-# Parameters, layers, heads, width, recomputation, GPUs, batch, sequences in a microbatch, tokens a second; all ZeRO-3
+# Parameters, layers, heads, width, recomputation, GPUs, batch, sequences in a microbatch, tokens a
+# second; all ZeRO-3
 MPT = """
     64.9 80 64 8192 1 64 2048  8  66523
     64.9 80 64 8192 1 32 1024  2  28242
@@ -151,7 +164,8 @@ MPT = """
     12.9 40 40 5120 0  8   16  2  38336
      6.7 32 32 4096 0  8   48  6  85144
 """
-# Parameters, layers, heads, width, heads of keys, hidden, vocabulary, tokens, remat, GPUs; of each: sequences, tokens a second
+# Parameters, layers, heads, width, heads of keys, hidden, vocabulary, tokens, remat, GPUs; of each:
+# sequences, tokens a second
 LLAMA = """
     8  32 32 4096  8 14336 128256 8192 products   8 2 6667
     8  32 32 4096  8 14336 128256 8192 products 128 2 6514
@@ -244,7 +258,8 @@ def rows() -> list[Row]:
 
 
 def palm() -> Row:
-    """PaLM's step on a pod, of half of the batch, by its share of peak; operations as that paper's appendix B counts them."""
+    """PaLM's step on a pod, of half of the batch, by its share of peak; operations as that paper's
+    appendix B counts them."""
     layers, width, parameters, attention = (
         PALM.layers,
         PALM.width,
@@ -329,11 +344,22 @@ def llama() -> list[Row]:
 
 # Why a row is off, by the beginning of its source; those that are near have none.
 CAUSES = {
-    "Narayanan, table 2: 174.6 B, ZeRO-3": "gathers beside products with 4 sequences on a device; with 1, slower than a ring",
+    "Narayanan, table 2: 174.6 B, ZeRO-3": (
+        "gathers beside products with 4 sequences on a device; with 1, slower than a ring"
+    ),
     "Narayanan, table 2: 529.6 B, ZeRO-3": "the same",
-    "Korthikanti, table 5: 1000 B": "the head on the last of 64 stages is counted as if every tick waited for it",
-    "Smith": "280 machines and more; perhaps what waits for the slowest of them, which is not planned",
-    "Chowdhery": "the compiler of TPUs gathers weights beside products; here products wait for them",
-    "MosaicML, H100: 64.9 B": "large microbatches reach more of the rate than the 8 B and 13 B models; one factor fits all",
+    "Korthikanti, table 5: 1000 B": (
+        "the head on the last of 64 stages is counted as if every tick waited for it"
+    ),
+    "Smith": (
+        "280 machines and more; perhaps what waits for the slowest of them, which is not planned"
+    ),
+    "Chowdhery": (
+        "the compiler of TPUs gathers weights beside products; here products wait for them"
+    ),
+    "MosaicML, H100: 64.9 B": (
+        "large microbatches reach more of the rate than the 8 B and 13 B models; one factor fits "
+        "all"
+    ),
     "MosaicML, H100: 30 B": "the same",
 }

@@ -1,10 +1,12 @@
-"""Does a second process pay? GPT-2 training, data-parallel over gloo, each process pinned to a core; beside PyTorch's DDP.
+"""Does a second process pay? GPT-2 training, data-parallel over gloo, each process pinned to a
+core; beside PyTorch's DDP.
 
     python benchmarks/scaling.py [--quick]
 
-One process on one core, two on a core each, and four that share the two; with the same work a process (weak scaling) and the
-same work in all (strong). Every job is started anew, in turn, in every round, so no rival has the machine to itself for longer
-than another. PyTorch and transformers are optional; without them ours runs alone. See benchmarks/README.md for the columns.
+One process on one core, two on a core each, and four that share the two; with the same work a
+process (weak scaling) and the same work in all (strong). Every job is started anew, in turn, in
+every round, so no rival has the machine to itself for longer than another. PyTorch and transformers
+are optional; without them ours runs alone. See benchmarks/README.md for the columns.
 """
 
 import argparse
@@ -58,7 +60,8 @@ def main():
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit(
-            "scaling.py compares one core with two, and this process may use one. Give it two: taskset -c 0,1."
+            "scaling.py compares one core with two, and this process may use one. Give it two: "
+            "taskset -c 0,1."
         )
     libraries = ["ours"]
     if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
@@ -86,7 +89,8 @@ def main():
 
 
 def run(job: Job, sizes: Sizes, cores: list[int]) -> list[float]:
-    """Start the processes, each with one thread on a core of its own (four of them on two cores); seconds of each step."""
+    """Start the processes, each with one thread on a core of its own (four of them on two cores);
+    seconds of each step."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -199,9 +203,10 @@ def report(sizes: Sizes, batch: int, seconds: dict[Job, float], libraries: list[
     )
     flops = (6 * parameters + 12 * sizes.layers * sizes.width * sizes.length) * sizes.length
     print(
-        f"GPT-2 with {parameters / 1e6:.1f} M parameters, {sizes.length} tokens and {flops / 1e9:.2f} GFLOP a sequence, "
-        f"{4 * parameters / measure.MB:.1f} MB of gradients.\n"
-        "Speed-up: sequences a second in all, over one process's; predicted: the cores.\n"
+        f"GPT-2 with {parameters / 1e6:.1f} M parameters, {sizes.length} tokens and "
+        f"{flops / 1e9:.2f} GFLOP a sequence, {4 * parameters / measure.MB:.1f} MB of "
+        "gradients.\nSpeed-up: sequences a second in all, over one process's; predicted: the "
+        "cores.\n"
     )
     rate = {job: job.processes * job.sequences / each for job, each in seconds.items()}
     rows = []

@@ -1,8 +1,10 @@
-"""Which pipeline schedule pays: the time and the memory of each, by its table, beside those of torch.distributed.pipelining.
+"""Which pipeline schedule pays: the time and the memory of each, by its table, beside those of
+torch.distributed.pipelining.
 
-Nothing runs: a schedule's time is a fold over its table (`schedule.compared`), its memory the microbatches that its neediest
-stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are made by torch, where it is installed, and
-run here as ours do: all stages wait for the dearest job of a tick, and exchange in each.
+Nothing runs: a schedule's time is a fold over its table (`schedule.compared`), its memory the
+microbatches that its neediest stage holds. F, I, W and an exchange have times that are drawn.
+Torch's tables are made by torch, where it is installed, and run here as ours do: all stages wait
+for the dearest job of a tick, and exchange in each.
 
     python benchmarks/schedules.py --stages 8 --microbatches 16 32
 """
@@ -60,7 +62,8 @@ def ours(P, M):
 
 
 def of_torch(P, M):
-    """The tables of torch's schedules, by way of the text that it writes; none where torch is not installed or makes none."""
+    """The tables of torch's schedules, by way of the text that it writes; none where torch is not
+    installed or makes none."""
     try:
         from torch.distributed.pipelining import schedules as theirs
     except ImportError:
@@ -91,8 +94,9 @@ def orders(kind, P, M, chunks):
         made._num_stages, made._n_microbatches, made._stage = P, M, None
         return made._get_pipeline_order()
     stage = lambda index: types.SimpleNamespace(
-        group_size=P, group_rank=0, stage_index=index, num_stages=2 * P, submod=None, has_backward=True, is_first=index == 0,
-        is_last=index == 2 * P - 1, stage_index_to_group_rank=None, group=None, device="cpu",
+        group_size=P, group_rank=0, stage_index=index, num_stages=2 * P, submod=None,
+        has_backward=True, is_first=index == 0, is_last=index == 2 * P - 1,
+        stage_index_to_group_rank=None, group=None, device="cpu",
     )  # fmt: skip
     second = 2 * P - 1 if kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else P
     return kind([stage(0), stage(second)], M, loss_fn=lambda out, target: out).pipeline_order
@@ -135,7 +139,8 @@ def at_equal_memory(own, others, draws):
             schedule.compared(own, *costs, hop=hop, held=best.in_flight)[0].seconds / best.seconds
         )
     print(
-        f"ours over theirs at equal memory, {draws} draws: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}"
+        f"ours over theirs at equal memory, {draws} draws: median {statistics.median(ratios):.3f}, "
+        f"most {max(ratios):.3f}"
     )
 
 

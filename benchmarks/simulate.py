@@ -1,8 +1,10 @@
-"""All-reduces on 4 to 100,000 devices, message by message as their tables have them: on a ring, a torus and a cluster.
+"""All-reduces on 4 to 100,000 devices, message by message as their tables have them: on a ring, a
+torus and a cluster.
 
     python benchmarks/simulate.py [--picture simulate.png]
 
-Nothing is measured here: the links are those given. See benchmarks/README.md for what the networks are.
+Nothing is measured here: the links are those given. See benchmarks/README.md for what the networks
+are.
 """
 
 import argparse
@@ -57,7 +59,8 @@ BY_AXES = (
 
 
 class Network(NamedTuple):
-    """How devices are wired: the axes that n of them make, what one round takes there, and who can run."""
+    """How devices are wired: the axes that n of them make, what one round takes there, and who can
+    run."""
 
     describe: str
     axes: Callable[[int], tuple[int, ...]]
@@ -72,7 +75,8 @@ def on_ring(round: Round, axes: tuple[int, ...], split: bool) -> float:
 
 
 def on_torus(round: Round, axes: tuple[int, ...], split: bool) -> float:
-    """Along its own axis, or, of a function that knows one axis only, first along the columns, then along the row."""
+    """Along its own axis, or, of a function that knows one axis only, first along the columns, then
+    along the row."""
     parts = []
     for nbytes, step, _ in round.messages:
         # A ring through all devices is laid as a snake: its neighbours are neighbours.
@@ -84,7 +88,8 @@ def on_torus(round: Round, axes: tuple[int, ...], split: bool) -> float:
 
 
 def on_cluster(round: Round, axes: tuple[int, ...], split: bool) -> float:
-    """Machines on a switch: a message that some device sends to another machine is what the round waits for."""
+    """Machines on a switch: a message that some device sends to another machine is what the round
+    waits for."""
     machines, _ = axes
     if machines == 1 or (split and round.messages[0].step[0] == 0):
         return BOARD.alpha + BOARD.beta * sum(
@@ -100,20 +105,23 @@ def _walked(nbytes: int, step: int, n: int) -> float:
 
 NETWORKS = {
     "ring": Network(
-        f"each device linked to two, {1 / CHIP.beta / 1e9:.0f} GB/s each way, {1e6 * CHIP.alpha:.0f} us a link",
+        f"each device linked to two, {1 / CHIP.beta / 1e9:.0f} GB/s each way, "
+        f"{1e6 * CHIP.alpha:.0f} us a link",
         lambda n: (n,),
         on_ring,
         ("ring", "two rings", "halving and doubling", "doubling"),
     ),
     "torus": Network(
-        f"a square of devices, each linked to four, {1 / CHIP.beta / 1e9:.0f} GB/s each way, {1e6 * CHIP.alpha:.0f} us a link",
+        f"a square of devices, each linked to four, {1 / CHIP.beta / 1e9:.0f} GB/s each way, "
+        f"{1e6 * CHIP.alpha:.0f} us a link",
         lambda n: (math.isqrt(n), math.isqrt(n)),
         on_torus,
         ("ring", "two rings", "halving and doubling", "doubling", "torus"),
     ),
     "cluster": Network(
-        f"machines of {MACHINE} on a switch of {1 / BOARD.beta / 1e9:.0f} GB/s and {1e6 * BOARD.alpha:.0f} us; each device "
-        f"its own adapter to the others, {1 / CABLE.beta / 1e9:.0f} GB/s and {1e6 * CABLE.alpha:.0f} us",
+        f"machines of {MACHINE} on a switch of {1 / BOARD.beta / 1e9:.0f} GB/s and "
+        f"{1e6 * BOARD.alpha:.0f} us; each device its own adapter to the others, "
+        f"{1 / CABLE.beta / 1e9:.0f} GB/s and {1e6 * CABLE.alpha:.0f} us",
         lambda n: (max(n // MACHINE, 1), min(n, MACHINE)),
         on_cluster,
         (

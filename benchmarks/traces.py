@@ -1,10 +1,13 @@
-"""What `plan.trace` reads from a step beside what the step's compiled program has: operations, bytes sent, the peak of memory.
+"""What `plan.trace` reads from a step beside what the step's compiled program has: operations,
+bytes sent, the peak of memory.
 
-    python benchmarks/traces.py [--count 60] [--seed 0] [--picks 1,2]     # compiles 60 small steps, runs nothing
+    python benchmarks/traces.py [--count 60] [--seed 0] [--picks 1,2]
+        # compiles 60 small steps, runs nothing
 
-Sixty layouts are drawn, as many in each of four families: plain, what the backward pass computes again, ZeRO, pipelines. They
-split a small GPT-2 by the recipe, and models that know nothing of it: the gallery's variational autoencoder, LeNet, mixer and
-mixture of experts. See benchmarks/README.md for the columns.
+Sixty layouts are drawn, as many in each of four families: plain, what the backward pass computes
+again, ZeRO, pipelines. They split a small GPT-2 by the recipe, and models that know nothing of it:
+the gallery's variational autoencoder, LeNet, mixer and mixture of experts. See benchmarks/README.md
+for the columns.
 """
 
 import argparse
@@ -54,8 +57,10 @@ class Model(NamedTuple):
         loss: `(model, batch, axis) -> loss`; `axis` is that of tensor parallelism, or `()`.
         batch: the shapes of a batch of so many rows.
         rows: in a microbatch on a device.
-        split: the specs of what tensor parallelism splits, by glob; a model without is not split so.
-        stages: of a pipeline: how the batch enters, `(axis) -> stage`, and the head; None where there is none.
+        split: the specs of what tensor parallelism splits, by glob; a model without is not split
+            so.
+        stages: of a pipeline: how the batch enters, `(axis) -> stage`, and the head; None where
+            there is none.
     """
 
     make: Callable[[], Any]
@@ -179,7 +184,8 @@ def _layout(draw: random.Random, family: str, name: str) -> Layout | None:
         or (settings["zero"] and settings["data"] == 1)
     ):
         return None
-    # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again: docs/planning.md.
+    # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch
+    # computes again: docs/planning.md.
     if settings["stage"] > 1 and (
         settings["zero"] == 2 or (settings["microbatches"] == 1 and settings["remat"] != "none")
     ):
@@ -376,7 +382,8 @@ def summary(found: Sequence[tuple[Case, Beside]]) -> list[str]:
     for family in dict.fromkeys(case.family for case, _ in found):
         off = sorted(abs(each.off) for case, each in found if case.family == family)
         lines.append(
-            f"{family}: {len(off)} layouts, peak off by {statistics.median(off):.1%} in the median, {off[-1]:.1%} at worst"
+            f"{family}: {len(off)} layouts, peak off by {statistics.median(off):.1%} in the "
+            f"median, {off[-1]:.1%} at worst"
         )
     same = {
         name: sum(each.equal[name] for _, each in found)

@@ -1,9 +1,11 @@
-"""One GPT-2 train step, five ways: plain and ours on one device, GSPMD and ours (psum, ring) over data x tensor.
+"""One GPT-2 train step, five ways: plain and ours on one device, GSPMD and ours (psum, ring) over
+data x tensor.
 
     python benchmarks/train_step.py [--quick]
 
-All of them train the same model on the same batch, with the same accumulation, in one process on virtual CPU devices; the
-losses after the last step show it. See benchmarks/README.md for the columns.
+All of them train the same model on the same batch, with the same accumulation, in one process on
+virtual CPU devices; the losses after the last step show it. See benchmarks/README.md for the
+columns.
 """
 
 import argparse
@@ -173,10 +175,10 @@ def report(task: Task, rivals: dict[str, Rival], seconds: dict[str, float], rate
     work = 6 * N * tokens
     remat = next(name for name, wrap in REMAT.items() if wrap is task.remat)
     print(
-        f"{N / 1e6:.1f} M parameters, {task.batch} x {task.config.context} tokens a step in {task.accumulation} parts, "
-        f"keeping {remat} of each block\n"
-        f"6 N a token: {work / 1e9:.1f} GFLOP a step; matrix rate {rate / 1e9:.0f} GFLOP/s (best round, float32); "
-        f"at that rate a step takes {1e3 * work / rate:.0f} ms\n"
+        f"{N / 1e6:.1f} M parameters, {task.batch} x {task.config.context} tokens a step in "
+        f"{task.accumulation} parts, keeping {remat} of each block\n6 N a token: {work / 1e9:.1f} "
+        f"GFLOP a step; matrix rate {rate / 1e9:.0f} GFLOP/s (best round, float32); at that rate a "
+        f"step takes {1e3 * work / rate:.0f} ms\n"
     )
     lines = []
     for name, rival in rivals.items():

@@ -1,7 +1,8 @@
-"""A second family for the recipe: root-mean-square norms, no positions, a gated feed-forward, an embedding and a head apart.
+"""A second family for the recipe: root-mean-square norms, no positions, a gated feed-forward, an
+embedding and a head apart.
 
-Its blocks have a function among their leaves, and its head may return an auxiliary value. Legend: D width, F feed-forward, H
-heads, K head width, V vocabulary, L layers.
+Its blocks have a function among their leaves, and its head may return an auxiliary value. Legend: D
+width, F feed-forward, H heads, K head width, V vocabulary, L layers.
 """
 
 import functools

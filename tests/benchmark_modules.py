@@ -11,7 +11,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
-    """A benchmark, imported: `load("papers")`. It finds its neighbours, and what it adds to the path is taken back."""
+    """A benchmark, imported: `load("papers")`. It finds its neighbours, and what it adds to the
+    path is taken back."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

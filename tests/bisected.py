@@ -1,14 +1,16 @@
-"""What `bisect` says of the mutants that change numbers: the first wrong value, and whether its fault is behind it.
+"""What `bisect` says of the mutants that change numbers: the first wrong value, and whether its
+fault is behind it.
 
-    python tests/bisected.py                    all that were chosen by hand and act in one of the runs
+    python tests/bisected.py                 all that were chosen by hand and act in one of the runs
     python tests/bisected.py --only all_mean
     python tests/bisected.py --drawn 20 --seed 3
 
-Each mutant is put into a copy of the package, and a split run of the copy is compared with a record of one device, without the
-mutant: of a model of one's own, of a GPT-2 or of a Llama. A mutant is `placed` where the function that holds the fault made an
-equation between the first wrong value and the equal values before it, or called the one that did, as where the fault leaves a
-division out. A table makes no equation: there the functions that run it count. `raised` is a fault that says so itself; `equal`,
-one that changes no number of its run.
+Each mutant is put into a copy of the package, and a split run of the copy is compared with a record
+of one device, without the mutant: of a model of one's own, of a GPT-2 or of a Llama. A mutant is
+`placed` where the function that holds the fault made an equation between the first wrong value and
+the equal values before it, or called the one that did, as where the fault leaves a division out. A
+table makes no equation: there the functions that run it count. `raised` is a fault that says so
+itself; `equal`, one that changes no number of its run.
 """
 
 import argparse
@@ -133,7 +135,9 @@ REFUSES = (
     "Unknown",
     "_unknown",
 )  # in names
-PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+# Of those that were found where they are, in a model of one's own: the function, and what stands
+# there instead.
+PLACED = (
     ("Jobs._position", "chunk + self.index"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),
@@ -173,7 +177,8 @@ class Said(NamedTuple):
     callers: tuple[str, ...] = ()
 
     def has(self, mutant: Mutant, path: Path) -> bool:
-        """Whether the mutant's function is between, or what is between runs its table, or it made what the run is given."""
+        """Whether the mutant's function is between, or what is between runs its table, or it made
+        what the run is given."""
         own, module = f"{path.as_posix()}:{mutant.name}", f"{_module(path)}."
         if self.first.startswith("argument."):
             return not self.functions and module.startswith(("data.", "models."))
@@ -301,7 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append((said, mutant, path))
             change = f"{mutant.replaces[:40]!r} -> {mutant.by[:30]!r}"
             print(
-                f"{word_of(said, mutant, path):<16}{path.stem}.{mutant.name:<26}{change}  [{said.run}]",
+                f"{word_of(said, mutant, path):<16}{path.stem}.{mutant.name:<26}{change}  "
+                f"[{said.run}]",
                 flush=True,
             )
             lies = f"{'; '.join(said.collectives[:3])} | {', '.join(said.functions[:6])}"
@@ -309,13 +315,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = Counter(word_of(*each) for each in results)
     print(", ".join(f"{words[word]} {word}" for word in WORDS))
     print(
-        f"Of pairs of one mutant's finding and another's function, {by_chance(results):.0%} would count as placed."
+        f"Of pairs of one mutant's finding and another's function, {by_chance(results):.0%} would "
+        "count as placed."
     )
     return int(words["found elsewhere"] > 0)
 
 
 def by_chance(every: Sequence[tuple[Said, Mutant, Path]]) -> float:
-    """How often the function of another found mutant is between: what `placed` would be if findings said nothing."""
+    """How often the function of another found mutant is between: what `placed` would be if findings
+    said nothing."""
     found = [each for each in every if each[0].word == "found"]
     pairs = [
         said.has(other, path)

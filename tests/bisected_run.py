@@ -1,7 +1,9 @@
-"""A split run beside the record of one device: `python bisected_run.py FOLDER "gpt2; data=2,tensor=2; ring"`.
+"""A split run beside the record of one device:
+`python bisected_run.py FOLDER "gpt2; data=2,tensor=2; ring"`.
 
-Prints what differs first. A run is a kind of model, a layout, and who moves the data, by default rings. The record of one
-device is made in the folder where there is none. Then the package must be the right one.
+Prints what differs first. A run is a kind of model, a layout, and who moves the data, by default
+rings. The record of one device is made in the folder where there is none. Then the package must be
+the right one.
 """
 
 import json
@@ -51,7 +53,8 @@ class Run(NamedTuple):
     Attributes:
         kind: "own", or one of `DECODERS`.
         layout: its layout.
-        algorithm: who moves the data, by its name in `ALGORITHMS`; "looped" is a ring whose hops are a loop, as those of many devices.
+        algorithm: who moves the data, by its name in `ALGORITHMS`; "looped" is a ring whose hops
+            are a loop, as those of many devices.
     """
 
     kind: str

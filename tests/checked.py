@@ -1,8 +1,10 @@
-"""Checks the package's annotations at run time, as jaxtyping's import hook does, at a third of its cost.
+"""Checks the package's annotations at run time, as jaxtyping's import hook does, at a third of its
+cost.
 
-The wrapper that the hook puts round each function binds the signature at every call and runs beartype twice: half of the time
-of a test that traces. Here beartype runs once, and only what has an array's shape in its annotations opens a context for the
-sizes of its dims. What is checked is the same.
+The wrapper that the hook puts round each function binds the signature at every call and runs
+beartype twice: half of the time of a test that traces. Here beartype runs once, and only what has
+an array's shape in its annotations opens a context for the sizes of its dims. What is checked is
+the same.
 """
 
 import dataclasses
@@ -52,7 +54,8 @@ def checked(function: Any, *, typechecker: Callable[[Any], Any]) -> Any:
 
 
 def hide(wrapper: Any) -> None:
-    """Counts a wrapper's frames as jaxtyping's own, which all who look for the caller's line in a traceback leave out."""
+    """Counts a wrapper's frames as jaxtyping's own, which all who look for the caller's line in a
+    traceback leave out."""
     wrapper.__code__ = wrapper.__code__.replace(co_filename=jaxtyped.__code__.co_filename)
 
 

@@ -1,21 +1,27 @@
-"""How tests run: eight virtual devices, float64 available, strict promotion, in three tiers, and by one seed.
+"""How tests run: eight virtual devices, float64 available, strict promotion, in three tiers, and by
+one seed.
 
-**Tiers.** A test without a mark is numerical, small and in process: `pytest` runs these. A test marked `programs` starts
-processes: an example, a benchmark, a page, a job of several ranks. A test marked `long` is a large drawn case. A mark may stand
-beside another: `-m "long and programs"` selects jobs that are killed on purpose, which need a quiet machine and `-n 0`.
+**Tiers.** A test without a mark is numerical, small and in process: `pytest` runs these. A test
+marked `programs` starts processes: an example, a benchmark, a page, a job of several ranks. A test
+marked `long` is a large drawn case. A mark may stand beside another: `-m "long and programs"`
+selects jobs that are killed on purpose, which need a quiet machine and `-n 0`.
 
-**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run takes one nth of its cases, of a
-`long` test one third of that, and successive values of `--seed` take every case once. All tests marked `sweep(n, "name")` with
-one name are cases of one sweep: "steps" are those that compile whole steps of a model and run several, some seconds each. A test
-marked `sweep` alone lets hypothesis draw other examples for each seed. No sweep has more than 30 slices; `--all` runs them whole.
+**Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run
+takes one nth of its cases, of a `long` test one third of that, and successive values of `--seed`
+take every case once. All tests marked `sweep(n, "name")` with one name are cases of one sweep:
+"steps" are those that compile whole steps of a model and run several, some seconds each. A test
+marked `sweep` alone lets hypothesis draw other examples for each seed. No sweep has more than 30
+slices; `--all` runs them whole.
 
-**Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told not to optimise. Collectives
-and memory are those of the programs that users get. The bits are not: a product and a sum that a user's program fuses into one
-rounding are two roundings here, on every device alike. Tests with a tolerance cover that difference.
+**Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told
+not to optimise. Collectives and memory are those of the programs that users get. The bits are not:
+a product and a sum that a user's program fuses into one rounding are two roundings here, on every
+device alike. Tests with a tolerance cover that difference.
 
-**Users' flags**, with `--users-flags`: XLA_FLAGS as the environment has them. What is about bits is tested with these alone:
-replicas that must not drift, determinism, a run that resumes bit for bit, two programs that must be equal. Such a test is marked
-`bits`. A run with `--users-flags` takes these, and a tenth of the others, another tenth for each seed. Jobs of several processes
+**Users' flags**, with `--users-flags`: XLA_FLAGS as the environment has them. What is about bits is
+tested with these alone: replicas that must not drift, determinism, a run that resumes bit for bit,
+two programs that must be equal. Such a test is marked `bits`. A run with `--users-flags` takes
+these, and a tenth of the others, another tenth for each seed. Jobs of several processes
 (`faults.py`) and two equal runs of the example always have users' flags.
 """
 
@@ -27,7 +33,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests may queue.
+# XLA's pool has a thread a device, and programs queued one behind another would starve in it; tests
+# may queue.
 os.environ.setdefault("NPROC", "32")
 
 import checked
@@ -77,7 +84,10 @@ def pytest_report_header(config):
         if config.option.users_flags
         else "quick flags (tests of bits need --users-flags)"
     )
-    return f"parallax: {compiled}, {'sweeps whole' if config.option.all else f'--seed {config.option.seed}'}"
+    return (
+        f"parallax: {compiled}, "
+        f"{'sweeps whole' if config.option.all else f'--seed {config.option.seed}'}"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k have chosen
@@ -125,7 +135,8 @@ def sweeps(items):
 
 
 def one_slice(sweep, seed):
-    """The cases of one seed: those of as many successive seeds as there are slices are all of them."""
+    """The cases of one seed: those of as many successive seeds as there are slices are all of
+    them."""
     first = int(digest(sweep.name), 16)  # sweeps of few cases begin with different seeds
     shuffled = sorted(sweep.cases, key=lambda item: digest(item.nodeid))
     return [
@@ -141,7 +152,8 @@ def of_bits_and_some_others(items, seed):
 
 
 def pytest_collection_finish():
-    """Keeps what was imported out of garbage collection, and collects more seldom: each would read all of JAX's programs anew.
+    """Keeps what was imported out of garbage collection, and collects more seldom: each would read
+    all of JAX's programs anew.
 
     It was a sixth of the processor time of tests that trace.
     """
@@ -156,7 +168,8 @@ def digest(text):
 
 @pytest.fixture
 def heard():
-    """SIGINT and SIGHUP end a process, and its children, as they usually do, though nohup or a shell's `&` had them ignored."""
+    """SIGINT and SIGHUP end a process, and its children, as they usually do, though nohup or a
+    shell's `&` had them ignored."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield

@@ -1,7 +1,9 @@
-"""The documentation's pages as programs: their fenced blocks, and a page that is run as a reader would type it.
+"""The documentation's pages as programs: their fenced blocks, and a page that is run as a reader
+would type it.
 
-All of a page's ```python blocks run one after another, in one namespace. A ```text block right after one holds what it
-prints, or, where it begins with an error's name, what it raises; `...` stands for anything.
+All of a page's ```python blocks run one after another, in one namespace. A ```text block right
+after one holds what it prints, or, where it begins with an error's name, what it raises; `...`
+stands for anything.
 
     python tests/doc_pages.py docs/zero.md docs/tensor.md        runs pages in this process
 """
@@ -44,7 +46,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shows(shown: str, got: str) -> bool:
-    """Whether `got` is what a page shows, `...` standing for anything, and any white space for any other."""
+    """Whether `got` is what a page shows, `...` standing for anything, and any white space for any
+    other."""
     pieces = [re.escape(" ".join(piece.split())) for piece in shown.split("...")]
     return (
         re.fullmatch(r"\s*" + r".*".join(pieces) + r"\s*", " ".join(got.split()), re.DOTALL)

@@ -1,4 +1,5 @@
-"""Folders with a model, damaged or changed as a draw says: for what `gpt2.load` refuses, and what it takes."""
+"""Folders with a model, damaged or changed as a draw says: for what `gpt2.load` refuses, and what
+it takes."""
 
 import json
 import shutil

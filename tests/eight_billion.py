@@ -1,6 +1,8 @@
-"""A step of Llama 3's 8 B over 64 devices, compiled from shapes alone, beside its trace; a process of its own has so many.
+"""A step of Llama 3's 8 B over 64 devices, compiled from shapes alone, beside its trace; a process
+of its own has so many.
 
-Run: python tests/eight_billion.py. Prints one line of JSON: what was foretold, and what the program has.
+Run: python tests/eight_billion.py. Prints one line of JSON: what was foretold, and what the program
+has.
 """
 
 import dataclasses

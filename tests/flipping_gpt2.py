@@ -1,9 +1,11 @@
-"""`examples/gpt2.py` with bits that turn: after a step, in one device's copy of the first array whose path ends as told.
+"""`examples/gpt2.py` with bits that turn: after a step, in one device's copy of the first array
+whose path ends as told.
 
     python tests/flipping_gpt2.py 7:5:mlp.up.weight:12 ... -- --steps 20 --fingerprint-every 4
 
-Each fault is STEP:DEVICE:PATH:BIT, the device by its place among all of the job's, and happens once in a process: the first of a
-step when the run first comes to that step, the second when it comes there again.
+Each fault is STEP:DEVICE:PATH:BIT, the device by its place among all of the job's, and happens once
+in a process: the first of a step when the run first comes to that step, the second when it comes
+there again.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""A bit turned in one device's copy of an array: what a broken memory does, and what nothing in JAX notices."""
+"""A bit turned in one device's copy of an array: what a broken memory does, and what nothing in JAX
+notices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,8 @@ import numpy as np
 
 
 def flipped(array: jax.Array, device: int, number: int, bit: int) -> jax.Array:
-    """`array` with one bit turned in the block of one device; where the device is another process's, as it is.
+    """`array` with one bit turned in the block of one device; where the device is another
+    process's, as it is.
 
     Args:
         device: its id.

@@ -1,4 +1,5 @@
-"""Lints whatever an example maps over devices, and runs nothing of it: python lint_example.py EXAMPLE."""
+"""Lints whatever an example maps over devices, and runs nothing of it: python lint_example.py
+EXAMPLE."""
 
 import os
 import runpy

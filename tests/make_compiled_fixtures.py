@@ -1,4 +1,5 @@
-"""Makes the saved programs of `tests/fixtures/compiled`: run it once where the TPU's compiler is, and once where the GPU's is.
+"""Makes the saved programs of `tests/fixtures/compiled`: run it once where the TPU's compiler is,
+and once where the GPU's is.
 
     python tests/make_compiled_fixtures.py v5e:2x4
     python tests/make_compiled_fixtures.py "8 x h100"

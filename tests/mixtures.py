@@ -1,6 +1,8 @@
-"""A small decoder with a mixture of experts in each layer, as a user writes it, and the same on one device by other means.
+"""A small decoder with a mixture of experts in each layer, as a user writes it, and the same on one
+device by other means.
 
-Legend: B sequences, T tokens in one, D width, F hidden width, E experts, k choices of a token, L layers.
+Legend: B sequences, T tokens in one, D width, F hidden width, E experts, k choices of a token, L
+layers.
 """
 
 import functools
@@ -24,7 +26,8 @@ BALANCE, Z = 0.3, 0.05  # far above what one takes, so that their gradients show
 def gathered_ragged(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """What `lax.ragged_all_to_all` does, by a gather of everything and one sender after another: for CPUs."""
+    """What `lax.ragged_all_to_all` does, by a gather of everything and one sender after another:
+    for CPUs."""
     operands, begins, sizes, places = (
         lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
     )
@@ -71,7 +74,8 @@ class Plain(NamedTuple):
 
 
 def dense(x, w, plain, kept=None):
-    """All experts on all tokens [B, T, D], times a mask; with auxiliary values. `kept`: which choices count, [B, T, k]."""
+    """All experts on all tokens [B, T, D], times a mask; with auxiliary values. `kept`: which
+    choices count, [B, T, k]."""
     logits = x @ w.router
     scores = plain.score(logits)
     chosen = jnp.argsort(
@@ -99,7 +103,8 @@ def dense(x, w, plain, kept=None):
 def dropping(ids, devices, held, room, *, shared):
     """Which choices [B, T, k] find room, one after another: sequences are split over the devices.
 
-    Each device fills `room` rows to each other one, or, `shared`, all of them together fill `room` rows of each, in order.
+    Each device fills `room` rows to each other one, or, `shared`, all of them together fill `room`
+    rows of each, in order.
     """
     kept, filled = np.ones(ids.shape, bool), np.zeros((devices, devices), int)
     each = len(ids) // devices

@@ -1,7 +1,8 @@
 """A small fault: a text in one function of the package, and what stands there instead.
 
-A mutant names its function without the module, and the text that it replaces. Both survive a file that moves. Where the function
-or the text is gone, or the text stands in two places, `place` says so.
+A mutant names its function without the module, and the text that it replaces. Both survive a file
+that moves. Where the function or the text is gone, or the text stands in two places, `place` says
+so.
 """
 
 import ast
@@ -16,12 +17,14 @@ class Mutant(NamedTuple):
     """A fault.
 
     Attributes:
-        name: of a function, a method or a class, as its module knows it: `pin_bits`, `Checkpoints.save`.
+        name: of a function, a method or a class, as its module knows it: `pin_bits`,
+            `Checkpoints.save`.
         replaces: a text that stands once in the functions of this name, in the whole package.
         by: the text that takes its place.
         tests: the files or tests of `tests/` that should catch it, as pytest takes them.
         long: these tests are marked `long`.
-        bits: it changes nothing but last bits; the tests marked `bits` catch it, with a user's compile flags.
+        bits: it changes nothing but last bits; the tests marked `bits` catch it, with a user's
+            compile flags.
     """
 
     name: str
@@ -56,7 +59,8 @@ class Definition(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a mutant applies: the file, from the root of the repository, and the offset of the byte where its text begins."""
+    """Where a mutant applies: the file, from the root of the repository, and the offset of the byte
+    where its text begins."""
 
     path: Path
     begin: int
@@ -91,7 +95,8 @@ def _named(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def span(source: bytes, node: ast.AST) -> tuple[int, int]:
-    """The offsets of a node's first byte, its decorators' included, and of the byte after its last."""
+    """The offsets of a node's first byte, its decorators' included, and of the byte after its
+    last."""
     lines = _line_starts(source)
     first = min([node, *getattr(node, "decorator_list", ())], key=lambda node: node.lineno)
     return lines[first.lineno - 1] + first.col_offset, lines[
@@ -108,11 +113,13 @@ def _line_starts(source: bytes) -> list[int]:
 
 
 def place(mutant: Mutant, root: Path) -> Place:
-    """Where the mutant applies. Raises `ValueError` where its text stands nowhere, or more than once."""
+    """Where the mutant applies. Raises `ValueError` where its text stands nowhere, or more than
+    once."""
     named = definitions(root).get(mutant.name, [])
     if not named:
         raise ValueError(
-            f"{mutant.name}: the package has no function, method or class of this name. Correct or drop the mutant."
+            f"{mutant.name}: the package has no function, method or class of this name. Correct or "
+            "drop the mutant."
         )
     pattern = _laid_out_anyhow(mutant.replaces)
     found = [
@@ -123,15 +130,16 @@ def place(mutant: Mutant, root: Path) -> Place:
     if len(found) != 1:
         where = ", ".join(place.module for place in found) or "none"
         raise ValueError(
-            f"{mutant.name}: needs {mutant.replaces!r} once in the functions of this name; it is there {len(found)} times "
-            f"({where}). Choose the text anew."
+            f"{mutant.name}: needs {mutant.replaces!r} once in the functions of this name; it is "
+            f"there {len(found)} times ({where}). Choose the text anew."
         )
     return found[0]
 
 
 @functools.cache
 def _laid_out_anyhow(text: str) -> re.Pattern[bytes]:
-    """Matches `text` however a formatter breaks its lines: spaces, and a comma before a bracket closes."""
+    """Matches `text` however a formatter breaks its lines: spaces, and a comma before a bracket
+    closes."""
     pattern = r"\s+".join(re.escape(word) for word in text.split())
     pattern = re.sub(r"\\([(\[{])", r"\\\1\\s*", pattern)
     pattern = re.sub(r"\\([)\]}])", r",?\\s*\\\1", pattern)
@@ -140,7 +148,8 @@ def _laid_out_anyhow(text: str) -> re.Pattern[bytes]:
 
 
 def mutated(mutant: Mutant, root: Path) -> tuple[Place, bytes]:
-    """Where the mutant applies, and the bytes of that file with the fault in it. Raises as `place` does."""
+    """Where the mutant applies, and the bytes of that file with the fault in it. Raises as `place`
+    does."""
     found = place(mutant, root)
     source = (root / found.path).read_bytes()
     return found, source[: found.begin] + mutant.by.encode() + source[found.end :]

@@ -1,12 +1,15 @@
-"""What the tests catch: small faults, each put into a copy of the repository, where the tests that cover it should fail.
+"""What the tests catch: small faults, each put into a copy of the repository, where the tests that
+cover it should fail.
 
-    python tests/mutants.py --seed 3            a thirtieth of those chosen by hand and of 24 that are drawn
-    python tests/mutants.py --changed HEAD~10   and first up to 20 of the files that changed since that commit
+    python tests/mutants.py --seed 3    a thirtieth of those chosen by hand and of 24 that are drawn
+    python tests/mutants.py --changed HEAD~10
+        and first up to 20 of the files that changed since that commit
     python tests/mutants.py --all               all of them
     python tests/mutants.py --only pin_bits
 
-Prints for each whether it was caught, by which test and in how many seconds. Ends with code 1 where one survives that is not in
-`NO_FAULT`, or is not a mutant at all: the package cannot be imported with it.
+Prints for each whether it was caught, by which test and in how many seconds. Ends with code 1 where
+one survives that is not in `NO_FAULT`, or is not a mutant at all: the package cannot be imported
+with it.
 """
 
 import argparse
@@ -55,7 +58,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         name: of the mutant, with its module.
-        word: `caught`, `survived`, `no fault` (it survived, as `NO_FAULT` says it must), or `not a mutant`.
+        word: `caught`, `survived`, `no fault` (it survived, as `NO_FAULT` says it must), or
+            `not a mutant`.
         by: the test that caught it, or else why not.
         seconds: how long its tests ran.
     """
@@ -106,7 +110,8 @@ def copy(folder: Path) -> None:
 
 
 def options(mutant: Mutant) -> list[str]:
-    """How pytest is to select: every case, of the long tests or of the others, and those of bits as users compile."""
+    """How pytest is to select: every case, of the long tests or of the others, and those of bits as
+    users compile."""
     marks = "long" if mutant.long else "not long"
     if mutant.bits:
         return ["--all", "--users-flags", "-m", f"bits and {marks}"]
@@ -129,7 +134,8 @@ def selected(mutant: Mutant) -> list[str]:
 
 
 def run(folder: Path, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """pytest's exit code, and what it printed. A test may take `limit` seconds; the code is None where all take 50 times that."""
+    """pytest's exit code, and what it printed. A test may take `limit` seconds; the code is None
+    where all take 50 times that."""
     environment = {"PYTHONPATH": str(folder)}  # for the programs that tests start
     command = [
         sys.executable,
@@ -166,7 +172,8 @@ def run(folder: Path, arguments: Sequence[str], limit: float) -> tuple[int | Non
 
 
 def chosen(mutants: Sequence[Mutant], *, parts: int, seed: int, changed: set[str]) -> list[Mutant]:
-    """Up to `CHANGED` mutants of the files `changed`, drawn by the seed, then one of `parts` parts of a fixed shuffle."""
+    """Up to `CHANGED` mutants of the files `changed`, drawn by the seed, then one of `parts` parts
+    of a fixed shuffle."""
     shuffled = list(mutants)
     random.Random(0).shuffle(shuffled)
     part = shuffled[seed % parts :: parts]

@@ -1,4 +1,5 @@
-"""Mutants chosen by hand: faults that a careful reader might let pass, each of which gives wrong behaviour without a word."""
+"""Mutants chosen by hand: faults that a careful reader might let pass, each of which gives wrong
+behaviour without a word."""
 
 from mutant import Mutant
 
@@ -159,7 +160,8 @@ COLLECTIVES = (
     Mutant(
         "_gather",
         "    return values(ring.all_gather(sent, axis_name)),",
-        "    found = values(ring.all_gather(sent, axis_name))\n    return jnp.where(_own(found, axis_name), part, found),",
+        "    found = values(ring.all_gather(sent, axis_name))\n    return jnp.where(_own(found, "
+        "axis_name), part, found),",
         "test_quantized.py::test_bound",
         bits=True,
     ),
@@ -870,11 +872,14 @@ PLACEMENT = (
         "grad_of",
         "if layout.pipelined:",
         "if False:",
-        "test_families.py::test_three_steps_are_those_of_one_device[data=2,stage=4,microbatches=2,zero=1,schedule=gpipe]",
+        "test_families.py::"
+        "test_three_steps_are_those_of_one_device"
+        "[data=2,stage=4,microbatches=2,zero=1,schedule=gpipe]",
     ),
     Mutant(
         "planned",
-        "model_specs if optimizer_rule is None else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)",
+        "model_specs if optimizer_rule is None else rules.specs(state.model, optimizer_rule, "
+        "mesh, batch_axes=batch_axes)",
         "model_specs",
         "test_zero.py::test_five_steps_are_those_of_one_device",
     ),
@@ -885,7 +890,8 @@ RUN = (
         "compared",
         "if name not in _split(spec)",
         "if not _split(spec)",
-        "test_fingerprint.py::test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_named",
+        "test_fingerprint.py::"
+        "test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_named",
     ),
     Mutant(
         "_same",
@@ -945,7 +951,8 @@ RUN = (
         "uncompared",
         "if copies(spec) == 1",
         "if copies(spec) < 1",
-        "test_fingerprint.py::test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_named",
+        "test_fingerprint.py::"
+        "test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_named",
     ),
     Mutant(
         "differing",
@@ -1310,7 +1317,8 @@ RUN = (
     ),
     Mutant(
         "write",
-        "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)\n    _files.sync(path.parent)",
+        "        os.replace(partial, path)\n    finally:\n        "
+        "partial.unlink(missing_ok=True)\n    _files.sync(path.parent)",
         "        os.replace(partial, path)\n    finally:\n        partial.unlink(missing_ok=True)",
         "test_checkpoint.py::test_a_manifest_is_on_the_disk_before_write_returns",
     ),
@@ -1492,13 +1500,15 @@ TOLD = (
         "planned",
         "seen, owned, mesh)",
         "seen, owned)",
-        "test_optimizers_holes.py::test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
+        "test_optimizers_holes.py::"
+        "test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
     ),
     Mutant(
         "_on_owners",
         "rules.check_axes(axes_of(axis), manual_axes)",
         "manual_axes",
-        "test_optimizers_holes.py::test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
+        "test_optimizers_holes.py::"
+        "test_an_axis_that_is_not_there_is_refused_when_the_state_is_made",
     ),
     Mutant(
         "search",
@@ -1531,7 +1541,8 @@ GPT2 = (
         "GPT2.__init__",
         "0.02 / (2 * L) ** 0.5",
         "0.02 / L**0.5",
-        "test_gpt2_weights.py::test_initial_weights_are_normal_with_smaller_ones_into_the_residual_stream",
+        "test_gpt2_weights.py::"
+        "test_initial_weights_are_normal_with_smaller_ones_into_the_residual_stream",
     ),
     Mutant(
         "_dropped_heads",
@@ -1556,7 +1567,8 @@ GPT2 = (
         "_swap",
         "(last, *sorted({*made, *gone} - {last}))",
         "sorted({*made, *gone} - {last})",
-        "test_model_files.py::test_a_kill_at_any_file_operation_leaves_the_old_model_the_new_one_or_none",
+        "test_model_files.py::"
+        "test_a_kill_at_any_file_operation_leaves_the_old_model_the_new_one_or_none",
     ),
     Mutant(
         "_swap",
@@ -1568,7 +1580,8 @@ GPT2 = (
         "replacing",
         "if stage.is_dir():",
         "if False:",
-        "test_model_files.py::test_a_kill_at_any_file_operation_leaves_the_old_model_the_new_one_or_none",
+        "test_model_files.py::"
+        "test_a_kill_at_any_file_operation_leaves_the_old_model_the_new_one_or_none",
     ),
     Mutant(
         "Fields.read",
@@ -1950,7 +1963,8 @@ EXPERTS = (
     ),
     Mutant(
         "statistics",
-        "load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))",
+        "load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, "
+        "entropy))",
         "load, shares = chosen, jnp.mean(choice.shares, axis=1)",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),
@@ -2032,7 +2046,8 @@ EXPERTS = (
         "_with_local_loss",
         "varying(result.loss, axis.names)",
         "result.loss",
-        "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k 'stage and context'",
+        "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k 'stage "
+        "and context'",
     ),
     Mutant("mixed", "normalised=True", "normalised=False", "test_llama_weights.py -k whole"),
     Mutant(
@@ -2366,7 +2381,8 @@ TRACED = (
         "Reading._loop",
         "self.times *= trips",
         "self.times *= 1",
-        "test_trace.py::test_a_step_by_hand test_trace.py::test_elementwise_results_are_fused_and_loops_write_in_place",
+        "test_trace.py::test_a_step_by_hand "
+        "test_trace.py::test_elementwise_results_are_fused_and_loops_write_in_place",
     ),
     Mutant(
         "peak",

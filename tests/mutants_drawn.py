@@ -1,7 +1,8 @@
-"""Mutants drawn by a seed: every small change of an operator, a number or a name in the package, of which some are taken.
+"""Mutants drawn by a seed: every small change of an operator, a number or a name in the package, of
+which some are taken.
 
-A change is taken by the hash of the seed, the function's name, the operator and the text of its statement, so that only code that
-changes is drawn anew, and a file that moves draws the same.
+A change is taken by the hash of the seed, the function's name, the operator and the text of its
+statement, so that only code that changes is drawn anew, and a file that moves draws the same.
 """
 
 import ast
@@ -53,7 +54,8 @@ class Change(NamedTuple):
 
 
 def drawn(root: Path, count: int, seed: int) -> list[Mutant]:
-    """`count` changes of the package under `root`: of each kind of operator in turn the one with the lowest hash.
+    """`count` changes of the package under `root`: of each kind of operator in turn the one with
+    the lowest hash.
 
     No two of them are in one function.
     """
@@ -97,7 +99,8 @@ def _ranked(root: Path, seed: int) -> Iterator[tuple[str, Definition, bytes, Cha
 
 
 def _mutant(root: Path, each: Definition, source: bytes, change: Change) -> Mutant | None:
-    """The change with the smallest text around it that stands in one place; None where the whole statement does not."""
+    """The change with the smallest text around it that stands in one place; None where the whole
+    statement does not."""
     for begin, end in change.around:
         text, by = (
             source[begin:end],
@@ -113,7 +116,8 @@ def _mutant(root: Path, each: Definition, source: bytes, change: Change) -> Muta
 
 
 def changes(source: bytes, function: ast.FunctionDef) -> Iterator[Change]:
-    """Every change in the body of a function that returns no text, but for messages and annotations."""
+    """Every change in the body of a function that returns no text, but for messages and
+    annotations."""
     if ast.unparse(function.returns or ast.Constant(None)) == "str" or function.name in (
         "__str__",
         "__repr__",
@@ -193,9 +197,11 @@ def _joins(node: ast.AST) -> bool:
 
 
 def covering(root: Path, path: Path) -> list[str]:
-    """The test files of the name of the file `path` or its package, and those that import it, by way of as few others as may be.
+    """The test files of the name of the file `path` or its package, and those that import it, by
+    way of as few others as may be.
 
-    Those of its name come first, then those that import the least beside it, and last those of the names of its users.
+    Those of its name come first, then those that import the least beside it, and last those of the
+    names of its users.
     """
     imports, name = _imports(root), path.with_suffix("").as_posix()
     reached, tests = {name}, []

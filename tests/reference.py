@@ -1,4 +1,5 @@
-"""The plain versions: one device, the pipeline that `jax.grad` walks back through, and how near is near enough."""
+"""The plain versions: one device, the pipeline that `jax.grad` walks back through, and how near is
+near enough."""
 
 import functools
 import math
@@ -23,7 +24,8 @@ EXACT = 1e-11  # in float64: a few thousand roundings of 1e-16, with room
 
 
 def one_device(embed: Callable, stage: Callable, head: Callable, positions: int) -> Callable:
-    """What a pipeline computes: the loss of the whole batch, each chunk of layers after the one before."""
+    """What a pipeline computes: the loss of the whole batch, each chunk of layers after the one
+    before."""
 
     def loss(params, batch):
         x = embed(params, batch)
@@ -45,10 +47,12 @@ def _with_blocks(params, blocks):
 def naive_pipeline(
     embed: Callable, stage: Callable, head: Callable, microbatches: int, axis_name: str
 ) -> Callable:
-    """The same loss, pipelined as a first lesson does it: in tick t stage s runs microbatch t - s, if there is one.
+    """The same loss, pipelined as a first lesson does it: in tick t stage s runs microbatch t - s,
+    if there is one.
 
-    Inside `mesh.spmd`, with one chunk a stage. Its gradient is what `jax.grad` makes of it: all backward ticks after all
-    forward ticks, in reverse, so that every stage holds what each of M + P - 1 ticks left behind.
+    Inside `mesh.spmd`, with one chunk a stage. Its gradient is what `jax.grad` makes of it: all
+    backward ticks after all forward ticks, in reverse, so that every stage holds what each of M + P
+    - 1 ticks left behind.
     """
 
     def loss(params, batch):
@@ -101,8 +105,9 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     )
 
 
-# AdamW divides by sqrt(v) + eps. A gradient that is all rounding (of a key's bias: its softmax does not see it) is some 1e-17:
-# with the usual eps of 1e-8 it would move its weight by 1e-12 a step, whatever the losses do; with 1e-6 by 1e-14.
+# AdamW divides by sqrt(v) + eps. A gradient that is all rounding (of a key's bias: its softmax does
+# not see it) is some 1e-17: with the usual eps of 1e-8 it would move its weight by 1e-12 a step,
+# whatever the losses do; with 1e-6 by 1e-14.
 OPTIMIZER = recording(optax.adamw(1e-3, eps=1e-6))
 
 
@@ -124,7 +129,8 @@ def gpt2_on_one_device(
     kind=gpt2,
     apart=lambda batch: batch,
 ) -> Run:
-    """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at once, `jax.grad`, optax."""
+    """`decoder.train_step` with nothing of ours but the model and its keys: the whole batch at
+    once, `jax.grad`, optax."""
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
 
     @jax.jit
@@ -160,7 +166,8 @@ def moved_by(algorithm, names=("data", "stage", "tensor")):
 def gpt2_on(
     layout, mesh, config, seed: int, steps: int, batch: int, *, algorithm=ring, kind=gpt2, **compute
 ) -> Run:
-    """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on the host."""
+    """The same run by `decoder.train_step` under `layout` on `mesh`, its blocks [L, ...] again, on
+    the host."""
     host = lambda model: jax.tree.map(np.asarray, decoder.joined(kind.FAMILY, layout, model))
     with jax.numpy_dtype_promotion("standard"):
         made = decoder.train_step(
@@ -181,7 +188,8 @@ def gpt2_on(
 
 
 def assert_same_run(run: Run, plain: Run) -> None:
-    """The weights begin with the same bits; the losses, the gradients and the weights at the end are those of one device."""
+    """The weights begin with the same bits; the losses, the gradients and the weights at the end
+    are those of one device."""
     jax.tree.map(np.testing.assert_array_equal, run.start, plain.start)
     np.testing.assert_allclose(run.losses, plain.losses, rtol=EXACT)
     assert_close(run.gradients, plain.gradients, EXACT)
@@ -189,7 +197,8 @@ def assert_same_run(run: Run, plain: Run) -> None:
 
 
 def assert_close(tree, reference, tolerance: float) -> None:
-    """Every leaf within `tolerance` of the largest number in the reference's leaf, and of the same shape and type."""
+    """Every leaf within `tolerance` of the largest number in the reference's leaf, and of the same
+    shape and type."""
 
     def check(path, leaf, right):
         leaf, right = np.asarray(leaf), np.asarray(right)
@@ -203,7 +212,8 @@ def assert_close(tree, reference, tolerance: float) -> None:
 
 
 def products(module, name):
-    """The operations in the products of a compiled program's computation, loops counted out: 2 for each term of each sum."""
+    """The operations in the products of a compiled program's computation, loops counted out: 2 for
+    each term of each sum."""
     shape = lambda text: [
         int(size) for size in re.match(r"\w+\[([\d,]*)\]", text)[1].split(",") if size
     ]

@@ -1,4 +1,5 @@
-"""A model of one's own with taps, over data x stage x tensor x ZeRO, whose parts can be replaced by wrong ones."""
+"""A model of one's own with taps, over data x stage x tensor x ZeRO, whose parts can be replaced by
+wrong ones."""
 
 import functools
 from typing import Any, NamedTuple

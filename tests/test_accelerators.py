@@ -1,4 +1,5 @@
-"""The plan beside what the compilers of three accelerators made of the same steps: the figures that are saved."""
+"""The plan beside what the compilers of three accelerators made of the same steps: the figures that
+are saved."""
 
 import statistics
 import sys

@@ -1,4 +1,5 @@
-"""An axis does what its algorithm does along its names; several do, one after the other, what `lax` does along all."""
+"""An axis does what its algorithm does along its names; several do, one after the other, what `lax`
+does along all."""
 
 import functools
 import re
@@ -48,7 +49,8 @@ X = np.random.default_rng(0).integers(-9, 9, (4, 8, 8)).astype(np.float32)
 
 
 def on(body, rows=4):
-    """`body` of a block [rows, 8] on each of 2 x 2 devices, which differ; every device's results come back."""
+    """`body` of a block [rows, 8] on each of 2 x 2 devices, which differ; every device's results
+    come back."""
     world = mesh.make(a=2, b=2, devices=jax.devices()[:4])
     local = lambda x: jax.tree.map(lambda leaf: varying(leaf, ("a", "b"))[None], body(x[0]))
     return jax.jit(

@@ -1,4 +1,5 @@
-"""Each benchmark runs and prints its tables, and what its parser reads off a compiled program is what theory says."""
+"""Each benchmark runs and prints its tables, and what its parser reads off a compiled program is
+what theory says."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""Faults put into a split run are named: the value, the collective before it, the kind of mistake. Right runs raise no alarm."""
+"""Faults put into a split run are named: the value, the collective before it, the kind of mistake.
+Right runs raise no alarm."""
 
 import functools
 import json
@@ -216,7 +217,8 @@ WHOLE = P()
 
 
 def purpose_run(devices, of=WHOLE, weights=WHOLE, joined=lambda x: x, grad=grads.averaged):
-    """What `examples/wrong_on_purpose.py` trains, with taps: hidden units split as `of`, weights as `weights`."""
+    """What `examples/wrong_on_purpose.py` trains, with taps: hidden units split as `of`, weights as
+    `weights`."""
     specs = {"up": P(None, *weights), "down": weights}
 
     def loss(net, batch):
@@ -253,7 +255,9 @@ def _meant(grad, axis):
     return lambda net, batch: lax.pmean(grad(net, batch), "data")
 
 
-ON_PURPOSE = {  # weights split over the data axis are refused, and the fourth mistake there is a step that waits for ever
+# Weights split over the data axis are refused, and the fourth mistake there is a step that waits
+# for ever.
+ON_PURPOSE = {
     "rows and weights split over one axis": (
         {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
         "hidden",
@@ -429,7 +433,8 @@ def test_a_dim_of_vmap_is_the_batch():
 
 
 def test_a_tap_calls_nothing_of_jax_while_the_program_runs():
-    """What waits for one of JAX's threads in a callback waits for ever where the callbacks of other devices hold them all."""
+    """What waits for one of JAX's threads in a callback waits for ever where the callbacks of other
+    devices hold them all."""
     devices, x = mesh.make(data=8), jnp.arange(8.0)
 
     def f(x):

@@ -1,4 +1,5 @@
-"""`bisect` over whole layouts: no alarm in a right one, and a fault in the package is found where it is."""
+"""`bisect` over whole layouts: no alarm in a right one, and a fault in the package is found where
+it is."""
 
 import functools
 import itertools
@@ -149,7 +150,8 @@ def test_a_fault_in_the_package_is_found_where_it_is(number, tmp_path_factory):
 
 
 def test_where_a_fault_counts_as_found():
-    """In the function that holds it, or in one inside that; of a table, in what runs it; before the step, in an argument."""
+    """In the function that holds it, or in one inside that; of a table, in what runs it; before the
+    step, in an argument."""
     said = bisected.Said(
         "", "found", "gradients.up", functions=("parallax/grads.py:averaged.<locals>.wrapped",)
     )

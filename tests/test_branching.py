@@ -1,4 +1,5 @@
-"""Each stage its own job in a tick: what one device computes, in the ticks and the slots of the table."""
+"""Each stage its own job in a tick: what one device computes, in the ticks and the slots of the
+table."""
 
 import functools
 import re
@@ -64,13 +65,15 @@ no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a progr
 
 
 def in_turns(stages, microbatches, chunks=1):
-    """Any number of chunks, one behind another around the ring, with no more in flight than it takes."""
+    """Any number of chunks, one behind another around the ring, with no more in flight than it
+    takes."""
     return greedy(looped_placement(stages, chunks), microbatches, [stages * chunks] * stages)
 
 
 @st.composite
 def tables(draw, stages, microbatches, chunks, loops=False):
-    """How to make any schedule: chunks wherever the first is on stage 0, and each stage's jobs in any order that can run."""
+    """How to make any schedule: chunks wherever the first is on stage 0, and each stage's jobs in
+    any order that can run."""
     places = [0, *draw(st.permutations(range(1, stages * chunks)))]
     places = (
         np.array(places).reshape(stages, chunks).T
@@ -110,7 +113,8 @@ def tables(draw, stages, microbatches, chunks, loops=False):
 @given(data=st.data(), P_=st.integers(1, 5), M=st.integers(1, 4), v=st.integers(1, 3))
 @settings(max_examples=30)
 def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
-    """Nothing is overwritten before it is used, and nobody waits for what comes later: the tables played through by name."""
+    """Nothing is overwritten before it is used, and nobody waits for what comes later: the tables
+    played through by name."""
     table = data.draw(tables(P_, M, v))()
     row = rows(table)
     homes = {int(place): (c, s) for (c, s), place in np.ndenumerate(table.placed)}
@@ -149,7 +153,8 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
 
 @pytest.mark.parametrize(("P_", "M"), [(1, 1), (2, 5), (4, 8), (8, 24), (8, 3)])
 def test_as_many_in_flight_as_stages(P_, M):
-    """1F1B holds P - s microbatches on stage s, and both take the time that the issue's formula says."""
+    """1F1B holds P - s microbatches on stage s, and both take the time that the issue's formula
+    says."""
     table, zero = one_f_one_b(P_, M), zero_bubble(P_, M)
     assert table.in_flight.tolist() == [min(P_ - s, M) for s in range(P_)]
     assert table.slot_count == min(P_, M)
@@ -162,7 +167,8 @@ def test_as_many_in_flight_as_stages(P_, M):
 
 
 def test_the_times_of_the_issue():
-    """P 8, M 24, F = I = W = 1, of an ideal 72: 81 with P in flight, 79 with 2P - 1, and 75.5 in the shape of a V."""
+    """P 8, M 24, F = I = W = 1, of an ideal 72: 81 with P in flight, 79 with 2P - 1, and 75.5 in
+    the shape of a V."""
     assert zero_bubble(8, 24).makespan() == 81
     assert zero_bubble(8, 24, in_flight=15).makespan() == 79
     assert greedy(v_placement(8), 24, [16] * 8).makespan() == 75.5
@@ -203,7 +209,8 @@ def cases(draw, biggest=8):
 @settings(max_examples=3, phases=no_shrinking)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_everything_at_once_is_as_on_one_device(case, seed):
-    """Dropout, trees, shared and frozen leaves, auxiliary values, uneven layers, ZeRO, over tensor and data."""
+    """Dropout, trees, shared and frozen leaves, auxiliary values, uneven layers, ZeRO, over tensor
+    and data."""
     make = case.make if case.make is in_turns else lambda *sizes: case.make()
     trees.check(case._replace(make=make), seed)
 
@@ -223,7 +230,8 @@ def test_much_at_once_is_as_on_one_device():
 
 
 def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
-    """A small model whose chunks are at the places of a table, and the same on one device, in the order of the model."""
+    """A small model whose chunks are at the places of a table, and the same on one device, in the
+    order of the model."""
     embed, stage, head = lockstep.functions(lockstep.perceptrons)
     stages, v = table.stages, table.chunks
     params, batch = (
@@ -260,7 +268,8 @@ def test_chunks_may_be_in_the_shape_of_a_v(arrow):
 
 
 def test_the_schedule_of_the_contributors_page_is_as_one_device():
-    """The maker in CONTRIBUTING.md, as it stands there: at most 25 lines, and every gradient is right."""
+    """The maker in CONTRIBUTING.md, as it stands there: at most 25 lines, and every gradient is
+    right."""
     (maker,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert len(maker.splitlines()) <= 25
     names = {}
@@ -327,7 +336,8 @@ def placements(draw):
 @given(placement=placements(), each=st.integers(1, 3), uneven=st.booleans(), data=st.data())
 @settings(max_examples=15)
 def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, data):
-    """Whatever the placement, and with AdamW's moments: what one run wrote, a run with any other placement goes on with."""
+    """Whatever the placement, and with AdamW's moments: what one run wrote, a run with any other
+    placement goes on with."""
     counts = [data.draw(st.integers(1, 3)) if uneven else each for _ in range(placement.size)]
     table = np.array(counts).reshape(placement.shape) if uneven else None
     layers = {"w": np.arange(sum(counts) * 2.0).reshape(-1, 2), "static": "a name"}
@@ -395,7 +405,8 @@ def test_one_device_equals_a_pipeline_placed_in_a_v():
 
 
 def assert_one_device_equals_the_pipeline(table, seed):
-    """`unpipelined` with the placement: loss, gradients and auxiliary values of each place; `local_chunks` has a stage's own."""
+    """`unpipelined` with the placement: loss, gradients and auxiliary values of each place;
+    `local_chunks` has a stage's own."""
     v, stages = table.placed.shape
 
     def stage(params, x, part, position):
@@ -467,18 +478,21 @@ def test_what_all_devices_must_run_at_once_is_refused():
     )
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
-        "Let jax.lax move the data there (pass 'tensor' for the axis), or take a schedule in which the stages keep step"
+        "Let jax.lax move the data there (pass 'tensor' for the axis), or take a schedule in "
+        "which the stages keep step"
     )
     refused(
         ringed,
         table,
-        rf"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\), which all .*{cure}",
+        r"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\), which "
+        rf"all .*{cure}",
     )
     summed = along(lambda x, _: (lax.psum(x, "stage") / 4 + 0 * x, None))
     refused(
         summed,
         table,
-        r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\), with stages that run",
+        r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\), with "
+        r"stages that run",
     )
 
 
@@ -576,7 +590,8 @@ def test_there_is_no_conditional_and_a_message_each_way_a_tick():
 
 
 def loops(compiled):
-    """The trips of the loops over ticks, and of those in a tick, by name, `(trips, operations in the products of one)`."""
+    """The trips of the loops over ticks, and of those in a tick, by name,
+    `(trips, operations in the products of one)`."""
     module = hlo.module(compiled)
     ticks, jobs = [], {}
     for lines in module.computations.values():
@@ -593,7 +608,8 @@ def loops(compiled):
 
 @pytest.mark.parametrize("make", MAKERS, ids=["1F1B", "zero bubble"])
 def test_the_program_is_the_table(make):
-    """One loop of as many trips as there are ticks; in it a loop for each job, with the operations that the table counts."""
+    """One loop of as many trips as there are ticks; in it a loop for each job, with the operations
+    that the table counts."""
     table = make(4, 8)
     (ticks,), jobs = loops(program(table))
     assert ticks == table.ticks
@@ -601,7 +617,8 @@ def test_the_program_is_the_table(make):
     assert {name: trips for name, (trips, _) in jobs.items()} == dict.fromkeys(
         ("embed", "head", *LANES), each
     )
-    # Which job is whose in a tick stands in the program as a constant, and the dearest of them are the fold over the table.
+    # Which job is whose in a tick stands in the program as a constant, and the dearest of them are
+    # the fold over the table.
     for lane in LANES:
         assert table.lanes[lane].astype("<i4").tobytes().hex().upper() in lowered(table).as_text()
     costs = [jobs[lane][1] for lane in LANES]
@@ -682,7 +699,8 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
 
 
 def test_what_all_stages_run_runs_in_its_ticks_alone():
-    """The sums of the head, of embed and of its transpose over the stages: M times each, in more ticks than that together."""
+    """The sums of the head, of embed and of its transpose over the stages: M times each, in more
+    ticks than that together."""
     table = one_f_one_b(2, 3)
     embed = lambda params, part: tensor.reduce_from(part * params["scale"], "stage")
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
@@ -752,7 +770,8 @@ def slot_bytes(table, rows=32, layers=2, width=16):
 
 
 def assert_memory_is_that_of_the_slots(table):
-    """The slots, and what one tick's work takes, which is that of another table on as many stages: within 5 % in all."""
+    """The slots, and what one tick's work takes, which is that of another table on as many stages:
+    within 5 % in all."""
     taken = lambda table: program(table).memory_analysis().temp_size_in_bytes
     plain = one_f_one_b(table.stages, 4)
     work = taken(plain) - slot_bytes(plain)

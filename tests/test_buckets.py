@@ -1,4 +1,5 @@
-"""Packed into buckets, an all-reduce gives what it gives leaf by leaf, in fewer messages and at one copy."""
+"""Packed into buckets, an all-reduce gives what it gives leaf by leaf, in fewer messages and at one
+copy."""
 
 import functools
 import itertools
@@ -61,7 +62,8 @@ def energy(tree):
 
 @functools.cache
 def both(n, algorithm, nbytes):
-    """The values and the gradients of the floats, in buckets and leaf by leaf: their types are compared as they are traced."""
+    """The values and the gradients of the floats, in buckets and leaf by leaf: their types are
+    compared as they are traced."""
     axes = bucketed(algorithm("x"), nbytes=nbytes), algorithm("x")
 
     def body(tree):
@@ -171,7 +173,8 @@ def compiled(shapes, axis, n=2):
 
 @pytest.mark.long
 def test_gpt2s_small_gradients_go_together():
-    """Of the small GPT-2's 148 leaves the 98 of less than 1 MB in one message a hop, and not one byte more than their padding."""
+    """Of the small GPT-2's 148 leaves the 98 of less than 1 MB in one message a hop, and not one
+    byte more than their padding."""
     shapes = unstacked(gpt2.SMALL)
     assert len(shapes) == 148
     plain, packed = (
@@ -184,7 +187,8 @@ def test_gpt2s_small_gradients_go_together():
 
 
 def test_one_bucket_is_packed_at_a_time():
-    """In memory, beside what leaf by leaf needs: one bucket, since each waits for the one before."""
+    """In memory, beside what leaf by leaf needs: one bucket, since each waits for the one
+    before."""
     shapes, nbytes = [(1000 + i, 7) for i in range(12)], 2**17
     plain, packed = (
         compiled(shapes, f, n=4).memory_analysis().temp_size_in_bytes

@@ -1,4 +1,5 @@
-"""What is written with keys and values kept is what is written without, token by token; also by a model that is split."""
+"""What is written with keys and values kept is what is written without, token by token; also by a
+model that is split."""
 
 import dataclasses
 import functools
@@ -56,7 +57,8 @@ def model(name):
 
 @functools.cache
 def both(name, window, tokens):
-    """Two compiled writers: with keys and values kept, and the oracle, which computes every token from all before it."""
+    """Two compiled writers: with keys and values kept, and the oracle, which computes every token
+    from all before it."""
     kind, _ = MODELS[name]
 
     def without(model, prompt, temperature, top_p, key):
@@ -119,7 +121,8 @@ def test_the_likeliest_tokens_are_those_of_transformers(kind):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_split_model_writes_many_texts(name):
-    """Sequences over data, heads over tensor: each device keeps the keys and values of its own alone."""
+    """Sequences over data, heads over tensor: each device keeps the keys and values of its own
+    alone."""
     kind, _ = MODELS[name]
     devices = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
     whole, prompts = (

@@ -1,4 +1,5 @@
-"""What a program sends is read right in every notation and on both JAX versions, and told apart from what was predicted."""
+"""What a program sends is read right in every notation and on both JAX versions, and told apart
+from what was predicted."""
 
 import textwrap
 
@@ -21,7 +22,8 @@ TEXT = jax.ShapeDtypeStruct((8 * 16,), jnp.float32)
 
 
 def compiled(body, sizes=SIZES):
-    """`body` of 16 numbers on each device, over all axes; its result summed, so that nothing is left out."""
+    """`body` of 16 numbers on each device, over all axes; its result summed, so that nothing is
+    left out."""
     world = mesh.make(**sizes)
     total = lambda x: lax.psum(
         varying(sum(map(jnp.sum, jax.tree.leaves(body(x)))), tuple(sizes)), tuple(sizes)
@@ -148,10 +150,13 @@ def test_finds_the_axes(groups):
     ]
 
 
-STARTED = {  # of a program whose collectives are started in one line and done in another, as on accelerators
-    "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}": 16,
+# Of a program whose collectives are started in one line and done in another, as on accelerators.
+STARTED = {
+    "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), "
+    "source_target_pairs={{0,1},{1,0}}": 16,
     "(f32[2]{0}, f32[4]{0}) all-gather-start(%x), replica_groups={{0,1}}": 16,
-    "((f32[2]{0}, s8[2]{0:T(8,128)(2,1)}), (f32[4]{0}, s8[4]{0})) all-gather-start(%x, %z), replica_groups={{0,1}}": 20,
+    "((f32[2]{0}, s8[2]{0:T(8,128)(2,1)}), (f32[4]{0}, s8[4]{0})) all-gather-start(%x, %z), "
+    "replica_groups={{0,1}}": 20,
     "f32[4]{0} all-reduce-start(%x), replica_groups={{0,1}}": 16,
     "(f32[4]{0}, bf16[4]{0}) all-reduce-start(%x, %z), replica_groups={{0,1}}": 24,
     "((f32[8]{0}), f32[4]{0}, u32[]) reduce-scatter-start(%x), replica_groups={{0,1}}": 16,
@@ -178,7 +183,7 @@ def test_counts_what_is_wrapped_once():
     text = textwrap.dedent(
         """
         %wrapped (x: f32[8]) -> f32[4] {
-          ROOT %r = f32[4]{0} reduce-scatter(%x), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+          ROOT %r = f32[4]{0} reduce-scatter(%x), replica_groups={{0,1}}, dimensions={0}
         }
 
         ENTRY %main (x: f32[8]) -> f32[4] {
@@ -205,7 +210,10 @@ def test_a_loops_condition_runs_once_more_than_its_body():
 
 def test_waits_without_data_count_as_hops():
     permute = "f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}"
-    text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %p = {permute}\n  %q = {permute}, control-predecessors={{%p}}\n}}"
+    text = (
+        "ENTRY %main (x: f32[4]) -> f32[4] "
+        f"{{\n  %p = {permute}\n  %q = {permute}, control-predecessors={{%p}}\n}}"
+    )
     assert certificate.read(text, mesh.make(x=2, devices=jax.devices()[:2])) == [
         Entry("collective-permute", ("x",), 2, 32, 2)
     ]
@@ -254,8 +262,8 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
     "too few bytes": (
         {"b": 48, "a": 8},
         [
-            "along b: 48 bytes were predicted, and the program has 96 (6 collective-permute): exactly 2 times as many; is it in "
-            "a loop, or done 2 times?"
+            "along b: 48 bytes were predicted, and the program has 96 (6 collective-permute): "
+            "exactly 2 times as many; is it in a loop, or done 2 times?"
         ],
     ),
     "too many bytes": (
@@ -266,7 +274,8 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
         {"b": cost.Cost(chain=4, messages=12, sent=96), "a": 8},
         [
             "along b: 12 collectives were predicted, and the program has 6 (6 collective-permute).",
-            "along b: 4 hops in a row were predicted, and the program has 6 (6 collective-permute).",
+            "along b: 4 hops in a row were predicted, and the program has 6 (6 "
+            "collective-permute).",
         ],
     ),
     "fewer hops than one after another is no fault": ({"b": RIGHT._replace(chain=7), "a": 8}, []),
@@ -282,7 +291,8 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
         [Entry("all-reduce", ("b",), 1, 64, 1), Entry("all-reduce", ("a",), 1, 8, 1)],
         [
             "all-reduce along b: 64 bytes were predicted, and the program moves none.",
-            "collective-permute along b: nothing was predicted, and the program moves 96 bytes (6 collective-permute).",
+            "collective-permute along b: nothing was predicted, and the program moves 96 bytes "
+            "(6 collective-permute).",
         ],
     ),
 }
@@ -297,7 +307,8 @@ def test_says_where_a_prediction_is_wrong(name):
 
 
 def test_finds_a_reduction_in_the_loop_over_microbatches():
-    """The mistake that the order of wrapping makes: averaging inside the accumulation reduces once a microbatch."""
+    """The mistake that the order of wrapping makes: averaging inside the accumulation reduces once
+    a microbatch."""
     world = mesh.make(data=8)
     grad = jax.value_and_grad(lambda w, batch: jnp.mean((batch @ w) ** 2))
     averaged = lambda grad: grads.averaged(grad, ring("data"))
@@ -327,11 +338,13 @@ def test_finds_a_reduction_in_the_loop_over_microbatches():
     [
         (
             {"conditional": True},
-            "stands in a conditional, and is counted as if all its branches ran. Where devices take",
+            "stands in a conditional, and is counted as if all its branches ran. Where devices "
+            "take",
         ),
         (
             {"unbounded": True},
-            "stands in a loop whose number of trips XLA does not know, and is counted for one trip.",
+            "stands in a loop whose number of trips XLA does not know, and is counted for one "
+            "trip.",
         ),
     ],
 )
@@ -345,6 +358,9 @@ def test_parse_refuses_a_loop_of_unknown_length():
     program, _ = compiled(BODIES["in a loop of no known length"][0])
     with pytest.raises(
         ValueError,
-        match=r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Take hlo\.runs",
+        match=(
+            r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Take "
+            r"hlo\.runs"
+        ),
     ):
         hlo.parse(program.as_text())

@@ -1,4 +1,5 @@
-"""The annotations of the package are checked in each test: types, dims of one call against one another, and results."""
+"""The annotations of the package are checked in each test: types, dims of one call against one
+another, and results."""
 
 import dataclasses
 

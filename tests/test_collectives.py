@@ -1,7 +1,8 @@
-"""Every algorithm, on every number of devices: its meaning on the list of blocks, its `jax.lax` twin, its bits and its traffic.
+"""Every algorithm, on every number of devices: its meaning on the list of blocks, its `jax.lax`
+twin, its bits and its traffic.
 
-A table that joins `collectives.tables` is tested for free. What is drawn at random for the ring in test_ring.py (dims, layouts,
-dtypes) is here a short list for all.
+A table that joins `collectives.tables` is tested for free. What is drawn at random for the ring in
+test_ring.py (dims, layouts, dtypes) is here a short list for all.
 """
 
 import functools
@@ -242,7 +243,8 @@ def test_meaning_type_and_gradient(collective, sizes, axis):
 @pytest.mark.sweep(6)
 @every_sum
 def test_replicas_have_the_same_bits(collective, sizes, axis):
-    """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on the order."""
+    """A result that is declared invariant must be: numbers of all magnitudes, whose sum depends on
+    the order."""
     n = math.prod(sizes.values())
     numbers = np.random.default_rng(0).standard_normal((*sizes.values(), 37)) * 10.0 ** np.arange(
         -18, 19
@@ -273,7 +275,8 @@ def test_replicas_have_the_same_bits(collective, sizes, axis):
     "collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name
 )
 def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
-    """Products that meet a sum behind the collective: XLA may compute a device's own block once more, fused otherwise."""
+    """Products that meet a sum behind the collective: XLA may compute a device's own block once
+    more, fused otherwise."""
     axis, sizes = (("y", "x"), {"y": 2, "x": n // 2}) if on_torus(collective) else ("x", {"x": n})
     options = {"axis": 0, "tiled": True} if kind(collective) == "all_gather" else {}
     world = mesh.make(**sizes, devices=jax.devices()[:n])
@@ -302,7 +305,8 @@ def test_replicas_have_the_same_bits_of_what_was_just_computed(collective, n):
 @pytest.mark.bits
 @pytest.mark.parametrize(("algorithm", "n"), [(ring, 2), (halving, 4)])
 def test_what_a_device_sends_and_keeps_is_computed_once(algorithm, n):
-    """In the compiled text one instruction reads the argument. Where two do, their bits are equal on some processors alone."""
+    """In the compiled text one instruction reads the argument. Where two do, their bits are equal
+    on some processors alone."""
     world = mesh.make(x=n, devices=jax.devices()[:n])
     gather = lambda x: algorithm.all_gather(x * 1.5 + 1, "x", tiled=True)
     program = jax.jit(mesh.spmd(gather, mesh=world, in_specs=(P("x"),), out_specs=P("x")))
@@ -318,7 +322,8 @@ def test_what_a_device_sends_and_keeps_is_computed_once(algorithm, n):
     "collective", [f for f in COLLECTIVES if kind(f) in ("all_gather", "all_reduce")], ids=name
 )
 def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
-    """XLA may join the blocks inside the operation that uses them, and round there by where each block comes from."""
+    """XLA may join the blocks inside the operation that uses them, and round there by where each
+    block comes from."""
     axis, sizes = (("y", "x"), {"y": 2, "x": 4}) if on_torus(collective) else ("x", {"x": 8})
     options = {"axis": 0, "tiled": True} if kind(collective) == "all_gather" else {}
     total = lambda x: replicated(collective(x, axis, **options), axis)
@@ -356,7 +361,8 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     ],
 )
 def test_transformations(collective):
-    """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over few devices, or two axes of two."""
+    """vmap, jvp, scan, checkpoint, derivatives of derivatives: what the twin gives, over few
+    devices, or two axes of two."""
     sizes = {"x": 2, "y": 2} if on_torus(collective) else quick(collective)
     axis, options = tuple(sizes), OPTIONS.get(kind(collective), {})
     functions = [
@@ -385,7 +391,8 @@ def test_types(collective):
             given = tuple(name for bit, name in enumerate(names) if k >> bit & 1)
 
             def body(x, axis=axis):
-                # psum and psum_scatter refuse an x that varies along some of the axes only: ours let it vary along all
+                # psum and psum_scatter refuse an x that varies along some of the axes only: ours
+                # let it vary along all
                 y = varying(x, axis) if jax.typeof(x).mat.varying & set(axis) else x
                 same_type(collective(x, axis, **options), twin_of(collective, axis, **options)(y))
                 return varying(x, names)
@@ -408,7 +415,8 @@ def test_over_no_axis(collective):
 
 
 def sent(collective, sizes, size):
-    """(messages that a device sends, elements in them) for an array of `size`: of a table, n - 1 blocks each way."""
+    """(messages that a device sends, elements in them) for an array of `size`: of a table, n - 1
+    blocks each way."""
     n = math.prod(sizes)
     if collective is doubling.all_reduce:
         hops = (
@@ -453,7 +461,8 @@ def test_traffic_of_the_compiled_program(collective, sizes, axis):
     ids=name,
 )
 def test_backward(collective):
-    """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an all-gather of its blocks does."""
+    """An all-reduce sends nothing backward; the transpose of a reduce-scatter sends what an
+    all-gather of its blocks does."""
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     f = on_blocks(jax.grad(lambda x: energy(jnp.sin(collective(x, axis, **options)))), sizes)
     ops = hlo.collectives(f, jax.ShapeDtypeStruct((2, 3, 6, 5), jnp.float32))
@@ -469,7 +478,8 @@ def test_backward(collective):
     ids=name,
 )
 def test_long_walks_are_loops(collective, monkeypatch):
-    """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with n."""
+    """Beyond UNROLLED devices: the same values and traffic, and a program that does not grow with
+    n."""
     monkeypatch.setattr(execute, "UNROLLED", 1)
     sizes, axis, options = {"x": 2, "y": 3}, ("x", "y"), OPTIONS.get(kind(collective), {})
     x = whole_numbers((2, 3, 6, 3), "float32")
@@ -498,7 +508,8 @@ def test_long_walks_are_loops(collective, monkeypatch):
 @pytest.mark.parametrize("unrolled", [1, 8])
 @pytest.mark.parametrize("algorithm", [ring, two_rings, torus], ids=str)
 def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
-    """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps them in order by itself."""
+    """Where hops are loops, one array's begin when the other's are done; written out, XLA keeps
+    them in order by itself."""
     monkeypatch.setattr(execute, "UNROLLED", unrolled)
 
     def body(x):
@@ -515,7 +526,8 @@ def test_no_array_overtakes_another(algorithm, unrolled, monkeypatch):
 
 
 def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
-    """On a square torus, one loop carries a message of each axis, and so does on a ring each of the two directions."""
+    """On a square torus, one loop carries a message of each axis, and so does on a ring each of the
+    two directions."""
     monkeypatch.setattr(execute, "UNROLLED", 0)
     for f, sizes, loops in (
         (torus.all_reduce, {"x": 2, "y": 2}, 4),
@@ -550,7 +562,8 @@ PERMUTE = re.compile(
 
 
 def test_the_slow_axis_carries_a_part():
-    """Over (slow, fast) = (2, 4) a device sends 2 (s - 1)/s S/4 over the slow axis: read from the pairs of each permute."""
+    """Over (slow, fast) = (2, 4) a device sends 2 (s - 1)/s S/4 over the slow axis: read from the
+    pairs of each permute."""
     sizes = {"slow": 2, "fast": 4}
     f = on_blocks(lambda x: hierarchical.all_reduce(x, ("slow", "fast")), sizes)
     text = f.lower(jax.ShapeDtypeStruct((2, 4, 64), jnp.float32)).compile().as_text()
@@ -562,10 +575,14 @@ def test_the_slow_axis_carries_a_part():
 
 
 ERRORS = {
-    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4, the number of devices on the axis. Pad it to 8,"
-    " or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
-    "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of devices on the axis, since tiled=False "
-    "drops it. Pass tiled=True to split a longer dim, or reshape.": (
+    "reduce_scatter: dim 0 "
+    "(scatter_dimension) of shape (6, 8) "
+    "must divide by 4, the number of "
+    "devices on the axis. Pad it to 8, "
+    "or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
+    "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of "
+    "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer dim, "
+    "or reshape.": (
         lambda f, x: f(x, "x", scatter_dimension=-1),
         "reduce_scatter",
     ),
@@ -573,7 +590,8 @@ ERRORS = {
         lambda f, x: f(x, "x", scatter_dimension=2),
         "reduce_scatter",
     ),
-    "scatter_dimension=0 needs an array of one dim or more, and this one is a scalar. Reshape it to (1,).": (
+    "scatter_dimension=0 needs an array of one dim or more, and this one is a scalar. Reshape "
+    "it to (1,).": (
         lambda f, x: f(x[0, 0], "x"),
         "reduce_scatter",
     ),
@@ -605,7 +623,8 @@ def test_errors(collective, message):
 @pytest.mark.programs
 @pytest.mark.long
 def test_twelve_devices(pytestconfig):
-    """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of its own, as users compile.
+    """Values, gradients, bits and traffic on twelve devices, where rings are loops: in a process of
+    its own, as users compile.
 
     One mesh a collective; three successive values of --seed take all.
     """
@@ -651,7 +670,8 @@ MOVERS_OF_KEYS = [ring, halving, two_rings, direct]
 )
 @pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
 def test_random_keys_are_gathered_as_their_numbers(algorithm, axis, tiled):
-    """As `lax.all_gather` gathers whole numbers of their shape; of keys that are not tiled JAX 0.10 cannot lower it."""
+    """As `lax.all_gather` gathers whole numbers of their shape; of keys that are not tiled JAX 0.10
+    cannot lower it."""
     numbers = jnp.arange(16, dtype=jnp.uint32).reshape(8, 2)
     keys, world = (
         jax.vmap(jax.vmap(jax.random.key))(numbers),
@@ -693,7 +713,8 @@ def test_random_keys_are_not_added(algorithm, name):
 @pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 def test_vmap_over_an_axis_of_an_explicit_mesh(name, algorithm, n):
-    """The mapped dim is split over one axis, and the collective goes along another, whose map is inside: row by row."""
+    """The mapped dim is split over one axis, and the collective goes along another, whose map is
+    inside: row by row."""
     arguments, out = {
         "all_reduce": ({}, P()),
         "reduce_scatter": ({"tiled": True}, P("y")),

@@ -1,4 +1,5 @@
-"""Attention over split tokens equals one device's, in value and gradients; each device computes and sends what is foretold."""
+"""Attention over split tokens equals one device's, in value and gradients; each device computes and
+sends what is foretold."""
 
 import functools
 import re
@@ -97,7 +98,8 @@ def split_and_whole(way, n):
 
 
 def documents(T):
-    """Of which document each token is: cuts anywhere, none, at each chunk's border, at each token; or numbers in any order."""
+    """Of which document each token is: cuts anywhere, none, at each chunk's border, at each token;
+    or numbers in any order."""
     borders = [[], list(range(0, T, CHUNK)), list(range(T))]
     cuts = st.one_of(
         st.sampled_from(borders), st.lists(st.integers(0, T), max_size=6)
@@ -119,7 +121,8 @@ def test_equals_one_device(way, n, data):
     q, k, v, ct = draw(H), draw(G), draw(G), draw(H)
     segments = np.stack([data.draw(documents(T)), data.draw(documents(T))])
     ours, plain = (f(q, k, v, segments, ct) for f in split_and_whole(way, n))
-    # The terms of a sum are the measure: of values near 4, and for gradients products of three of them, over T tokens.
+    # The terms of a sum are the measure: of values near 4, and for gradients products of three of
+    # them, over T tokens.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=reference.EXACT, atol=64 * reference.EXACT
@@ -167,7 +170,8 @@ def test_transformations(name):
 
 
 def products(jaxpr):
-    """Multiplications in matrix products of a traced program, loops counted out; and the names of all its primitives."""
+    """Multiplications in matrix products of a traced program, loops counted out; and the names of
+    all its primitives."""
     total, names = 0, set()
     for eqn in jaxpr.eqns:
         names.add(eqn.primitive.name)
@@ -187,7 +191,8 @@ def products(jaxpr):
 
 
 def needed(order, n):
-    """Blocks of scores that causal attention needs of each device, a diagonal one by half: by brute force."""
+    """Blocks of scores that causal attention needs of each device, a diagonal one by half: by brute
+    force."""
     held = context.chunk_table(order, n)
     return [sum((a > b) + (a == b) / 2 for a in mine for b in held.reshape(-1)) for mine in held]
 
@@ -207,7 +212,8 @@ def test_the_table_counts_what_is_needed(n):
 
 @functools.cache
 def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
-    """The program of a value and its gradients, [2, T_X, 4, 8] with 2 heads of keys and `tokens` a device."""
+    """The program of a value and its gradients, [2, T_X, 4, 8] with 2 heads of keys and `tokens` a
+    device."""
 
     def body(q, k, v):
         out, transposed = jax.vjp(
@@ -230,7 +236,8 @@ def lowered(n, order, dtype, tokens=16, kernel=context.TILED):
 )
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_products_are_those_of_the_table(n, order):
-    """Forward two products a block, backward five; one program for all devices, and nothing in it is conditional."""
+    """Forward two products a block, backward five; one program for all devices, and nothing in it
+    is conditional."""
     T, table = 16, context.block_pairs(order, n)
     found, names = products(lowered(n, order, jnp.float32)[0].jaxpr.jaxpr)
     block = 2 * 4 * (T // table.chunks) ** 2 * 8  # B H t s K
@@ -243,7 +250,8 @@ def test_products_are_those_of_the_table(n, order):
 
 @functools.cache
 def in_layers(n, documents):
-    """Attention of bfloat16 in two layers, [2, 16, 4, 8] and two heads of keys on each device: its value and gradients."""
+    """Attention of bfloat16 in two layers, [2, 16, 4, 8] and two heads of keys on each device: its
+    value and gradients."""
 
     def loss(q, keys, segments):
         layer = lambda q, kvs: (context.attention(q, *kvs[:2], "context", segments=kvs[2]), None)
@@ -268,7 +276,8 @@ def in_layers(n, documents):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("n", "documents"), [(2, True), (3, False), (4, True), (8, False)])
 def test_bytes_are_those_of_the_formula(n, documents):
-    """Forward (n - 1) times a device's keys and values, and its segments; backward again, and as often their gradients."""
+    """Forward (n - 1) times a device's keys and values, and its segments; backward again, and as
+    often their gradients."""
     compiled, layers, keys, marks = (
         in_layers(n, documents),
         2,
@@ -294,7 +303,8 @@ def largest(jaxpr):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_array_grows_with_the_square_of_the_tokens(way):
-    """Over layers in a scan, which share their documents: masks of all pairs would be computed before it, and kept."""
+    """Over layers in a scan, which share their documents: masks of all pairs would be computed
+    before it, and kept."""
     n, (make, order, _), (H, G) = 2, WAYS[way], heads(way, 2)
     attend = make("context", order)
 
@@ -321,10 +331,12 @@ def test_no_array_grows_with_the_square_of_the_tokens(way):
 
 @pytest.mark.long
 def test_memory_is_linear_in_tokens_and_shared_out():
-    """Temporary bytes of value and gradients: what further tokens add is the same for each of them, and 1 / n on n devices.
+    """Temporary bytes of value and gradients: what further tokens add is the same for each of them,
+    and 1 / n on n devices.
 
-    A device of a ring holds beside its share the keys that came and those that go on, and the gradients that follow them, which
-    together are less than what one device holds for as many tokens of its own.
+    A device of a ring holds beside its share the keys that came and those that go on, and the
+    gradients that follow them, which together are less than what one device holds for as many
+    tokens of its own.
     """
     kernel, lengths = context.tiled(64), (2048, 4096, 8192, 16384)
     added = {}
@@ -433,10 +445,10 @@ def through(make):
 
 ERRORS = {
     "the 3 heads of q must divide by the 2 heads of k and v.": {"q": (2, 8, 3, 2)},
-    "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, 2], bfloat16": {
-        "dtypes": (jnp.float32, jnp.bfloat16)
-    },
-    "a device with 2 of 8 heads of queries, an axis of 4 devices, needs 1 of the 2 of keys; k has 2. Pick the": {
+    "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, "
+    "2], bfloat16": {"dtypes": (jnp.float32, jnp.bfloat16)},
+    "a device with 2 of 8 heads of queries, an axis of 4 devices, needs 1 of the 2 of keys; k "
+    "has 2. Pick the": {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },
@@ -444,9 +456,8 @@ ERRORS = {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(of queries, of keys) of the whole model": {"heads": (6, 4)},
-    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Take sequences of 8": {
-        **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}
-    },
+    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Take "
+    "sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -528,7 +539,10 @@ def gathered_shape(attend, n=4):
 
 @pytest.mark.parametrize("attend", [tril_of_shapes, of_jax, window_by_difference])
 def test_a_mask_by_its_own_count_is_refused(attend):
-    said = "context.gathered: attend ignores positions=, and masks by its own count of queries and keys, but the 8 queries of a"
+    said = (
+        "context.gathered: attend ignores positions=, and masks by its own count of queries and "
+        "keys, but the 8 queries of a"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         gathered_shape(attend)
     assert gathered_shape(attend, n=1) == (

@@ -1,4 +1,5 @@
-"""Layouts with a context axis train GPT-2 and Llama as one device does, with data, stage, tensor and what else a layout says."""
+"""Layouts with a context axis train GPT-2 and Llama as one device does, with data, stage, tensor
+and what else a layout says."""
 
 import dataclasses
 import os
@@ -43,7 +44,8 @@ def on(layout):
 
 
 def check(layout, kind, algorithm=ring, **compute):
-    """Five AdamW steps under the layout equal those of one device: weights at birth, losses, gradients, weights at the end."""
+    """Five AdamW steps under the layout equal those of one device: weights at birth, losses,
+    gradients, weights at the end."""
     module, config = KINDS[kind]
     config = dataclasses.replace(config, layers=max(config.layers, layout.stage * layout.chunks))
     plain = reference.gpt2_on_one_device(config, 0, STEPS, BATCH, kind=module)
@@ -214,7 +216,8 @@ def lowered(family, config, layout, **compute):
 
 
 REFUSED = {
-    "Bare's family has no `context_attention`, so that a token would see those of its own device alone": (
+    "Bare's family has no `context_attention`, so that a token would see those of its own "
+    "device alone": (
         bare.FAMILY,
         bare.Config(),
         {},
@@ -244,7 +247,10 @@ def test_gathered_weights_are_no_attention():
 
 def test_keys_do_not_go_round_where_stages_do_other_jobs():
     layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble")
-    message = "a stage's forward pass runs ppermute over 'context' (.*), which all devices must run at once"
+    message = (
+        "a stage's forward pass runs ppermute over 'context' (.*), which all devices must run at "
+        "once"
+    )
     with pytest.raises(ValueError, match=message):
         lowered(llama.FAMILY, KINDS["llama"][1], layout)
 

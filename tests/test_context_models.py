@@ -1,4 +1,5 @@
-"""GPT-2 and Llama with their tokens split over a context axis, beside data, stage and tensor, equal one device."""
+"""GPT-2 and Llama with their tokens split over a context axis, beside data, stage and tensor, equal
+one device."""
 
 import functools
 import re

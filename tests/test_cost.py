@@ -1,7 +1,8 @@
-"""What is folded from the tables are the compiled programs' own numbers; the choices made with a link are right.
+"""What is folded from the tables are the compiled programs' own numbers; the choices made with a
+link are right.
 
-A table that joins `collectives.tables` is tested for free. Programs for more than eight devices, where chains are loops, are
-compiled in a process of their own: this file as a script.
+A table that joins `collectives.tables` is tested for free. Programs for more than eight devices,
+where chains are loops, are compiled in a process of their own: this file as a script.
 """
 
 import functools
@@ -50,7 +51,8 @@ CASES = [(of, kind) for of in (*ALGORITHMS, quantized) for kind in KINDS] + [
 
 @functools.cache
 def compiled(f, axes, shape, dtype="float32"):
-    """(hops in a row, sent, messages, and the other kinds of collectives) of `f` on an array of `shape` on each device."""
+    """(hops in a row, sent, messages, and the other kinds of collectives) of `f` on an array of
+    `shape` on each device."""
     sizes = dict(axes)
     world = mesh.make(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     names = tuple(sizes)
@@ -106,7 +108,8 @@ def layouts(among):
 @pytest.mark.sweep(25)
 @layouts(MESHES)
 def test_the_fold_is_the_program(of, kind, n):
-    """Bytes, messages and hops in a row, exactly; sizes that do not divide, fewer numbers than devices, slices along a dim."""
+    """Bytes, messages and hops in a row, exactly; sizes that do not divide, fewer numbers than
+    devices, slices along a dim."""
     count = math.prod(n) if isinstance(n, tuple) else n
     collective = getattr(of, kind)
     shapes = {
@@ -178,7 +181,8 @@ def _dealt(x, axis):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("of", "n"), [(halving, 8), (machines(2), 6), (torus, (2, 4))], ids=str)
 def test_large_blocks_are_sent_apart(of, kind, n):
-    """Beyond BUNDLED bytes a block each is a permute of its own; up to there, those of a message are one."""
+    """Beyond BUNDLED bytes a block each is a permute of its own; up to there, those of a message
+    are one."""
     collective, count = getattr(of, kind), math.prod(size for _, size in axes_of(n))
     call = scattered(collective) if kind == "reduce_scatter" else collective
     shares = 1 if isinstance(n, int) else len(n)
@@ -236,7 +240,8 @@ def test_buckets():
 
 
 def test_numbers_of_the_literature():
-    """Chan et al. (2007), table 2, and Thakur et al. (2005), section 4.5, for p = 1024 and 4096 bytes an n-th."""
+    """Chan et al. (2007), table 2, and Thakur et al. (2005), section 4.5, for p = 1024 and 4096
+    bytes an n-th."""
     p, m = 1024, 1024 * 4096
     assert cost.of(ring.all_reduce, m, p)[:2] == (2 * (p - 1), 2 * (p - 1) * m // p)
     assert cost.of(halving.all_reduce, m, p)[:2] == (2 * 10, 2 * (p - 1) * m // p)
@@ -255,7 +260,8 @@ def test_numbers_of_the_literature():
 
 
 def test_who_crosses_a_border():
-    """DESIGN's example: of 16 devices in machines of 8, the blocks that leave a device's machine, on average, out of 15."""
+    """DESIGN's example: of 16 devices in machines of 8, the blocks that leave a device's machine,
+    on average, out of 15."""
 
     def crossing(of, n=16, g=8):
         return (
@@ -329,7 +335,9 @@ def test_seconds_and_the_fastest():
 def test_errors():
     with pytest.raises(
         ValueError,
-        match=r"needs a function that has a table of messages; got .*sin.* such as ring\.all_reduce",
+        match=(
+            r"needs a function that has a table of messages; got .*sin.* such as ring\.all_reduce"
+        ),
     ):
         cost.of(jnp.sin, 4, 2)
     with pytest.raises(ValueError, match="7 bytes are no whole number of items of 4 bytes"):

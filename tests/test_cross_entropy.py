@@ -21,8 +21,8 @@ from parallax import cross_entropy, grads, mesh, pipeline, schedule, tensor
 from parallax.collectives import ring, xla
 
 ALGORITHMS = {"ring": ring, "psum": xla}
-# The mesh's sizes, the axes over which the table's rows are split, and the block. The batch is split
-# over "data".
+# The mesh's sizes, the axes over which the table's rows are split, and the block. The batch is
+# split over "data".
 LAYOUTS = {
     "one": ({"data": 1}, (), 512),
     "tokens one by one": ({"data": 1}, (), 1),

@@ -1,4 +1,5 @@
-"""What the documentation shows is so: its programs run, print and raise what stands beside them (`doc_pages.py`)."""
+"""What the documentation shows is so: its programs run, print and raise what stands beside them
+(`doc_pages.py`)."""
 
 import os
 import runpy
@@ -55,7 +56,8 @@ def test_what_the_longer_pages_show_is_so(tmp_path):
 
 @pytest.mark.programs
 def test_what_the_readme_shows_is_so():
-    """The first program is run by `test_readme.py`; fragments follow on examples/pipeline.py, of which they speak."""
+    """The first program is run by `test_readme.py`; fragments follow on examples/pipeline.py, of
+    which they speak."""
     found = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
     programs = [text for text in found if text.startswith(("import", "from"))]
     for program in programs[1:]:

@@ -1,4 +1,5 @@
-"""Documents packed into one window compute what each would alone, and train over every layout as on one device."""
+"""Documents packed into one window compute what each would alone, and train over every layout as on
+one device."""
 
 import functools
 import itertools
@@ -43,7 +44,8 @@ def apart(batch):
 
 @functools.cache
 def programs():
-    """The logits of a packed window and of one document, filled up: two programs for all lengths."""
+    """The logits of a packed window and of one document, filled up: two programs for all
+    lengths."""
     model = llama.Llama(KINDS["llama"][1], key=jax.random.key(0), dtype=reference.FLOAT64)
     alone = jax.jit(lambda tokens: llama.logits(model, tokens))
     loss = jax.jit(lambda windows: llama.loss(model, apart(decoder.Batch(windows))))

@@ -53,7 +53,10 @@ def test_text_holds_every_job_once_a_lane_and_stage(name):
 
 
 def test_summary():
-    told = "4 stages x 2 chunks, 8 microbatches: time 28.5, bubble 4.5 (16%), at most 5.5 microbatches in flight"
+    told = (
+        "4 stages x 2 chunks, 8 microbatches: time 28.5, bubble 4.5 (16%), at most 5.5 "
+        "microbatches in flight"
+    )
     assert draw.summary(SCHEDULES["interleaved"]) == told
     assert draw.summary(one_f_one_b_lockstep(4, 16), 0, 0).startswith(
         "4 stages, 16 microbatches: time 0, bubble 0, at most 7"
@@ -67,7 +70,8 @@ def test_microbatches_in_flight_are_at_most_those_that_the_tables_count(name):
 
 
 def test_microbatches_in_flight_over_time_by_hand(tmp_path):
-    """Each microbatch is held from the start of its F to the end of its B, so the mean follows from these alone."""
+    """Each microbatch is held from the start of its F to the end of its B, so the mean follows from
+    these alone."""
     schedule = one_f_one_b_lockstep(2, 2)
     spans = [(span.stage, span.lane, span.start, span.stop) for span in schedule.lockstep()]
     for stage, line in enumerate(draw.in_flight(schedule, tmp_path / "held.svg").splitlines()[1:]):
@@ -128,8 +132,8 @@ def test_narrow_boxes_have_no_label(tmp_path):
 @pytest.mark.programs
 def test_matplotlib_is_imported_only_to_draw():
     script = (
-        "import sys, parallax.draw as d; from parallax.schedule import Schedule as S; print(d.text(S([[0]], [[0]]))); "
-        "assert 'matplotlib' not in sys.modules"
+        "import sys, parallax.draw as d; from parallax.schedule import Schedule as S; "
+        "print(d.text(S([[0]], [[0]]))); assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -1,4 +1,5 @@
-"""Pictures and tables of which device holds and sends what, on layouts where the answer is known by hand."""
+"""Pictures and tables of which device holds and sends what, on layouts where the answer is known by
+hand."""
 
 import jax
 import pytest

@@ -1,4 +1,5 @@
-"""One AdamW step of Llama 3's 8 B compiles for 64 devices, and needs and sends what its plan says."""
+"""One AdamW step of Llama 3's 8 B compiles for 64 devices, and needs and sends what its plan
+says."""
 
 import json
 import os

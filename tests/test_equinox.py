@@ -1,4 +1,5 @@
-"""What the page on Equinox says: these pieces do not run in a checked map, bare or ours, and what stands in their place does."""
+"""What the page on Equinox says: these pieces do not run in a checked map, bare or ours, and what
+stands in their place does."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""The main job, as a user starts it: `python examples/gpt2.py` in a process of its own, few steps, in a folder of its own."""
+"""The main job, as a user starts it: `python examples/gpt2.py` in a process of its own, few steps,
+in a folder of its own."""
 
 import json
 import math
@@ -80,8 +81,8 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
     before = files(folder)
     said = train(folder)
     assert (
-        "out/gpt2 holds this run, and it is finished, after 6 steps. To train again, give --out another folder."
-        in said
+        "out/gpt2 holds this run, and it is finished, after 6 steps. To train again, give --out "
+        "another folder." in said
     )
     assert "model  " not in said
     assert files(folder) == before
@@ -113,7 +114,8 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, argum
 @pytest.mark.programs
 @pytest.mark.long
 def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_path):
-    """SIGTERM after the first step that is written down; then the same command, on another layout."""
+    """SIGTERM after the first step that is written down; then the same command, on another
+    layout."""
     with subprocess.Popen(
         command(*SMALL, "--checkpoint-every=2", "--devices=1"),
         cwd=tmp_path,
@@ -129,7 +131,10 @@ def test_a_run_that_is_told_to_end_goes_on_to_the_same_numbers(finished, tmp_pat
     assert running.returncode == 0
     reached = len(metrics(tmp_path / "out/gpt2"))
     if reached < 6:
-        told = f"told to end (SIGTERM): saved step {reached} of 6 in out/gpt2. The same command goes on from there."
+        told = (
+            f"told to end (SIGTERM): saved step {reached} of 6 in out/gpt2. The same command goes "
+            "on from there."
+        )
         assert told in said
     said = train(tmp_path, "--devices=2", "--data=1", "--tensor=2")
     assert f"out/gpt2: goes on after step {reached}\n" in said or reached == 6
@@ -193,7 +198,8 @@ def test_the_plan_stands_before_the_first_step(finished):
         "ZeRO-0: nothing; computes in full precision; computed again: none",
         "over data",
         "over stage x tensor",
-        "one_f_one_b_lockstep: 2 stages, 4 microbatches: time 15, bubble 3 (20%), at most 3 microbatches in flight",
+        "one_f_one_b_lockstep: 2 stages, 4 microbatches: time 15, bubble 3 (20%), at most 3 "
+        "microbatches in flight",
         "FLOP/s",
         "uniform 5.545",
         "bigram 2.",
@@ -246,7 +252,8 @@ def test_the_report_has_all_sections_and_pictures(finished):
 
 OTHERWISE = {
     "on one device": "--devices=1 --all-reduce=psum --microbatches=1 --remat=block",
-    "by a table of one's own": "--data=2 --stage=2 --tensor=2 --schedule=mine.csv --remat=stage --zero=2 --sequence",
+    "by a table of one's own": "--data=2 --stage=2 --tensor=2 --schedule=mine.csv --remat=stage "
+    "--zero=2 --sequence",
     "with the fastest all-reduce": "--all-reduce=auto",
 }
 
@@ -316,8 +323,8 @@ def test_a_model_that_is_lost_is_told_at_the_next_evaluation(tmp_path):
     done = start(tmp_path, *SMALL, "--devices=1", "--learning-rate=1e30")
     assert done.returncode == 1
     assert (
-        "error: step 4: the held-out loss is nan, so the model is lost. Lower --learning-rate (now 1e+30) and"
-        in done.stderr
+        "error: step 4: the held-out loss is nan, so the model is lost. Lower --learning-rate "
+        "(now 1e+30) and" in done.stderr
     )
     assert "Traceback" not in done.stderr
     assert [record["step"] for record in metrics(tmp_path / "out/gpt2") if "skipped" in record] == [
@@ -341,29 +348,39 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 
 
 MISTAKES = {
-    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 4 --stage 1 --tensor 2, which divides it.",
-    "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. Take --batch 16 (or --batch 8).",
-    "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. Take --layers 4 (or --layers 2).",
-    "--schedule=pipedream": "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, one_f_one_b",
-    "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. Take --layers 6 (or --chunks 1).",
+    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 4 --stage "
+    "1 --tensor 2, which divides it.",
+    "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. "
+    "Take --batch 16 (or --batch 8).",
+    "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. "
+    "Take --layers 4 (or --layers 2).",
+    "--schedule=pipedream": "--schedule must be one_f_one_b_lockstep, "
+    "gpipe, zero_bubble_lockstep, one_f_one_b",
+    "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. "
+    "Take --layers 6 (or --chunks 1).",
     "--width=130": "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132).",
     "--text=nowhere.txt": "nowhere.txt: needed a text file, found no file",
     "--text=short.txt": "short.txt has 27 tokens to train on and 3 held out; needed 65 and 1,025",
     "--out=short.txt": "needed a folder for the results, found a file",
     "--prompt=": "--prompt must have a character or more",
-    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 8 --stage 1 --tensor 1 --zero 0",
+    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 8 "
+    "--stage 1 --tensor 1 --zero 0",
     "--steps=0": "--steps must be 1 or more; got 0",
     "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
-    "--learning-rate=nan": "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003.",
+    "--learning-rate=nan": "--learning-rate must be from 1e-30 to 1e+30; got "
+    "nan. Take --learning-rate 0.003.",
     "--watchdog=0": "--watchdog must be 0.001 or more; got 0.0",
     "--keep-every=0": "--keep-every must be 1 or more; got 0",
     "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. Take --skip-budget 10.",
     "--chunks=0": "--chunks must be 1 or more; got 0",
     "--out=short.txt/run": "needed a folder to write to; Not a directory. Choose another one.",
-    "--out=/proc/nothing/run": "needed a folder to write to; it cannot be made. Choose another one.",
+    "--out=/proc/nothing/run": "needed a folder to write to; it cannot "
+    "be made. Choose another one.",
     "--fingerprint-every=-1": "--fingerprint-every must be 0 or more; got -1",
     "--rollback-budget=-1": "--rollback-budget must be 0 or more; got -1",
-    "--fingerprint-every=5 --devices=1": "--fingerprint-every 5 compares devices with each other, and there is one",
+    "--fingerprint-every=5 --devices=1": (
+        "--fingerprint-every 5 compares devices with each other, and there is one"
+    ),
     "--profile=7": "--profile must be FIRST:LAST, two steps such as 10:12; got 7",
 }
 
@@ -465,7 +482,8 @@ def test_what_the_example_leaves_loads_in_transformers(tmp_path):
         (["--length=25"], "has a context of 24 tokens; got --length 25. Take --length 24"),
         (
             ["--tokenizer=gpt2"],
-            "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another --tokenizer.",
+            "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another "
+            "--tokenizer.",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""A mixture of experts over any axes computes what all experts on all tokens compute on one device."""
+"""A mixture of experts over any axes computes what all experts on all tokens compute on one
+device."""
 
 import functools
 import math
@@ -123,7 +124,8 @@ def compiled_layer(name):
 
 @st.composite
 def routers(draw, count):
-    """A router and its bias: any, with ties everywhere, with all tokens to one expert, with an expert that gets none."""
+    """A router and its bias: any, with ties everywhere, with all tokens to one expert, with an
+    expert that gets none."""
     seed, kind = (
         draw(st.integers(0, 10**6)),
         draw(st.sampled_from(["any", "ties", "some ties", "one", "none"])),
@@ -218,7 +220,8 @@ def test_what_finds_no_room_adds_nothing_and_is_counted(name, drawn, seed):
 
 
 class Case(NamedTuple):
-    """How the decoder is split. The batch is split over data and expert; experts are over `axis`."""
+    """How the decoder is split. The batch is split over data and expert; experts are over
+    `axis`."""
 
     sizes: dict[str, int]
     axis: tuple[str, ...] = ("data",)
@@ -414,7 +417,10 @@ def test_a_gradient_that_was_summed_twice_is_refused():
         )
         with pytest.raises(
             ValueError,
-            match=r"experts.gate differs along \['data'\], .* the gradients of different shards were",
+            match=(
+                r"experts.gate differs along \['data'\], .* the gradients of different shards "
+                r"were"
+            ),
         ):
             on(world, step.make(twice, OPTIMIZER), (specs, P("data")), (specs, P()))(
                 state, mixtures.windows(0, BATCH)
@@ -440,7 +446,8 @@ SIXTEEN = {
 @pytest.mark.programs
 @pytest.mark.long
 def test_four_axes_on_sixteen_devices():
-    """In a process of its own, set up by its environment, since models of the tests are made on import."""
+    """In a process of its own, set up by its environment, since models of the tests are made on
+    import."""
     settings = {
         "NUM_CPU_DEVICES": "16",
         "ENABLE_X64": "1",
@@ -546,48 +553,59 @@ def refused(message, *, w=None, x=None, specs=None, split=True, **options):
 
 def test_refusals():
     refused(
-        "experts.moe: the router knows 8 experts, and the 4 devices of 'data' hold 8 each by the first dim of gate, "
-        "float64[8, 8, 6]. Give each array of the experts a first dim of 8, split over 'data'; it must divide by 4.",
+        "experts.moe: the router knows 8 experts, and the 4 devices of 'data' hold 8 each by the "
+        "first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of 8, "
+        "split over 'data'; it must divide by 4.",
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
     refused(
-        "experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the first dim of gate",
+        "experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the "
+        "first dim of gate",
         w=fewer,
     )
     refused(
-        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; got k=9. Take another k",
+        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; "
+        "got k=9. Take another k",
         route=experts.top_k(9),
     )
     refused(
-        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; got k=0",
+        "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; "
+        "got k=0",
         route=experts.top_k(0),
     )
     refused(
-        "experts.moe: the tokens must differ along 'data', over which the experts are split, and x, float64[8, 6, 8], is the "
-        "same along ['data']: the 4 devices would send the same tokens. Split the batch over that axis too",
+        "experts.moe: the tokens must differ along 'data', over which the experts are split, and "
+        "x, float64[8, 6, 8], is the same along ['data']: the 4 devices would send the same "
+        "tokens. Split the batch over that axis too",
         split=False,
     )
     refused(
-        "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the axis, 'data', or take exchanged",
+        "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the "
+        "axis, 'data', or take exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts.ragged needs an axis to move rows along, and the experts are not split over one. Take gathered, or name",
+        "experts.ragged needs an axis to move rows along, and the experts are not split over "
+        "one. Take gathered, or name",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts: an expert must return rows like those that it takes, float64[128, 8]; it returned float64[128, 6]. Let its",
+        "experts: an expert must return rows like those that it takes, float64[128, 8]; it "
+        "returned float64[128, 6]. Let its",
         compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
         for capacity in (0.0, -1.0, math.nan):
             with pytest.raises(
                 ValueError,
-                match=f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; got",
+                match=(
+                    f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; "
+                    "got"
+                ),
             ):
                 make(capacity)
     with pytest.raises(
@@ -598,7 +616,8 @@ def test_refusals():
 
 @pytest.mark.sweep(2, "experts")
 def test_experts_of_any_kind():
-    """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap` makes them."""
+    """Stacked modules with biases, static leaves and integers among them, as `eqx.filter_vmap`
+    makes them."""
     count, k = 4, 2
     make = lambda key: {
         "mlp": eqx.nn.MLP(D, D, 5, 1, jnp.tanh, dtype=mixtures.FLOAT64, key=key),
@@ -652,7 +671,8 @@ def sent_by(tokens, width, dispatch, **sizes):
 
 @pytest.mark.targets
 def test_a_ragged_exchange_compiles_for_a_tpu():
-    """With its backward pass, under the replication check: four exchanges of rows, and one of expert numbers."""
+    """With its backward pass, under the replication check: four exchanges of rows, and one of
+    expert numbers."""
     w, specs = (
         jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer_of(8)),
         mixtures.layer_specs("data"),

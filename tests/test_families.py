@@ -1,4 +1,5 @@
-"""Another decoder than GPT-2 (`bare.py`) gets every axis from the one recipe: it trains, is stored, writes as on one device."""
+"""Another decoder than GPT-2 (`bare.py`) gets every axis from the one recipe: it trains, is stored,
+writes as on one device."""
 
 import dataclasses
 import functools
@@ -123,7 +124,8 @@ def test_three_steps_are_those_of_one_device(layout):
 
 @pytest.mark.sweep(30, "steps")
 def test_it_goes_on_elsewhere_and_writes(tmp_path):
-    """From ZeRO-3 over four replicas to a pipeline in two chunks, through a checkpoint; and the text is that of one device."""
+    """From ZeRO-3 over four replicas to a pipeline in two chunks, through a checkpoint; and the
+    text is that of one device."""
     first, second = (
         Layout(data=4, zero=3),
         Layout(data=2, stage=2, tensor=2, microbatches=2, chunks=2),
@@ -152,7 +154,8 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
 
 @pytest.mark.sweep(30, "steps")
 def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
-    """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3 goes on without stages."""
+    """Layers are dealt to their places, evaluated, and stored in the order of the model: ZeRO-3
+    goes on without stages."""
     first = Layout(
         data=2, stage=2, tensor=2, microbatches=2, chunks=2, zero=2, schedule="zero_bubble"
     )

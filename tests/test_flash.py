@@ -1,4 +1,5 @@
-"""Attention by a kernel: the plain one's values and gradients, under the check of replication types, in Pallas's interpreter."""
+"""Attention by a kernel: the plain one's values and gradients, under the check of replication
+types, in Pallas's interpreter."""
 
 import functools
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ from parallax.models import flash, gpt2, llama
 from parallax.models.attention import grouped
 from parallax.models.recipe import Compute, attention_of
 
-# Of the largest number. float32: sums of some hundred terms in another order; bfloat16: its rounding, 2^-8, of the scores and of
-# what they weigh, forward and backward.
+# Of the largest number. float32: sums of some hundred terms in another order; bfloat16: its
+# rounding, 2^-8, of the scores and of what they weigh, forward and backward.
 BOUNDS = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
 

@@ -1,4 +1,5 @@
-"""What a mesh of TPUs makes the recipe do otherwise: the same numbers, here on a CPU that says it is one."""
+"""What a mesh of TPUs makes the recipe do otherwise: the same numbers, here on a CPU that says it
+is one."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""Schedules that others made: the tables of torch.distributed.pipelining (2.13), as it writes them, for 2, 4 and 8 ranks."""
+"""Schedules that others made: the tables of torch.distributed.pipelining (2.13), as it writes them,
+for 2, 4 and 8 ranks."""
 
 import re
 from pathlib import Path
@@ -89,17 +90,20 @@ REFUSED = {
     ),
     "a long row": (
         f"0F0,{'x' * 9866}\n1F0\n",
-        f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+        f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write one as 5F3: place, F, "
+        "I, W or B, microbatch.",
     ),
     "a deadlock": (
         "0B0,0F0\n1F0,1B0\n",
-        "stage 0 waits for ever before backward of microbatch 0 at place 0: it needs backward of microbatch 0 at place 1, on "
-        "stage 1, which comes in no tick before. Change the order of one of the two stages.",
+        "stage 0 waits for ever before backward of microbatch 0 at place 0: it needs backward of "
+        "microbatch 0 at place 1, on stage 1, which comes in no tick before. Change the order of "
+        "one of the two stages.",
     ),
     "one forward alone": (
         "0F0,0B0\n1F0,1B0,1F1\n",
-        "stage 1 waits for ever before forward of microbatch 1 at place 1: it needs forward of microbatch 1 at place 0, on stage "
-        "0, which comes in no tick before. Change the order of one of the two stages.",
+        "stage 1 waits for ever before forward of microbatch 1 at place 1: it needs forward of "
+        "microbatch 1 at place 0, on stage 0, which comes in no tick before. Change the order of "
+        "one of the two stages.",
     ),
     "no weights": (
         "0F0,0I0,0W0\n1F0,1I0\n",
@@ -111,28 +115,29 @@ REFUSED = {
     ),
     "the first elsewhere": (
         "1F0,1B0\n0F0,0B0\n",
-        "Place 0 of the model must be on stage 0, where what enters is at hand; got [[1, 0]]. Number the stages from it on.",
+        "Place 0 of the model must be on stage 0, where what enters is at hand; got [[1, 0]]. "
+        "Number the stages from it on.",
     ),
     "a gap in the places": (
         "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3 where place 2 comes next. Number the places "
-        "without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3 where place 2 "
+        "comes next. Number the places without a gap, each on one stage.",
     ),
     "a gap in the places of a file by ticks": (
         "tick,stage 0\n0,0F0\n1,2F0\n2,2I0\n3,2W0\n4,0I0\n5,0W0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2 where place 1 comes next. Number the places "
-        "without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2 where place 1 "
+        "comes next. Number the places without a gap, each on one stage.",
     ),
     "a place twice": (
         "0F0,1F0,1B0,0B0\n1F0,2F0,2B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1 where place 2 comes next. Number the places "
-        "without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1 where place 2 "
+        "comes next. Number the places without a gap, each on one stage.",
     ),
     "no job": ("tick,stage 0\n0,\n", "All stages need as many places of the model; got 0."),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
-        "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. Move it "
-        "to tick 1 or later.",
+        "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, "
+        "which runs in tick 0. Move it to tick 1 or later.",
     ),
     "twice": (
         "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",

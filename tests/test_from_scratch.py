@@ -33,7 +33,8 @@ def losses(scratch):
 
 
 def test_its_losses_are_those_of_the_kit(scratch, losses):
-    """The kit's pipeline keeps residuals where the program computes them again; the order of the sums is another."""
+    """The kit's pipeline keeps residuals where the program computes them again; the order of the
+    sums is another."""
     with jax.numpy_dtype_promotion("standard"):
         np.testing.assert_allclose(losses, with_the_kit(scratch), rtol=1e-11)
 

@@ -1,4 +1,5 @@
-"""Each program of the gallery runs as its first lines say, is short, and prints the figures that it is there for."""
+"""Each program of the gallery runs as its first lines say, is short, and prints the figures that it
+is there for."""
 
 import os
 import re
@@ -164,8 +165,8 @@ def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
     text = printed("custom_training")
     assert "restored step 60" in text
     assert (
-        "Both end with the same bits in all weights and moments; of the copies on other devices 0 differ."
-        in text
+        "Both end with the same bits in all weights and moments; of the copies on other devices 0 "
+        "differ." in text
     )
     assert numbers(text, "step 120 .* told right #%")[0] > 90
 

@@ -1,4 +1,5 @@
-"""GPT-2's weights: what transformers computed with the fixture we compute too, whole and on a mesh; files round-trip."""
+"""GPT-2's weights: what transformers computed with the fixture we compute too, whole and on a mesh;
+files round-trip."""
 
 import dataclasses
 import functools
@@ -33,7 +34,8 @@ def fixture(file="model.safetensors", dtype=jnp.float64, multiple=128):
 
 
 def random_model(config=TINY, seed=0, dtype=jnp.float32):
-    """A model of random numbers, made without compiling; the rows that pad the vocabulary are zero."""
+    """A model of random numbers, made without compiling; the rows that pad the vocabulary are
+    zero."""
     generator = np.random.default_rng(seed)
     shapes = eqx.filter_eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     model = jax.tree.map(
@@ -202,7 +204,9 @@ def test_save_refuses_what_could_not_be_loaded(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"blocks.attention_norm.weight must be of shape \(2, 8\).*it is \(1, 8\).*whole model",
+        match=(
+            r"blocks.attention_norm.weight must be of shape \(2, 8\).*it is \(1, 8\).*whole model"
+        ),
     ):
         gpt2.save(stage, tmp_path)
     whole = eqx.tree_at(lambda m: m.wpe, model, model.wpe.astype(jnp.int32))
@@ -318,7 +322,8 @@ WRONG_TENSORS = {
     ),
     "shape": (
         replaced("transformer.wpe.weight", lambda _: np.zeros((13, 12))),
-        r"transformer\.wpe\.weight must be of shape \(12, 12\) in a GPT-2 of .*n_positions=12, .*config\.json.*it is \(13, 12\)",
+        r"transformer\.wpe\.weight must be of shape \(12, 12\) in a GPT-2 of .*n_positions=12, "
+        r".*config\.json.*it is \(13, 12\)",
     ),
     "transposed": (
         replaced("transformer.h.0.attn.c_attn.weight", lambda tensors: np.zeros((36, 12))),
@@ -359,7 +364,8 @@ WRONG_FIELDS = [
     ({"model_type": "llama"}, r"model_type must be 'gpt2'; it is 'llama'"),
     (
         {"activation_function": "relu"},
-        r"activation_function must be 'gelu_new' or .*; it is 'relu', for which this GPT-2 has no code",
+        r"activation_function must be 'gelu_new' or .*; it is 'relu', for which this GPT-2 has "
+        r"no code",
     ),
     ({"n_inner": 24}, r"n_inner must be None or 48; it is 24"),
     ({"scale_attn_weights": False}, r"scale_attn_weights must be True; it is False"),

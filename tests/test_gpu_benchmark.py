@@ -1,4 +1,5 @@
-"""The GPU benchmark's sides run on the CPU at a tiny size, and without a GPU it says what it needs."""
+"""The GPU benchmark's sides run on the CPU at a tiny size, and without a GPU it says what it
+needs."""
 
 import json
 import os

@@ -1,6 +1,8 @@
-"""One function of ours inside a jitted program with shardings: the plain program's numbers, and no collective but ours.
+"""One function of ours inside a jitted program with shardings: the plain program's numbers, and no
+collective but ours.
 
-XLA splits the rest of the program by itself, over the same mesh. Arrays of an Explicit mesh come in and go out too.
+XLA splits the rest of the program by itself, over the same mesh. Arrays of an Explicit mesh come in
+and go out too.
 """
 
 import contextlib
@@ -51,12 +53,15 @@ def split_loss(table, x):
 
 
 def attended(out, x):
-    """Attention of heads that look at themselves, then the output layer: [H, K, D], [B, T, H, K]."""
+    """Attention of heads that look at themselves, then the output layer: [H, K, D], [B, T, H,
+    K]."""
     shares = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", x, x))
     return jnp.einsum("bhts,bshk,hkd->btd", shares, x, out)
 
 
-CASES = {  # (plain, ours on local blocks, spec of the weight, specs of x and of the result, shapes of weight and x)
+# (plain, ours on local blocks, spec of the weight, specs of x and of the result, shapes of weight
+# and x).
+CASES = {
     "vocabulary loss": (loss_of_table, split_loss, P("tensor"), P("data"), P(), (V, D), (B, D)),
     "row by a ring": (
         lambda w, x: x @ w,
@@ -89,7 +94,8 @@ CASES = {  # (plain, ours on local blocks, spec of the weight, specs of x and of
 
 
 def programs(case, world):
-    """value_and_grad of a program: plain, with ours, and with ours and hardly anything else; and its placed weights."""
+    """value_and_grad of a program: plain, with ours, and with ours and hardly anything else; and
+    its placed weights."""
     plain, local, of_weight, of_x, of_result, weight, x = CASES[case]
     ours = mesh.spmd(local, mesh=world, in_specs=(of_weight, of_x), out_specs=of_result)
 
@@ -133,7 +139,8 @@ def test_the_program_and_its_gradient_send_nothing_but_ours(case, world):
 
 
 def test_a_jitted_model_is_the_body_of_our_step(world):
-    """A model that names no axis, one device a group: jitted inside the step, and the step inside a jitted loop."""
+    """A model that names no axis, one device a group: jitted inside the step, and the step inside a
+    jitted loop."""
     everywhere = ("data", "tensor")
     optimizer = optax.sgd(0.1, momentum=0.9)
     batch = tuple(drawn(x=(16, D), y=(16, 4)).values())
@@ -264,7 +271,10 @@ def test_a_state_of_an_explicit_mesh_is_trained():
 @pytest.mark.parametrize("manual", [AXES, ("data",), ("tensor",)], ids=str)
 def test_a_map_inside_a_map_is_refused(over, manual):
     world = MESHES[over]()
-    said = f"this call is inside a map already, which runs over {', '.join(map(repr, manual))}. Inside, call the function itself, "
+    said = (
+        f"this call is inside a map already, which runs over {', '.join(map(repr, manual))}. "
+        "Inside, call the function itself, "
+    )
     spec = P(manual[0])
     outer = jax.shard_map(
         summed(world), mesh=world, in_specs=spec, out_specs=spec, axis_names=set(manual)
@@ -278,7 +288,10 @@ def test_a_map_inside_a_map_is_refused(over, manual):
 @pytest.mark.parametrize("over", ["auto", "explicit"])
 def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
     world, other = MESHES[over](), mesh.make(data=8)
-    said = "mesh.spmd was given the mesh {'data': 4, 'tensor': 2}, and jax.set_mesh has set another, {'data': 8}. Pass that one "
+    said = (
+        "mesh.spmd was given the mesh {'data': 4, 'tensor': 2}, and jax.set_mesh has set another, "
+        "{'data': 8}. Pass that one "
+    )
     with jax.set_mesh(other):
         with pytest.raises(ValueError, match=re.escape(said)):
             summed(world)(X)
@@ -289,7 +302,10 @@ def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["mesh=", "set_mesh"])
 def test_a_mesh_of_mixed_axes_is_refused_and_the_cures_work(inside):
-    said = "needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got 'data' Auto, 'tensor' Explicit. Take "
+    said = (
+        "needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got 'data' "
+        "Auto, 'tensor' Explicit. Take "
+    )
     mixed = MESHES["mixed"]()
     with (
         pytest.raises(ValueError, match=re.escape(said)),

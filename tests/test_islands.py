@@ -1,4 +1,5 @@
-"""Islands that talk seldom: equal to a reference in NumPy, and to data parallelism and one run where they should be."""
+"""Islands that talk seldom: equal to a reference in NumPy, and to data parallelism and one run
+where they should be."""
 
 import functools
 from typing import NamedTuple
@@ -257,7 +258,8 @@ def test_one_island_is_the_inner_run():
 
 
 def test_int8_carries_what_it_rounds_away():
-    """After one round with SGD(1.0) the exact weights are those of int8 less the mean of what the devices still owe."""
+    """After one round with SGD(1.0) the exact weights are those of int8 less the mean of what the
+    devices still owe."""
     exact = Case((4, 1, 2), 2, ADAMW, optax.sgd(1.0))
     present = [[True, True, False, True]] * 2
     _, plain = trained(exact, 7, 2, present)
@@ -274,7 +276,8 @@ def test_int8_carries_what_it_rounds_away():
 
 
 def test_layers_as_fragments():
-    """Slices of stacked leaves, and what is no block: together they are the model, and each has its turn."""
+    """Slices of stacked leaves, and what is no block: together they are the model, and each has its
+    turn."""
     model = {"blocks": {"w": jnp.arange(10.0).reshape(5, 2)}, "ends": jnp.arange(3.0)}
     made = islands.by_layers(2, where=lambda model: model["blocks"])
     found = made(model)

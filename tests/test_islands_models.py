@@ -1,4 +1,5 @@
-"""Decoders on islands: whatever the layout inside, it is the same run; killed, it goes on as it was."""
+"""Decoders on islands: whatever the layout inside, it is the same run; killed, it goes on as it
+was."""
 
 import functools
 import os
@@ -94,7 +95,8 @@ def test_each_layout_inside_an_island_is_the_same_run(text, stream):
 @pytest.mark.long
 @pytest.mark.parametrize("axis", [ring("island"), ErrorFeedback("island")], ids=["exact", "int8"])
 def test_a_round_sends_what_the_plan_says(axis):
-    """Between rounds nothing: all that goes between islands stands in a branch that is taken every H steps."""
+    """Between rounds nothing: all that goes between islands stands in a branch that is taken every
+    H steps."""
     layout, config = (
         Layout(data=2, zero=3),
         gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64),
@@ -116,7 +118,8 @@ def test_a_round_sends_what_the_plan_says(axis):
 
 
 def goes_on(folder, count=2, was=2, kill_at=None):
-    """Train to the end from the newest checkpoint, saved at step 4, between two rounds. Returns the state, and what was lost."""
+    """Train to the end from the newest checkpoint, saved at step 4, between two rounds. Returns the
+    state, and what was lost."""
     made, lost = prepared("stage=2,microbatches=2", count, STREAM), []
     saved = on_islands.stored(gpt2.FAMILY, Layout.parse("stage=2,microbatches=2"))
     with (
@@ -141,7 +144,8 @@ def goes_on(folder, count=2, was=2, kill_at=None):
 @pytest.mark.programs
 @pytest.mark.long
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
-    """It was saved between the exchange of a fragment and its use. And two islands go on as one, and as four."""
+    """It was saved between the exchange of a fragment and its use. And two islands go on as one,
+    and as four."""
     whole, _ = goes_on(tmp_path / "whole")
     command = [sys.executable, __file__, str(tmp_path / "killed")]
     killed = subprocess.run(

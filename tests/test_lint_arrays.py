@@ -16,7 +16,8 @@ SHAPE = (4, 6)
 
 
 def placed(spec, *, copies=(), dtype=np.float32, value=0.0):
-    """An array of 4 x 6 over data 4 x tensor 2, some of whose devices hold `value` at an index of their block."""
+    """An array of 4 x 6 over data 4 x tensor 2, some of whose devices hold `value` at an index of
+    their block."""
     sharding = NamedSharding(mesh.make(data=4, tensor=2), spec)
     whole = np.arange(24).reshape(SHAPE).astype(dtype)
     blocks = []

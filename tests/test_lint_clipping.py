@@ -1,4 +1,5 @@
-"""Gradients that each device scales by its own norm before they are summed are found; what only looks like it is not."""
+"""Gradients that each device scales by its own norm before they are summed are found; what only
+looks like it is not."""
 
 import inspect
 
@@ -20,7 +21,8 @@ PARAMS = {"layers": jnp.ones((3, WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}
 
 
 def block(x, w):
-    """A layer with a norm over the whole of what it is given, which the backward pass reduces too."""
+    """A layer with a norm over the whole of what it is given, which the backward pass reduces
+    too."""
     return jnp.tanh(x @ (w / jnp.linalg.norm(w))) / jnp.linalg.norm(x), None
 
 
@@ -216,7 +218,8 @@ def with_its_norm_to_look_at(params, x):
 
 
 def a_perturbation_of_all_rows(params, x):
-    """A parameter that is added to the data, whose norm the loss takes: forward and backward scale by it, rightly."""
+    """A parameter that is added to the data, whose norm the loss takes: forward and backward scale
+    by it, rightly."""
 
     def energy(params, x):
         y = x[0] @ jnp.eye(WIDTH) + params["bias"]
@@ -259,7 +262,8 @@ ISLANDS = {"island": 2, "data": 4}
 
 
 def test_islands_clip_by_their_own_norms():
-    """Each island takes its own steps; the mean of what they changed is no mean of clipped gradients."""
+    """Each island takes its own steps; the mean of what they changed is no mean of clipped
+    gradients."""
     world, optimizer, outer = mesh.make(**ISLANDS), optax.sgd(0.1), islands.outer_nesterov(0.7)
     train = step.make(grads.averaged(GRAD, "data"), optimizer, max_norm=0.1)
     inner = step.init(lambda: PARAMS, optimizer, rules.match("**", P()), world)

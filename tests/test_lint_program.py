@@ -1,4 +1,5 @@
-"""Each mistake in a program is found, on its line; the repaired program is silent, and so is every step of ours."""
+"""Each mistake in a program is found, on its line; the repaired program is silent, and so is every
+step of ours."""
 
 import inspect
 from typing import NamedTuple
@@ -36,7 +37,8 @@ def unchecked(f, in_specs, out_specs):
 
 
 class Pair(NamedTuple):
-    """A program with a mistake on the line that says so, and one without; both take the same blocks of rows and weights."""
+    """A program with a mistake on the line that says so, and one without; both take the same blocks
+    of rows and weights."""
 
     kind: str
     wrong: object

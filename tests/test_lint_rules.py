@@ -1,4 +1,5 @@
-"""Rule sets: all mistakes at once; each suggestion, taken as it is written, does what it says; random rule sets end valid."""
+"""Rule sets: all mistakes at once; each suggestion, taken as it is written, does what it says;
+random rule sets end valid."""
 
 import math
 import re
@@ -80,8 +81,8 @@ def test_a_large_leaf_left_whole(devices):
     (found,) = lint.rules(tree, whole, devices)
     assert (found.kind, found.where) == ("large-leaf-whole", "w")
     assert (
-        "all 16,777,216 bytes of this leaf of shape (1024, 4096); split over 'tensor', it would hold 8,388,608"
-        in found.harm
+        "all 16,777,216 bytes of this leaf of shape (1024, 4096); split over 'tensor', it would "
+        "hold 8,388,608" in found.harm
     )
     assert lint.rules(tree, rules.first(suggested(found), whole), devices) == []
     assert lint.rules(tree, whole, devices, large=2**25) == []
@@ -146,7 +147,8 @@ def test_device_bytes_are_those_of_the_devices(devices):
         assert sum(on) == lint.device_bytes(arrays, specs, devices)
 
 
-# Random rule sets: ours, and nobody else's, refusals; each with a suggestion that does. Here it is taken as a reader would.
+# Random rule sets: ours, and nobody else's, refusals; each with a suggestion that does. Here it is
+# taken as a reader would.
 
 AXES = st.sampled_from(
     ["data", "tensor", "tensor", "tensr", ("tensor", "data"), ("tensor", "tensr"), (), None, None]
@@ -170,7 +172,8 @@ RULES = st.lists(st.one_of(MATCHES, MATCHES, FSDPS), max_size=4, unique_by=repr)
 
 
 def made(drawn):
-    """The rules drawn: an fsdp is made here, since to check its types takes random numbers, which a strategy may not."""
+    """The rules drawn: an fsdp is made here, since to check its types takes random numbers, which a
+    strategy may not."""
     if not isinstance(drawn, tuple):
         return drawn
     axis, size, keep, inside = drawn

@@ -1,4 +1,5 @@
-"""Mistakes with arguments that are split are found on their lines; the right program beside each is silent."""
+"""Mistakes with arguments that are split are found on their lines; the right program beside each is
+silent."""
 
 import inspect
 from typing import NamedTuple
@@ -28,7 +29,8 @@ def shape(*dims, dtype=jnp.float32):
 
 
 class Program(NamedTuple):
-    """A function inside the map, the specs of its arguments and results, and the shapes of its arguments."""
+    """A function inside the map, the specs of its arguments and results, and the shapes of its
+    arguments."""
 
     f: object
     in_specs: tuple
@@ -59,7 +61,8 @@ def line_of_the_mistake(f) -> str:
     return f"{inspect.getsourcefile(f)}:{at}"
 
 
-# A net whose hidden units are split over "tensor": a column-parallel matrix, then a row-parallel one
+# A net whose hidden units are split over "tensor": a column-parallel matrix, then a row-parallel
+# one
 
 NET = {"up": shape(16, 32), "down": shape(32, 16)}
 ON_TENSOR = {"up": P(None, "tensor"), "down": P("tensor")}
@@ -465,7 +468,8 @@ def handed_round(x):
 
 
 def centred_by_columns(x):
-    """One number a column, from a device's own rows: by hand this may be meant, in optax it is not."""
+    """One number a column, from a device's own rows: by hand this may be meant, in optax it is
+    not."""
     return x + jnp.tanh(x - jnp.mean(x, axis=0, keepdims=True))
 
 
@@ -581,7 +585,8 @@ LAYERS_ELSEWHERE = [
 
 
 def test_rows_beside_rows():
-    """A scan over a batch, one row a trip, that begins with another batch: no output tells that these are layers."""
+    """A scan over a batch, one row a trip, that begins with another batch: no output tells that
+    these are layers."""
 
     def loss(rows, x):
         return lax.psum(jnp.mean(lax.scan(block, x, rows)[0] ** 2), "data")

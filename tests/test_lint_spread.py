@@ -1,4 +1,5 @@
-"""Layers that a device computes of its share alone are found on their lines; the right layers beside them are silent."""
+"""Layers that a device computes of its share alone are found on their lines; the right layers
+beside them are silent."""
 
 import functools
 import inspect
@@ -43,7 +44,8 @@ BATCH = (shape(4, 3, WIDTH), shape(4, 3, WIDTH))
 
 
 def findings(layer, net=NET, split=SPLIT):
-    """What of these kinds the lint finds in a train step by AdamW of a model whose output is `layer(net, x)`.
+    """What of these kinds the lint finds in a train step by AdamW of a model whose output is
+    `layer(net, x)`.
 
     Not all layers use all leaves of the net: it finds a sum of zeros too.
     """
@@ -418,12 +420,14 @@ def merged_in_a_loop(net, x):
 
 @pytest.mark.parametrize("layer", [merged, merged_in_a_loop])
 def test_terms_that_are_merged_are_no_mistake(layer):
-    """Backward, each device's weights meet its own units: right, since what joined them came after."""
+    """Backward, each device's weights meet its own units: right, since what joined them came
+    after."""
     assert findings(layer) == []
 
 
 def cell_over_tokens(cell, step_of):
-    """The findings in a net of `cell`, split by rows: a device's rows are of some of the stacked gates."""
+    """The findings in a net of `cell`, split by rows: a device's rows are of some of the stacked
+    gates."""
     make = lambda: {"cell": cell(WIDTH, 8, key=key(0)), "out": jnp.ones((8, WIDTH))}
     gather = lambda h: lax.all_gather(h, "tensor", tiled=True)
 

@@ -1,4 +1,5 @@
-"""Llama: every layout trains it as one device does, heads of keys and values shared among devices as well."""
+"""Llama: every layout trains it as one device does, heads of keys and values shared among devices
+as well."""
 
 import dataclasses
 import functools

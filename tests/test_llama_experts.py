@@ -116,7 +116,8 @@ TOLD = {
 
 @pytest.mark.sweep(30, "steps")
 def test_what_finds_no_room_is_counted_in_the_info_of_a_step():
-    """A dropped token goes on by the residual alone: the loss is that of one device that drops the same."""
+    """A dropped token goes on by the residual alone: the loss is that of one device that drops the
+    same."""
     check_info("dropping")
 
 
@@ -127,7 +128,8 @@ def test_the_info_of_a_step_tells_of_each_layer(case):
 
 
 def check_info(case):
-    """Loss, with the auxiliary losses, and statistics are those of all experts on all tokens on one device."""
+    """Loss, with the auxiliary losses, and statistics are those of all experts on all tokens on one
+    device."""
     (layout, dispatch), drops, config = TOLD[case], case == "dropping", TINY
 
     def kept(ids):
@@ -171,7 +173,8 @@ def test_an_evaluation_is_without_auxiliary_losses():
 
 @pytest.mark.long
 def test_auxiliary_losses_are_scaled_in_float16():
-    """The gradient's norm is mostly theirs: unscaled, they would be lost beside a loss times 2^15."""
+    """The gradient's norm is mostly theirs: unscaled, they would be lost beside a loss times
+    2^15."""
     config, tokens, norms = (
         dataclasses.replace(TINY, balance=30.0, z=5.0, layers=1),
         windows(TINY, 0, 0, BATCH),
@@ -196,7 +199,8 @@ def test_auxiliary_losses_are_scaled_in_float16():
         ),
         (
             {"experts": 0},
-            r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or balance=0\.",
+            r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or "
+            r"balance=0\.",
         ),
         (
             {"experts": 0, "balance": 0.0, "z": 0.0, "shared": 4},
@@ -260,7 +264,8 @@ SIXTEEN = (
 @pytest.mark.programs
 @pytest.mark.long
 def test_four_axes_on_sixteen_devices():
-    """In a process of its own, set up by its environment, since arrays of the tests are made on import."""
+    """In a process of its own, set up by its environment, since arrays of the tests are made on
+    import."""
     settings = {
         "NUM_CPU_DEVICES": "16",
         "ENABLE_X64": "1",

@@ -1,6 +1,8 @@
-"""Llama, Qwen 2, Qwen 3 and Mixtral equal those of transformers: logits, loss, every gradient, and files in both directions.
+"""Llama, Qwen 2, Qwen 3 and Mixtral equal those of transformers: logits, loss, every gradient, and
+files in both directions.
 
-Needs the extra `parity`; deselected by default. `test_llama_weights.py` keeps fixtures made the same way in every run.
+Needs the extra `parity`; deselected by default. `test_llama_weights.py` keeps fixtures made the
+same way in every run.
 """
 
 import dataclasses
@@ -104,7 +106,8 @@ def theirs(monkeypatch):
 
 
 def case(theirs, name, dtype, folder, tokens=40):
-    """A model of theirs, saved into `folder`, token windows, and what it computes: ours in layout."""
+    """A model of theirs, saved into `folder`, token windows, and what it computes: ours in
+    layout."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,5 @@
-"""Llama's weights: what transformers computed with the fixtures we compute too, whole and on a mesh; files round-trip."""
+"""Llama's weights: what transformers computed with the fixtures we compute too, whole and on a
+mesh; files round-trip."""
 
 import dataclasses
 import functools
@@ -38,8 +39,9 @@ def evaluate(model, windows):
     )
 
 
-# The weights were drawn with a deviation of 0.7, so that texts vary. At such weights rounding grows: a gradient in float32 is off
-# by 2e-5 of its norm, and by 1e-5 in others. With a deviation of 0.2 all are within 1e-5 (test_llama_parity.py).
+# The weights were drawn with a deviation of 0.7, so that texts vary. At such weights rounding
+# grows: a gradient in float32 is off by 2e-5 of its norm, and by 1e-5 in others. With a deviation
+# of 0.2 all are within 1e-5 (test_llama_parity.py).
 BOUNDS = [
     (jnp.float64, 1e-11, 1e-11),
     pytest.param(jnp.float32, 1e-5, 5e-5, marks=pytest.mark.long),

@@ -44,7 +44,8 @@ from parallax.__main__ import HARDWARE, layout_of, main, model, parser
         ),
         ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
         (
-            f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e --failures-per-device-year 0.2",
+            f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e "
+            "--failures-per-device-year 0.2",
             ("data=256", "collective-permute", "bound by", "a failure every 7.1", "loses least"),
         ),
     ],
@@ -74,8 +75,8 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model xl --layout data=8 --devices 16",
-            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout data=16 (or "
-            "--layout data=8 --devices 8).",
+            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout "
+            "data=16 (or --layout data=8 --devices 8).",
         ),
         (
             "plan --model xl --layout tensor=5",
@@ -83,7 +84,8 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
-            "got 'blocks'. Take --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch 18.",
+            "got 'blocks'. Take --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch "
+            "18.",
         ),
         (
             "plan --layout data=2 --batch 0",
@@ -118,8 +120,8 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
         (
             "plan --model xl --devices 8 --hardware abacus",
-            "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, or a "
-            "slice of TPUs such as v5e:2x4; got 'abacus'.",
+            "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, "
+            "or a slice of TPUs such as v5e:2x4; got 'abacus'.",
         ),
         (
             "bisect --layout data=2 --record nowhere.npz",
@@ -188,7 +190,8 @@ def test_what_is_proposed_for_a_wrong_layout_works(part):
 
 
 def proposals(message):
-    """What a refusal says to take: the first, up to its reason, and what else there is, in brackets."""
+    """What a refusal says to take: the first, up to its reason, and what else there is, in
+    brackets."""
     first, *others = re.split(r" \(or ", message.rpartition(" Take ")[2].removesuffix("."))
     return [
         first.split(", the nearest")[0].split(", which ")[0],
@@ -214,7 +217,8 @@ def refused(words):
     ],
 )
 def test_the_page_on_planning_shows_what_it_prints(command, capsys):
-    """Under the page's JAX; another keeps other arrays for the backward pass (of a GELU five, not six), so the words alone."""
+    """Under the page's JAX; another keeps other arrays for the backward pass (of a GELU five, not
+    six), so the words alone."""
     shown = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.rstrip()
@@ -232,7 +236,10 @@ def test_help_shows_defaults_and_imports_no_jax(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "sequences in the global batch (default: 512)" in printed
     assert "None" not in printed
-    program = "import sys; from parallax.__main__ import parser; parser(); assert 'jax' not in sys.modules"
+    program = (
+        "import sys; from parallax.__main__ import parser; parser(); assert 'jax' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -1,4 +1,5 @@
-"""A product cut into hops equals the collective and the product in turn, in value and gradients, and gathers nothing."""
+"""A product cut into hops equals the collective and the product in turn, in value and gradients,
+and gathers nothing."""
 
 import functools
 import re
@@ -73,7 +74,8 @@ def shapes(layout):
 
 
 def network(pair, axis_name, axis):
-    """A layer of several heads between a gather and a scatter of the tokens; its input goes round it, so is used twice."""
+    """A layer of several heads between a gather and a scatter of the tokens; its input goes round
+    it, so is used twice."""
     enter, leave = pair
 
     def f(x, up, down):
@@ -85,7 +87,8 @@ def network(pair, axis_name, axis):
 
 @functools.cache
 def layer(layout, pair, axis):
-    """The layer's value, and the gradients of its input and of both weights, which are the same on all of `data`."""
+    """The layer's value, and the gradients of its input and of both weights, which are the same on
+    all of `data`."""
 
     def f(axis_name):
         def loss(x, up, down):
@@ -101,7 +104,8 @@ def layer(layout, pair, axis):
     return over(layout, f, SPECS, (SPECS[0], SPECS))
 
 
-# Sums of a few hundred terms near 1, each rounded to 1e-16 some tens of times; where they cancel, the terms are the measure.
+# Sums of a few hundred terms near 1, each rounded to 1e-16 some tens of times; where they cancel,
+# the terms are the measure.
 close = functools.partial(np.testing.assert_allclose, rtol=reference.EXACT, atol=reference.EXACT)
 UNIT = st.floats(-2, 2, width=32)
 
@@ -142,7 +146,8 @@ def product(layout, dtype):
 @settings(max_examples=8)
 @given(data=st.data())
 def test_rounding(n, data):
-    """A product of k terms is off by at most k eps sum |x||w|; the scatter adds n such parts, of k terms in all, n - 1 times."""
+    """A product of k terms is off by at most k eps sum |x||w|; the scatter adds n such parts, of k
+    terms in all, n - 1 times."""
     dtype = ("float32", "bfloat16")[n % 2]
     draw = lambda *shape: np.asarray(
         jnp.asarray(data.draw(hnp.arrays(np.float32, shape, elements=UNIT))).astype(dtype)
@@ -296,7 +301,8 @@ def test_the_compiled_program_gathers_nothing(n):
         over(str(n), functools.partial(f, pair), specs, specs).lower(x, up, down)
         for pair in (OURS, PLAIN)
     )
-    # forward a gather and a scatter; backward a round of the cotangent, a round of the operand, and a scatter
+    # forward a gather and a scatter; backward a round of the cotangent, a round of the operand, and
+    # a scatter
     assert ours.as_text().count("stablehlo.collective_permute") == 5 * (n - 1)
     ours, plain = ours.compile(), plain.compile()
     ops = hlo.parse(ours.as_text())
@@ -325,15 +331,13 @@ def test_both_directions_carry_half(n):
 
 
 ERRORS = {
-    "all_gather_matmul: axis=1 is the last dim of shape (6, 5), the one of the product. Take one of the dims [0] before it.": (
-        lambda x, w: all_gather_matmul(x, w, "x", axis=-1)
-    ),
+    "all_gather_matmul: axis=1 is the last dim of shape (6, 5), the one of the product. Take "
+    "one of the dims [0] before it.": (lambda x, w: all_gather_matmul(x, w, "x", axis=-1)),
     "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x, w: all_gather_matmul(
         x, w, "x", axis=2
     ),
-    "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), the one of the product. Take one": (
-        lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
-    ),
+    "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), the one of "
+    "the product. Take one": (lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)),
     "matmul_reduce_scatter: dim 0 (scatter_dimension) of shape (6, 5) must divide by 4": (
         lambda x, w: matmul_reduce_scatter(x, w, "x")
     ),

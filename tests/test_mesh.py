@@ -73,13 +73,13 @@ WRONG_SIZES = {  # the sizes, and what make says
     (
         ("data", 3),
         ("tensor", 2),
-    ): "The mesh sizes data=3 x tensor=2 multiply to 6, and there are 8 devices. Either set data=4, "
-    f"or pass devices=jax.devices()[:6], or {MAKE_CPU.format(6)}.",
+    ): "The mesh sizes data=3 x tensor=2 multiply to 6, and there are 8 devices. Either set "
+    f"data=4, or pass devices=jax.devices()[:6], or {MAKE_CPU.format(6)}.",
     (
         ("data", 4),
         ("tensor", 4),
-    ): "The mesh sizes data=4 x tensor=4 multiply to 16, and there are 8 devices. Either set data=2 "
-    f"or tensor=2, or {MAKE_CPU.format(16)}.",
+    ): "The mesh sizes data=4 x tensor=4 multiply to 16, and there are 8 devices. Either set "
+    f"data=2 or tensor=2, or {MAKE_CPU.format(16)}.",
     (
         ("data", 3),
         ("tensor", 5),
@@ -135,7 +135,8 @@ def test_spmd_hands_out_blocks(world):
 
 
 def test_spmd_takes_equinox_modules(world):
-    """An MLP holds functions as leaves; a tree prefix of specs covers them too, and they come back."""
+    """An MLP holds functions as leaves; a tree prefix of specs covers them too, and they come
+    back."""
     model = eqx.nn.MLP(4, 4, 8, 2, jax.nn.gelu, key=jax.random.key(0))
     x = np.linspace(-1, 1, 32).reshape(8, 4)
 
@@ -200,7 +201,8 @@ def test_place(world):
 REFUSED = {  # what is wrong: (the weight's spec, what is said of it after its path)
     "unknown axis": (
         P("model"),
-        "{spec} names the mesh axis 'model', and the mesh has {'data': 4, 'tensor': 2}. Use one of those.",
+        "{spec} names the mesh axis 'model', and the mesh has {'data': 4, 'tensor': 2}. Use one "
+        "of those.",
     ),
     "axis twice": (
         P("tensor", "tensor"),
@@ -212,12 +214,13 @@ REFUSED = {  # what is wrong: (the weight's spec, what is said of it after its p
     ),
     "too long": (
         P(None, None, "data"),
-        "{spec} has 3 entries, and the array has 2 dims (shape (6, 8)). Drop entries: at most one for each dim.",
+        "{spec} has 3 entries, and the array has 2 dims (shape (6, 8)). Drop entries: at most "
+        "one for each dim.",
     ),
     "does not divide": (
         P("data"),
-        "{spec}: dim 0 of shape (6, 8) must divide by 4, the size of mesh axis 'data'. Choose another dim, or "
-        "replicate this leaf with P().",
+        "{spec}: dim 0 of shape (6, 8) must divide by 4, the size of mesh axis 'data'. Choose "
+        "another dim, or replicate this leaf with P().",
     ),
     "several axes do not divide": (
         P(("tensor", "data")),
@@ -251,7 +254,10 @@ def test_the_cures_of_refusals_work(world):
     "specs", [(P(),), (P(), {"b": P()}), (P(), {"a": P(), "b": P()}), (P(), P(), P())], ids=str
 )
 def test_specs_of_another_structure(world, specs):
-    said = "^The specs must have the structure of the arguments, or of a prefix of it: one PartitionSpec an argument, or a tree "
+    said = (
+        "^The specs must have the structure of the arguments, or of a prefix of it: one "
+        "PartitionSpec an argument, or a tree "
+    )
     f = mesh.spmd(lambda x, tree: x, mesh=world, in_specs=specs, out_specs=P())
     with pytest.raises(ValueError, match=f"{said}as rules.specs makes. "):
         f(np.ones(3), {"a": np.ones(2)})
@@ -263,7 +269,8 @@ def test_place_refuses_another_structure(world):
 
 
 def test_jax_refuses_copies_that_may_differ(world):
-    """What varies along an axis may not leave as if it were the same there: the check is always on."""
+    """What varies along an axis may not leave as if it were the same there: the check is always
+    on."""
     f = mesh.spmd(lambda x: x * 2, mesh=world, in_specs=(P("data"),), out_specs=P())
     with pytest.raises(ValueError, match=r"out_specs.*(replicat|vary|varies)"):
         jax.jit(f)(np.ones(8))

@@ -1,4 +1,5 @@
-"""Models in files: what came in goes out, what is damaged or unknown is refused in a sentence, and no folder is ever a mix."""
+"""Models in files: what came in goes out, what is damaged or unknown is refused in a sentence, and
+no folder is ever a mix."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""What a model's files may not be: fields that this code does not compute, and damage, are refused in a sentence, at once."""
+"""What a model's files may not be: fields that this code does not compute, and damage, are refused
+in a sentence, at once."""
 
 import json
 import resource
@@ -49,7 +50,8 @@ REFUSED = [
     ({"resid_pdrop": None}, r"needs a number for resid_pdrop"),
     (
         {"n_head": 10**9},
-        r"width=12 must divide by heads=1000000000. Take heads=12. In the file, heads is n_head, width is n_embd",
+        r"width=12 must divide by heads=1000000000. Take heads=12. In the file, heads is n_head, "
+        r"width is n_embd",
     ),
     (
         {"n_layer": 10**9},
@@ -57,7 +59,8 @@ REFUSED = [
     ),
     (
         {"n_layer": 10**18},
-        r"needs layers of 2147483647 or less; got 1000000000000000000. In the file, layers is n_layer",
+        r"needs layers of 2147483647 or less; got 1000000000000000000. In the file, layers is "
+        r"n_layer",
     ),
     (
         {"n_embd": 10**9, "n_head": 1},
@@ -202,7 +205,8 @@ def test_adapters_and_heads_in_place_of_embeddings_are_called_so(folder):
 
 
 def told_or_equal(place, case):
-    """Whether `place` is refused in a sentence, within 2 s and 1 GB, or gives what its files say."""
+    """Whether `place` is refused in a sentence, within 2 s and 1 GB, or gives what its files
+    say."""
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         model = gpt2.load(place, dtype=jnp.float64, vocabulary_multiple=1)

@@ -1,4 +1,5 @@
-"""Live arrays move from any layout to any other, of other axes and devices, with their bits; the bytes are what was missing."""
+"""Live arrays move from any layout to any other, of other axes and devices, with their bits; the
+bytes are what was missing."""
 
 import functools
 
@@ -80,7 +81,8 @@ def test_what_does_not_live_here_is_refused():
 
 @pytest.mark.long
 def test_from_training_in_a_pipeline_to_writing():
-    """The trained model, from stages of three devices' axes to heads over two, writes what it would on one device."""
+    """The trained model, from stages of three devices' axes to heads over two, writes what it would
+    on one device."""
     config = llama.Config(
         layers=4,
         heads=4,

@@ -1,4 +1,5 @@
-"""The command of mutants tells what is caught from what is not (`static/mutants_apply.py`: each still applies)."""
+"""The command of mutants tells what is caught from what is not (`static/mutants_apply.py`: each
+still applies)."""
 
 import shutil
 from collections import Counter
@@ -92,7 +93,8 @@ def test_a_draw_is_the_same_again_and_after_a_move(tmp_path):
 
 
 def test_a_run_takes_those_of_what_changed_and_a_part_of_the_others():
-    """Thirty seeds in a row take every fault; those of changed files come first, and never more than `CHANGED`."""
+    """Thirty seeds in a row take every fault; those of changed files come first, and never more
+    than `CHANGED`."""
     taken = Counter()
     for seed in range(30):
         chosen = mutants.chosen(BY_HAND, parts=30, seed=seed, changed=set())

@@ -1,4 +1,5 @@
-"""A collective's time on a simulated network is that of its messages, one by one, and of the formulas where these hold."""
+"""A collective's time on a simulated network is that of its messages, one by one, and of the
+formulas where these hold."""
 
 import heapq
 import itertools
@@ -29,7 +30,8 @@ def flat(n):
 
 
 def test_formulas_where_they_hold():
-    """On one switch a ring and halving take what `cost` says of them; so does a ring on a torus of one dim."""
+    """On one switch a ring and halving take what `cost` says of them; so does a ring on a torus of
+    one dim."""
     for algorithm, n in itertools.product((ring, halving), (4, 8, 64)):
         alone = cost.seconds(cost.of(algorithm.all_reduce, SIZE, n), FAST._replace(gamma=0.0))
         assert networks.seconds(algorithm.table(n), SIZE, flat(n), Group(n)) == pytest.approx(alone)
@@ -48,7 +50,8 @@ def test_the_last_machine_may_have_fewer_devices(n):
 
 
 def test_links_that_messages_share():
-    """Far messages meet on a bare ring; both ways at once halve the time; a spine that is shared by two doubles it."""
+    """Far messages meet on a bare ring; both ways at once halve the time; a spine that is shared by
+    two doubles it."""
     bare = Torus((16,), Link(0.0, 1e-9))
     step = lambda k: networks.destinations((16,), (k,), 16, Group(16))
     assert bare.round([(step(4), 1000)]) == pytest.approx(4e-6)
@@ -72,7 +75,8 @@ def test_a_torus_by_its_own_table():
 
 
 def events(routes, nbytes, network, group):
-    """The same, a message at a time: each waits for its device's last round, then for the ports and links that it takes."""
+    """The same, a message at a time: each waits for its device's last round, then for the ports and
+    links that it takes."""
     ports, done = {}, np.zeros(network.devices)
     for back in (False, True):
         for each in messages(
@@ -120,7 +124,8 @@ def test_message_by_message(algorithm, shared):
     for group in (Group(32), Group(32, stride=2)):
         fold = networks.seconds(routes, SIZE, network, group)
         one_by_one = events(routes, SIZE, network, group)
-        # Where links are shared unevenly, devices that wait for none go on before the round is over: up to 30 % sooner.
+        # Where links are shared unevenly, devices that wait for none go on before the round is
+        # over: up to 30 % sooner.
         assert (
             one_by_one == pytest.approx(fold)
             if shared == 1.0
@@ -146,7 +151,8 @@ def test_halving_between_machines_is_psum(n):
 
 
 def test_the_search_of_movers():
-    """On few devices of a machine anything will do; on 2,048 machines a ring's rounds are most of the time."""
+    """On few devices of a machine anything will do; on 2,048 machines a ring's rounds are most of
+    the time."""
     wide = planned(
         gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048
     )

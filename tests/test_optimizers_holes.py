@@ -1,4 +1,5 @@
-"""Optimizers that only seem to act element by element are refused; those right on shards are not."""
+"""Optimizers that only seem to act element by element are refused; those right on shards are
+not."""
 
 import functools
 import re

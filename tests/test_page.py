@@ -1,4 +1,5 @@
-"""A page of texts and pictures loads nothing from elsewhere, shows all of them, and a browser draws it."""
+"""A page of texts and pictures loads nothing from elsewhere, shows all of them, and a browser draws
+it."""
 
 import base64
 import re
@@ -81,7 +82,8 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
 @pytest.mark.parametrize("width", [412, 1100])
 @pytest.mark.parametrize(("scheme", "paper"), [(1, 1.0), (0, 0.07)], ids=["light", "dark"])
 def test_a_browser_draws_it(written, width, scheme, paper):
-    """Where there is one: the colours of the mesh are on the picture that it makes, and the page is light or dark."""
+    """Where there is one: the colours of the mesh are on the picture that it makes, and the page is
+    light or dark."""
     path, *_ = written
     seen = path.with_suffix(".png")
     command = [
@@ -110,7 +112,8 @@ def test_a_browser_draws_it(written, width, scheme, paper):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(("width", "wider"), [(412, True), (1100, False)], ids=["phone", "desk"])
 def test_a_wide_picture_keeps_its_letters_on_a_phone(tmp_path, width, wider):
-    """It is wider than the window, and scrolls; on a wide window it fits. The last of its devices are then not seen."""
+    """It is wider than the window, and scrolls; on a wide window it fits. The last of its devices
+    are then not seen."""
     draw.mesh(mesh.make(data=1, tensor=8), tmp_path / "mesh.svg")
     draw.page(tmp_path / "page.html", "", {"Mesh": [tmp_path / "mesh.svg"]})
     measure = "<script>document.title = document.querySelector('img').width</script>"

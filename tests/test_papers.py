@@ -29,7 +29,8 @@ def papers():
 
 
 def test_rows(papers):
-    """At least 24; parameters and devices are those that the tables name; two days of GPT-3 are what table 2 says."""
+    """At least 24; parameters and devices are those that the tables name; two days of GPT-3 are
+    what table 2 says."""
     rows = papers.rows()
     assert len(rows) >= 24
     for row in rows:
@@ -57,7 +58,8 @@ def test_rows(papers):
 
 
 def test_the_largest_is_planned(papers):
-    """530 B: 105 layers in 35 stages of 3 chunks, the vocabulary padded to what 280 devices divide."""
+    """530 B: 105 layers in 35 stages of 3 chunks, the vocabulary padded to what 280 devices
+    divide."""
     row = next(row for row in papers.rows() if "table 5: 530 B, selective" in row.source)
     found = papers.planned(row)
     assert (found.layout.stage, found.layout.chunks, row.config.layers) == (35, 3, 105)
@@ -67,7 +69,8 @@ def test_the_largest_is_planned(papers):
 
 
 def test_what_is_unlike_a_gpt2_is_counted(papers):
-    """Of a row that is planned as a GPT-2 of our recipe, each difference changes the part that it is about, and no other."""
+    """Of a row that is planned as a GPT-2 of our recipe, each difference changes the part that it
+    is about, and no other."""
     row = next(row for row in papers.rows() if "table 5: 530 B, selective" in row.source)
     layout = papers.planned(row).layout
     planned = papers.plan.plan(row.config, layout, row.chip, batch=row.batch)
@@ -107,7 +110,8 @@ def test_the_fit_finds_what_is_there(papers):
 
 @pytest.mark.programs
 def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys, tmp_path):
-    """docs/planning.md has a line for each row, with the published time and our ratio; and the score."""
+    """docs/planning.md has a line for each row, with the published time and our ratio; and the
+    score."""
     scores = []
 
     def scored(*arguments, scored=papers.scored):
@@ -133,7 +137,8 @@ def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys,
         assert told.split(": ")[-1] in page
         assert "not known" not in told
     told = re.search(
-        r"the score: in the\s+median (\S+) of the published time, and (\S+) to (\S+) of it at the ends",
+        r"the score: in the\s+median (\S+) of the published time, and (\S+) to (\S+) of it at "
+        r"the ends",
         page,
     )
     assert told

@@ -1,6 +1,8 @@
-"""GPT-2 equals transformers' GPT2LMHeadModel: logits, loss, every gradient, and files in both directions.
+"""GPT-2 equals transformers' GPT2LMHeadModel: logits, loss, every gradient, and files in both
+directions.
 
-Needs the extra `parity`; deselected by default. `test_gpt2_weights.py` keeps a fixture made the same way in every run.
+Needs the extra `parity`; deselected by default. `test_gpt2_weights.py` keeps a fixture made the
+same way in every run.
 """
 
 import dataclasses
@@ -52,7 +54,8 @@ def theirs(monkeypatch):
 
 
 def case(theirs, sizes, dtype, folder, seed=0):
-    """A model of theirs, saved into `folder`, token windows that fill its context, and what it computes: ours in layout."""
+    """A model of theirs, saved into `folder`, token windows that fill its context, and what it
+    computes: ours in layout."""
     import torch
     from safetensors.torch import save_file
 

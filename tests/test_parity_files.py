@@ -1,4 +1,5 @@
-"""Files of GPT-2 and transformers: what it obeys we obey or refuse by name, and what came in goes out, as `generate` shows.
+"""Files of GPT-2 and transformers: what it obeys we obey or refuse by name, and what came in goes
+out, as `generate` shows.
 
 Needs the extra `parity`; deselected by default.
 """
@@ -60,7 +61,8 @@ def saved(theirs, tmp_path_factory):
 
 
 def from_them(folder):
-    """The model that transformers makes of `folder`, in float64, or None where it refuses, or draws weights of its own."""
+    """The model that transformers makes of `folder`, in float64, or None where it refuses, or draws
+    weights of its own."""
     import torch
     import transformers
 
@@ -205,7 +207,8 @@ def test_three_hundred_damaged_folders_are_refused_or_equal_theirs(part, theirs,
 
 
 def drawn_tokens(draw):
-    """Token ids of a configuration and of a `generation_config.json`, which may say other things, or nothing."""
+    """Token ids of a configuration and of a `generation_config.json`, which may say other things,
+    or nothing."""
     end = lambda: [None, int(draw.integers(11)), [int(each) for each in draw.integers(11, size=2)]][
         draw.integers(3)
     ]

@@ -1,4 +1,5 @@
-"""A pipeline computes what one device does, whatever the table, in constant memory and without a conditional."""
+"""A pipeline computes what one device does, whatever the table, in constant memory and without a
+conditional."""
 
 import collections
 import dataclasses
@@ -55,7 +56,8 @@ no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a progr
 
 
 class Model(eqx.Module):
-    """What the small models of these tests have in common: the ends, and blocks of [v, L / v, ...]."""
+    """What the small models of these tests have in common: the ends, and blocks of [v, L / v,
+    ...]."""
 
     w_in: Array
     blocks: Any
@@ -63,7 +65,8 @@ class Model(eqx.Module):
 
 
 class Kind(NamedTuple):
-    """A sort of small model: one layer's weights, what it does with them, how they are split, and what the head begins with."""
+    """A sort of small model: one layer's weights, what it does with them, how they are split, and
+    what the head begins with."""
 
     weights: Callable
     layer: Callable
@@ -83,7 +86,8 @@ def pair_weights(key):
 
 
 def perceptron(x, w, part, **parallel):
-    """An Equinox network with an activation function among its leaves, and an integer that gets no gradient."""
+    """An Equinox network with an activation function among its leaves, and an integer that gets no
+    gradient."""
     return x + jax.vmap(w["net"])(x) * jnp.cos(w["number"].astype(x.dtype))
 
 
@@ -95,7 +99,8 @@ def perceptron_weights(key):
 
 
 def picky(x, part):
-    """`x / |x|`: not a number at zero, which the first ticks compute on, nor for an x and a batch of different microbatches."""
+    """`x / |x|`: not a number at zero, which the first ticks compute on, nor for an x and a batch
+    of different microbatches."""
     matches = jnp.sqrt(1 - (100 * (x[:, 0] - part["tag"])) ** 2)
     return (
         (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) * matches[:, None])
@@ -165,7 +170,8 @@ def on(data, stages, tensor):
 
 
 def pipelined(kind, table, data=1, tensor=1, *, remat=False, algorithm=xla):
-    """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x stage x tensor."""
+    """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x
+    stage x tensor."""
     grad = pipeline.value_and_grad(
         *functions(kind, algorithm("tensor")), table, algorithm("stage"), save=KEEP[remat]
     )
@@ -192,7 +198,8 @@ def check(kind, table, beside=(1, 1), layers=1, seed=0, remat=False, algorithm=x
 
 @st.composite
 def by_hand(draw, stages, microbatches, chunks):
-    """Any table that can run: microbatches in any order, late or early, backwards in another order, weights in any."""
+    """Any table that can run: microbatches in any order, late or early, backwards in another order,
+    weights in any."""
     walk = [(k % stages, k // stages) for k in range(stages * chunks)]
 
     def lane(walk, earliest):
@@ -288,7 +295,8 @@ def test_any_pipeline_computes_what_one_device_does(kind, case, layers, seed, re
     ],
 )
 def test_garbage_never_leaks(table, remat):
-    """Idle ticks compute 0 / 0 and its gradient, in the stage and in the head; none of it is in any sum."""
+    """Idle ticks compute 0 / 0 and its gradient, in the stage and in the head; none of it is in any
+    sum."""
     check(fragile, table, remat=remat)
 
 
@@ -315,7 +323,8 @@ def test_a_table_written_by_hand(tmp_path):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 2), (3, 7)])
 def test_the_naive_pipeline_computes_the_same(stages, microbatches):
-    """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the clever one must equal."""
+    """`jax.grad` through a scan over the forward ticks: the lesson's first page, and what the
+    clever one must equal."""
     params, batch = model(perceptrons, 1, stages), batch_of(2 * microbatches)
     loss, gradients = naive(perceptrons, stages, microbatches)(params, batch)
     clever = pipelined(perceptrons, one_f_one_b_lockstep(stages, microbatches))(params, batch)
@@ -413,7 +422,8 @@ def train_gpt2(layout, table, seed, remat, algorithm):
     ],
 )
 def test_gpt2_trains_as_on_one_device(layout, table, remat, algorithm):
-    """Weights at birth bit for bit; the loss, every gradient, and five steps of AdamW, with dropout."""
+    """Weights at birth bit for bit; the loss, every gradient, and five steps of AdamW, with
+    dropout."""
     train_gpt2(layout, table, 0, remat, algorithm)
 
 
@@ -540,7 +550,8 @@ def test_the_program_does_not_grow_with_the_layers():
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["psum", "ring"])
 def test_gpt2s_collectives_are_those_of_theory(algorithm):
-    """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction of each gradient."""
+    """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction
+    of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
     with jax.numpy_dtype_promotion("standard"):
@@ -578,7 +589,8 @@ def test_gpt2s_collectives_are_those_of_theory(algorithm):
         ],  # squared norms of what is split over the stages, and over both
         (everywhere, 1),  # whether what the step made is finite
     ]
-    # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of the logits stay `lax.pmax`.
+    # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of
+    # the logits stay `lax.pmax`.
     expected = collections.Counter(
         {("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M}
     )
@@ -616,19 +628,21 @@ def test_sums_are_wider_than_bfloat16():
         (
             one_f_one_b_lockstep(2, 4),
             *(lambda params: params, 16, None),
-            "pipeline: the schedule has 2 stages, and the mesh axis 'stage' has 4 devices. Make the schedule for stages=4.",
+            "pipeline: the schedule has 2 stages, and the mesh axis 'stage' has 4 devices. Make "
+            "the schedule for stages=4.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 18, None),
-            "The batch's leaf ['gate'] has 18 rows on each device, which must divide by microbatches=4. "
-            "Use a batch that is a multiple of it, or fewer microbatches.",
+            "The batch's leaf ['gate'] has 18 rows on each device, which must divide by "
+            "microbatches=4. Use a batch that is a multiple of it, or fewer microbatches.",
         ),
         (
             one_f_one_b_lockstep(4, 4, chunks=2),
             *(lambda params: params, 16, None),
-            "pipeline: the blocks' array ['down'] has shape (1, 2, 8, 8) on a stage, and its first dim must be the schedule's "
-            "chunks, 2. Reshape L layers to [2, L / 2, ...] and split dim 1 over 'stage'.",
+            "pipeline: the blocks' array ['down'] has shape (1, 2, 8, 8) on a stage, and its "
+            "first dim must be the schedule's chunks, 2. Reshape L layers to [2, L / 2, ...] and "
+            "split dim 1 over 'stage'.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
@@ -639,20 +653,23 @@ def test_sums_are_wider_than_bfloat16():
                 16,
                 None,
             ),
-            "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first dim must be the schedule's "
-            "chunks, 1. Reshape L layers to [1, L / 1, ...] and split dim 1 over 'stage'.",
+            "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first "
+            "dim must be the schedule's chunks, 1. Reshape L layers to [1, L / 1, ...] and split "
+            "dim 1 over 'stage'.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x[:, :4]),
-            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
-            "returned float64[4, 4]. Move what changes the shape into embed or head.",
+            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the "
+            "next stage's input; it returned float64[4, 4]. Move what changes the shape into "
+            "embed or head.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x.astype(jnp.float32)),
-            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the next stage's input; it "
-            "returned float32[4, 8]. Move what changes the shape into embed or head.",
+            "pipeline: a stage must return what it takes, float64[4, 8], since its output is the "
+            "next stage's input; it returned float32[4, 8]. Move what changes the shape into "
+            "embed or head.",
         ),
     ],
 )
@@ -673,7 +690,8 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
 def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
-    """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8 divide."""
+    """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8
+    divide."""
     table = one_f_one_b_lockstep(4, 4)
     on_stages = lambda specs: mesh.spmd(
         arrow(*functions(pairs), table, "stage"),
@@ -684,9 +702,10 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     for specs, at in ((P(), "['down']"), ({"up": P(), "down": P(None, "stage")}, "['up']")):
         layers = 6 if specs == P() else 8
         message = (
-            f"pipeline: the blocks' array {at}, of shape (1, {layers}, 8, 8) on a stage, is the same along 'stage', so each of "
-            "the 4 stages would run all layers. Split its layers dim, as [1, L / 1, ...] under P(None, 'stage'); L must divide "
-            "by 4, the chunks of all stages."
+            f"pipeline: the blocks' array {at}, of shape (1, {layers}, 8, 8) on a stage, is the "
+            "same along 'stage', so each of the 4 stages would run all layers. Split its layers "
+            "dim, as [1, L / 1, ...] under P(None, 'stage'); L must divide by 4, the chunks of "
+            "all stages."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             jax.eval_shape(on_stages(specs), model(pairs, 1, layers), batch_of(16))
@@ -704,7 +723,8 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_stages_may_be_two_axes(algorithm):
-    """Four stages over (a, b), in row-major order; the ends split over one of them are summed over the other."""
+    """Four stages over (a, b), in row-major order; the ends split over one of them are summed over
+    the other."""
     table, axis = one_f_one_b_lockstep(4, 4), algorithm(("a", "b"))
     embed, stage, head = functions(pairs)
     params, batch = model(pairs, 1, 8), batch_of(16)
@@ -738,7 +758,8 @@ def test_stages_may_be_two_axes(algorithm):
 )
 @pytest.mark.parametrize("keep", KEEP.values(), ids=["residuals", "inputs"])
 def test_each_function_is_traced_once(arrow, make, keep):
-    """Python runs embed, stage and head once for each program, in whatever number of jobs and loops they stand."""
+    """Python runs embed, stage and head once for each program, in whatever number of jobs and loops
+    they stand."""
     calls = collections.Counter()
 
     def counted(name, f):

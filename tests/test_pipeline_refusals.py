@@ -1,4 +1,5 @@
-"""What a pipeline's functions may not do is refused in a sentence that names the leaf and the cure; the lint tells of it too."""
+"""What a pipeline's functions may not do is refused in a sentence that names the leaf and the cure;
+the lint tells of it too."""
 
 import re
 
@@ -79,13 +80,14 @@ def closing(of):
 
 penalty = lambda params: jnp.sum(params["blocks"]["w"] ** 2)
 CURE = (
-    "Read it from stage's first argument, which has all parameters; what is not to be differentiated, with jax.lax.stop_gradient "
-    "there."
+    "Read it from stage's first argument, which has all parameters; what is not to be "
+    "differentiated, with jax.lax.stop_gradient there."
 )
 ELSEWHERE = (
-    "which is split over 'stage': each device has the blocks of its own stage there, and their gradient would be missing. What "
-    "depends on them goes into the stage, which may add a term to the loss: return pipeline.Output(x, loss=...). A weight that "
-    "all stages and the ends use does not belong to the blocks."
+    "which is split over 'stage': each device has the blocks of its own stage there, and their "
+    "gradient would be missing. What depends on them goes into the stage, which may add a term to "
+    "the loss: return pipeline.Output(x, loss=...). A weight that all stages and the ends use "
+    "does not belong to the blocks."
 )
 MISUSES = {
     "head": (
@@ -101,8 +103,8 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses the parameter scale by closure, so that part of the gradient would be missing. "
-            + CURE,
+            "stage uses the parameter scale by closure, so that part of the gradient would be "
+            "missing. " + CURE,
         ),
     ),
     "whole on every stage": (
@@ -117,9 +119,9 @@ MISUSES = {
         (
             "blocks-on-every-stage",
             "w",
-            "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along 'stage', so each of the 2 stages would "
-            "run all layers. Split its layers dim, as [1, L / 1, ...] under P(None, 'stage'); L must divide by 2, the chunks of "
-            "all stages.",
+            "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along "
+            "'stage', so each of the 2 stages would run all layers. Split its layers dim, as [1, "
+            "L / 1, ...] under P(None, 'stage'); L must divide by 2, the chunks of all stages.",
         ),
     ),
     "closure, computed": (
@@ -127,8 +129,8 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses a value made of the parameter scale by closure, so that part of the gradient would be missing. "
-            + CURE,
+            "stage uses a value made of the parameter scale by closure, so that part of the "
+            "gradient would be missing. " + CURE,
         ),
     ),
 }
@@ -147,7 +149,8 @@ def test_a_gradient_that_would_be_missing(name):
 
 
 def test_a_parameter_from_before_a_cast_is_the_same_parameter():
-    """The mean over replicas declares the parameters varying first; a stage may not close over what they were before."""
+    """The mean over replicas declares the parameters varying first; a stage may not close over what
+    they were before."""
 
     def grad(params, batch):
         own = lambda params_, x, part, position: (
@@ -244,23 +247,28 @@ def output(**fields):
     )
 
 
-NOT_A_SCALAR = "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or its sum."
+NOT_A_SCALAR = (
+    "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or "
+    "its sum."
+)
 NO_NUMBER = (
     "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
 )
 REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
-        "pipeline: a stage must return the tree that it takes, float64[2, 4], since its output is the next stage's input; it "
-        "returned y: float64[2, 4]. Values beside x go into pipeline.Output(x, loss=..., aux=...).",
+        "pipeline: a stage must return the tree that it takes, float64[2, 4], since its output "
+        "is the next stage's input; it returned y: float64[2, 4]. Values beside x go into "
+        "pipeline.Output(x, loss=..., aux=...).",
     ),
     "another leaf": (
         {
             "embed": lambda params, part: {"x": embed(params, part), "skip": part},
             "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
         },
-        "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is the next stage's input; it "
-        "returned skip: float64[2, 2]. Move what changes the shape into embed or head.",
+        "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is "
+        "the next stage's input; it returned skip: float64[2, 2]. Move what changes the shape "
+        "into embed or head.",
     ),
     "auxiliary value": (
         {
@@ -289,14 +297,16 @@ REFUSALS = {
     ),
     "integers": (
         {"embed": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
-        "pipeline: embed returned ids: int32[2, 3], and at least one array of floating-point numbers must go through the stages: "
-        "the others travel without a cotangent, so nothing before them would be trained. Let embed return what it looks up, such "
-        "as embeddings; the batch itself reaches every stage, as `microbatch`.",
+        "pipeline: embed returned ids: int32[2, 3], and at least one array of floating-point "
+        "numbers must go through the stages: the others travel without a cotangent, so nothing "
+        "before them would be trained. Let embed return what it looks up, such as embeddings; "
+        "the batch itself reaches every stage, as `microbatch`.",
     ),
     "keys": (
         {"embed": lambda params, part: {"key": jax.random.key(0), "x": part}},
-        "pipeline: embed returned key: key<fry>[], and random keys do not travel between stages. Put them into the batch, one "
-        "for each row: every stage has its microbatch, as `microbatch`.",
+        "pipeline: embed returned key: key<fry>[], and random keys do not travel between stages. "
+        "Put them into the batch, one for each row: every stage has its microbatch, as "
+        "`microbatch`.",
     ),
 }
 
@@ -315,14 +325,15 @@ def test_what_does_not_fit_is_refused(name):
         (
             lambda params: params,
             0,
-            "pipeline: the batch's leaf itself has shape (0, 4) on each device: it is empty, and has no mean. Take at least one "
-            "row for each microbatch on each device.",
+            "pipeline: the batch's leaf itself has shape (0, 4) on each device: it is empty, and "
+            "has no mean. Take at least one row for each microbatch on each device.",
         ),
         (
             lambda params: params | {"blocks": {"w": params["blocks"]["w"][:, :0]}},
             8,
-            "pipeline: the blocks' array ['w'] has shape (1, 0, 4, 4) on a stage, so each of the 2 stages is without a layer. "
-            "Take at least 2 layers, one for each chunk of each stage, or fewer stages or chunks.",
+            "pipeline: the blocks' array ['w'] has shape (1, 0, 4, 4) on a stage, so each of the "
+            "2 stages is without a layer. Take at least 2 layers, one for each chunk of each "
+            "stage, or fewer stages or chunks.",
         ),
     ],
 )
@@ -351,7 +362,10 @@ def test_a_head_that_some_stages_share_is_refused():
         in_specs=(specs, P()),
         out_specs=(P(), specs),
     )
-    message = "pipeline: what the head returns differs along ['b'], and is the same along the rest of ('a', 'b')."
+    message = (
+        "pipeline: what the head returns differs along ['b'], and is the same along the rest of "
+        "('a', 'b')."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         jax.eval_shape(run, params(), batch())
 
@@ -361,27 +375,29 @@ def test_a_head_that_some_stages_share_is_refused():
     [
         (
             lambda: pipeline.layers_per_stage(3, 4),
-            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a layer. Take at least 4 layers, "
-            "or fewer stages or chunks.",
+            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a "
+            "layer. Take at least 4 layers, or fewer stages or chunks.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
-            "A table of layers has 0 for chunk 0 of stage 1, and no stage may be without a layer: all run the same program. Give "
-            "it one of another's, or take fewer stages.",
+            "A table of layers has 0 for chunk 0 of stage 1, and no stage may be without a "
+            "layer: all run the same program. Give it one of another's, or take fewer stages.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
-            "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got float64 of shape (1, 2).",
+            "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got "
+            "float64 of shape (1, 2).",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),
-            "pipeline.pad_layers: the table has 3 layers, and an array of the blocks has shape (4, 2). The first dim must be the "
-            "layers.",
+            "pipeline.pad_layers: the table has 3 layers, and an array of the blocks has shape "
+            "(4, 2). The first dim must be the layers.",
         ),
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
-            "pipeline.unpad_layers: the table is of blocks [1, 4, ...], and an array of the blocks has shape (1, 3, 2). Take the "
-            "whole model, outside of mesh.spmd, and the table that it was padded by.",
+            "pipeline.unpad_layers: the table is of blocks [1, 4, ...], and an array of the "
+            "blocks has shape (1, 3, 2). Take the whole model, outside of mesh.spmd, and the "
+            "table that it was padded by.",
         ),
     ],
 )

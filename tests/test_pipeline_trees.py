@@ -1,4 +1,5 @@
-"""Trees between the stages, what all stages share, their own losses, frozen leaves, uneven layers: all of it as on one device."""
+"""Trees between the stages, what all stages share, their own losses, frozen leaves, uneven layers:
+all of it as on one device."""
 
 import functools
 import runpy
@@ -27,7 +28,8 @@ KEEP = [pipeline.residuals, pipeline.inputs]
 
 
 class Net(eqx.Module):
-    """`table` is used at both ends, `turn` in embed and in all stages, `frozen` in the head and in all stages."""
+    """`table` is used at both ends, `turn` in embed and in all stages, `frozen` in the head and in
+    all stages."""
 
     table: Array
     turn: Array
@@ -59,7 +61,8 @@ def batch_of(rows, seed=0):
 
 
 def embed(model, part):
-    """A stream, a skip connection, a mask and a counter of integers, and a scalar that collects a penalty."""
+    """A stream, a skip connection, a mask and a counter of integers, and a scalar that collects a
+    penalty."""
     x = model.table[part["ids"]] * jnp.cos(model.turn)[None]
     counter = jnp.zeros(part["ids"].shape, jnp.int32)
     return {
@@ -72,7 +75,8 @@ def embed(model, part):
 
 
 def layer(model, w, x, number, part, axis):
-    """Two products over tensor, dropout computed again, a parameter of all stages, and all that travels beside the stream."""
+    """Two products over tensor, dropout computed again, a parameter of all stages, and all that
+    travels beside the stream."""
 
     keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(
         part["key"]
@@ -190,7 +194,8 @@ def plain_rule(path, leaf):
 
 
 def shared_rule(case):
-    """With ZeRO the replicas share all leaves; those that are frozen too, where parameters are shared (ZeRO-3)."""
+    """With ZeRO the replicas share all leaves; those that are frozen too, where parameters are
+    shared (ZeRO-3)."""
     if not case.zero:
         return plain_rule
     return rules.fsdp(
@@ -238,7 +243,8 @@ def pipelined(case, params):
 
 
 def check(case, seed=0):
-    """Loss, auxiliary values and gradients are those of one device; what is frozen has none, and nor has padding."""
+    """Loss, auxiliary values and gradients are those of one device; what is frozen has none, and
+    nor has padding."""
     params, batch = (
         net(int(case.table.sum()), seed),
         batch_of(2 * case.data * case.microbatches, seed),
@@ -310,7 +316,8 @@ def test_everything_at_once_is_as_on_one_device_wherever(case, seed):
 
 
 def program(exchange, rows=4):
-    """A compiled pipeline of stages 2 x tensor 2 that sends a stream, an odd array, and a counter."""
+    """A compiled pipeline of stages 2 x tensor 2 that sends a stream, an odd array, and a
+    counter."""
     table = one_f_one_b_lockstep(2, 4)
     embed = lambda params, part: {
         "x": part,
@@ -336,7 +343,8 @@ def program(exchange, rows=4):
 
 @pytest.mark.parametrize("schedule", [one_f_one_b_lockstep, zero_bubble_lockstep])
 def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
-    """What the transpose needs of it is the same on all stages and for all microbatches; it is typed so, and has no slots.
+    """What the transpose needs of it is the same on all stages and for all microbatches; it is
+    typed so, and has no slots.
 
     A table of NumPy's is a constant too.
     """
@@ -374,11 +382,13 @@ def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
 
 
 def test_a_split_exchange_sends_its_part():
-    """Half of the stage's bytes from each of two tensor devices, where a dim divides; the values are the same bit for bit."""
+    """Half of the stage's bytes from each of two tensor devices, where a dim divides; the values
+    are the same bit for bit."""
     (whole, sent), (part, less) = program(pipeline.whole), program(pipeline.split_over("tensor"))
     jax.tree.map(np.testing.assert_array_equal, part, whole)
     over = lambda found: sum(entry.bytes for entry in found if entry.kind == "collective-permute")
-    # 5 ticks forward and 5 backward; what the last would send, nobody reads. No dim of `odd` divides by 2, nor of the counter.
+    # 5 ticks forward and 5 backward; what the last would send, nobody reads. No dim of `odd`
+    # divides by 2, nor of the counter.
     stream, odd, count = 8 * 4 * WIDTH, 8 * 3, 4
     assert (over(sent), over(less)) == (
         9 * (stream + odd) + 5 * count,
@@ -407,7 +417,8 @@ def test_the_example_of_skip_connections_is_as_on_one_device():
 
 
 def test_a_state_of_any_model_goes_to_disk_and_back():
-    """A dict with uneven layers, and AdamW's moments of it: stored as [L, ...], and read back with its padding."""
+    """A dict with uneven layers, and AdamW's moments of it: stored as [L, ...], and read back with
+    its padding."""
     table = np.array([[2, 1], [1, 1]])
     blocks = {"w": jnp.arange(5 * 3.0).reshape(5, 3)}
     model = {

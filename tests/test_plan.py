@@ -1,4 +1,5 @@
-"""Predictions are the compiled program's own numbers; sums and searches answer at any size, with no device at hand."""
+"""Predictions are the compiled program's own numbers; sums and searches answer at any size, with no
+device at hand."""
 
 import dataclasses
 import functools
@@ -157,7 +158,8 @@ COUNTED = [  # a layout, and what moves data along each of its axes
 
 
 def counted_layouts(count, seed=0):
-    """So many layouts of every way to split that the formulas count, drawn, with an algorithm for some of their axes."""
+    """So many layouts of every way to split that the formulas count, drawn, with an algorithm for
+    some of their axes."""
     draw, lines = random.Random(seed), {}
     while len(lines) < count:
         stage = draw.choice([1, 1, 2])
@@ -184,7 +186,8 @@ def counted_layouts(count, seed=0):
 @pytest.mark.sweep(30)
 @pytest.mark.parametrize("line", COUNTED + counted_layouts(85))
 def test_messages_are_as_many_as_the_traced_step_sends(line):
-    """Of each set of axes: as many, and as many bytes. By rings each message waits for the one before: as long a chain."""
+    """Of each set of axes: as many, and as many bytes. By rings each message waits for the one
+    before: as long a chain."""
     listed, _, algorithms = line.partition(" ")
     layout = Layout.parse(listed)
     batch = layout.replica * layout.data * layout.microbatches
@@ -206,7 +209,8 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
             prepared.train, (prepared.shapes, windows), world, platform="cpu"
         ).messages
     terms = [term for term in traffic.terms(TINY, layout, batch, axes=algorithms) if term.axes]
-    # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts all.
+    # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts
+    # all.
     unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()
     for axes in {term.axes for term in terms} | {message.axes for message in traced}:
         if axes and not unclear & set(axes):
@@ -238,7 +242,8 @@ def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, nam
 
 
 def test_state_is_that_of_the_prepared_step():
-    """Over every kind of split, with an optimizer of one moment and with weights that some replicas cannot split."""
+    """Over every kind of split, with an optimizer of one moment and with weights that some replicas
+    cannot split."""
     config = dataclasses.replace(TINY, width=48, heads=4)
     optimizer = optax.sgd(0.1, momentum=0.9)
     held = lambda tree: sum(
@@ -263,7 +268,8 @@ def test_state_is_that_of_the_prepared_step():
 
 
 def residuals(layout, dtype):
-    """Bytes that JAX's derivative keeps of each layer, beside the weights: stacked over the layers of the loop."""
+    """Bytes that JAX's derivative keeps of each layer, beside the weights: stacked over the layers
+    of the loop."""
     b, L, kept = 5, 3, []
     config = gpt2.Config(
         layers=L, heads=8, width=48, context=40, vocabulary=64, vocabulary_multiple=8
@@ -323,7 +329,8 @@ def test_what_a_layer_keeps_is_what_jax_keeps(layout, dtype):
 
 
 def test_what_waits_is_what_the_pipeline_holds():
-    """2P - 1 microbatches, whatever M; in chunks, P + (P - 1)/v of them; all M of GPipe, and a place for garbage."""
+    """2P - 1 microbatches, whatever M; in chunks, P + (P - 1)/v of them; all M of GPipe, and a
+    place for garbage."""
     slots = lambda **fields: jobs(Layout(stage=4, **fields)).slots
     assert [slots(microbatches=M) for M in (8, 1000)] == [7, 7]
     assert [slots(microbatches=M, chunks=2) for M in (8, 1000)] == [11, 11]
@@ -348,7 +355,8 @@ ONCE = compilers.IN_PLACE._replace(
 
 
 def block(layout, **constants):
-    """The bytes of a layer's backward pass, of a compiler that needs nothing but `constants` say, and of no residual twice."""
+    """The bytes of a layer's backward pass, of a compiler that needs nothing but `constants` say,
+    and of no residual twice."""
     return temporaries.temporary(
         BODY, Layout.parse(layout), 16, compiler=ONCE._replace(**constants)
     ).block
@@ -373,7 +381,8 @@ def test_what_a_body_takes_out_of_a_stack(layout, copies, gelu):
 
 @pytest.mark.parametrize(("stages", "early"), [(2, 1), (4, 0)])
 def test_the_last_tick_has_its_place_early_where_it_is_no_loop(stages, early):
-    """With two stages one backward tick is left at the end; with four a loop of three, which makes its place itself."""
+    """With two stages one backward tick is left at the end; with four a loop of three, which makes
+    its place itself."""
     layout = f"stage={stages},microbatches=8,remat=stage"
     kept = BODY.layers // stages * temporaries.everything(BODY, Layout.parse(layout), 16)
     assert block(layout) == kept
@@ -393,7 +402,8 @@ def test_the_last_tick_has_its_place_early_where_it_is_no_loop(stages, early):
     ],
 )
 def test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used(layout):
-    """One layer a stage, or two that the loop's body would hold: nothing is stacked, and nothing waits beside a backward pass."""
+    """One layer a stage, or two that the loop's body would hold: nothing is stacked, and nothing
+    waits beside a backward pass."""
     kept = (
         BODY.layers
         // Layout.parse(layout).stage
@@ -427,7 +437,8 @@ def test_closed_forms_are_those_of_the_tables(layout):
 @settings(max_examples=20)
 @given(data=st.data(), costs=st.tuples(*[st.floats(0.1, 9)] * 3))
 def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
-    """Each tick takes the time of its dearest job; memory has as many slots as the table, and one for what nobody reads."""
+    """Each tick takes the time of its dearest job; memory has as many slots as the table, and one
+    for what nobody reads."""
     name = data.draw(st.sampled_from(["one_f_one_b", "zero_bubble"]))
     P, M = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
     v = data.draw(st.integers(1, 3)) if name == "zero_bubble" else 1
@@ -508,7 +519,8 @@ def test_the_collectives_may_be_others():
 
 
 def test_operations_are_those_of_the_papers():
-    """72 B L s h^2 (1 + s/6h + V/12hL), shared out without bubble or recomputation; a third more with all computed again."""
+    """72 B L s h^2 (1 + s/6h + V/12hL), shared out without bubble or recomputation; a third more
+    with all computed again."""
     c, batch = gpt2.MEDIUM, 8
     s, h = c.context, c.width
     papers = 72 * batch * c.layers * s * h * h * (1 + s / (6 * h) + c.rows / (12 * h * c.layers))
@@ -544,7 +556,8 @@ def test_operations_are_those_of_the_papers():
 
 
 def test_what_is_computed_again_is_read_and_written_again():
-    """A block's forward pass, its backward pass, and, with `remat="block"`, its forward pass once more."""
+    """A block's forward pass, its backward pass, and, with `remat="block"`, its forward pass once
+    more."""
     planned_of = lambda remat: plan.plan(
         gpt2.SMALL, Layout(data=4, remat=remat), hardware.TPU_V5E, batch=8
     )
@@ -626,7 +639,10 @@ def test_what_cannot_be_found_is_told():
         layouts.search(gpt2.SMALL, 0, hardware.A100, batch=8)
     with pytest.raises(
         ValueError,
-        match=r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more devices",
+        match=(
+            r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Take more "
+            r"devices"
+        ),
     ):
         layouts.search(estimates.GPT3, 2, hardware.V100, batch=8)
 

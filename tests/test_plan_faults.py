@@ -1,4 +1,5 @@
-"""The interval between checkpoints is the best one, and the time that faults take is that of a simulated run."""
+"""The interval between checkpoints is the best one, and the time that faults take is that of a
+simulated run."""
 
 import math
 import random
@@ -15,7 +16,8 @@ LLAMA_3 = faults.mean_time(
 
 
 def test_llama_3():
-    """A failure every three hours; with saves of some 20 s and restarts of 10 minutes more than nine tenths are left."""
+    """A failure every three hours; with saves of some 20 s and restarts of 10 minutes more than
+    nine tenths are left."""
     assert pytest.approx(54 * 86_400 / 419) == LLAMA_3
     found = faults.plan(LLAMA_3, save=20.0, restart=600.0)
     assert found.young == pytest.approx(math.sqrt(2 * 20 * LLAMA_3))

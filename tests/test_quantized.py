@@ -1,4 +1,5 @@
-"""Collectives in int8: whole numbers as their `jax.lax` twins have them, others within the stated bound, and nothing lost."""
+"""Collectives in int8: whole numbers as their `jax.lax` twins have them, others within the stated
+bound, and nothing lost."""
 
 import functools
 import re
@@ -28,7 +29,8 @@ TEXT = Path(__file__).parent.parent / "examples" / "data" / "state_of_the_union.
 
 
 def spmd(n, f, out_specs=STACKED):
-    """`f` on blocks `[*dims]` of arrays `[n, *dims]`, compiled; by default its results are stacked in the same way."""
+    """`f` on blocks `[*dims]` of arrays `[n, *dims]`, compiled; by default its results are stacked
+    in the same way."""
 
     def local(tree):
         result = f(jax.tree.map(lambda leaf: leaf[0], tree))
@@ -43,7 +45,8 @@ def spmd(n, f, out_specs=STACKED):
 
 
 def floats(dtype):
-    """All magnitudes alike, with zeros; sums of eight are finite. Numbers below the smallest normal are not XLA's."""
+    """All magnitudes alike, with zeros; sums of eight are finite. Numbers below the smallest normal
+    are not XLA's."""
     largest = float(jnp.finfo(dtype).max) / 8
     width = jnp.finfo(dtype).bits
     ordinary = st.floats(-10, 10, width=width, allow_subnormal=False)
@@ -256,7 +259,8 @@ def reduced_and_gathered(n):
 @settings(max_examples=10)
 @given(data=st.data())
 def test_bound(n, data):
-    """Off by (sum of the others' peaks + the sum's peak) / 127, beside the rounding of n - 1 float additions."""
+    """Off by (sum of the others' peaks + the sum's peak) / 127, beside the rounding of n - 1 float
+    additions."""
     dtype = ("float32", "float64")[n % 2]
     x = data.draw(hnp.arrays(dtype, (n, 6 * n), elements=floats(dtype)))
     total, part, gathered = map(np.asarray, reduced_and_gathered(n)(x))
@@ -304,7 +308,8 @@ FEEDBACK, SMALL_BLOCKS = ErrorFeedback("x"), ErrorFeedback("x", BLOCK)
 
 
 def feedback(x, error):
-    """An all-reduce and a reduce-scatter of `[n, size]`, each with its own error; the latter of 16 bits."""
+    """An all-reduce and a reduce-scatter of `[n, size]`, each with its own error; the latter of 16
+    bits."""
     total, errors = SMALL_BLOCKS.all_reduce({"x": x}, {"x": error["reduce"]})
     part, errors_of_part = SMALL_BLOCKS.reduce_scatter(x.astype(jnp.bfloat16), error["scatter"])
     return (total["x"], part.astype(jnp.float32)), {
@@ -315,7 +320,8 @@ def feedback(x, error):
 
 @functools.cache
 def run_with_feedback(n, size):
-    """Some steps in a scan: `[n, steps, n, size]` -> the sums of what came back, and the last errors."""
+    """Some steps in a scan: `[n, steps, n, size]` -> the sums of what came back, and the last
+    errors."""
 
     def body(xs):
         start = {name: SMALL_BLOCKS.initial(xs[0]) for name in ("reduce", "scatter")}
@@ -332,7 +338,8 @@ def run_with_feedback(n, size):
 @settings(max_examples=10)
 @given(data=st.data())
 def test_with_error_feedback_nothing_is_lost(n, data):
-    """All numbers here are multiples of 2^-7 below 2^15, so float32 adds them exactly; bfloat16 has the inputs exactly."""
+    """All numbers here are multiples of 2^-7 below 2^15, so float32 adds them exactly; bfloat16 has
+    the inputs exactly."""
     xs = data.draw(hnp.arrays(np.float32, (n, 4, n, 5), elements=st.integers(-250, 250).map(float)))
     (total, part), error = jax.tree.map(np.asarray, run_with_feedback(n, 5)(xs))
     exact = xs.sum((0, 1))
@@ -341,7 +348,8 @@ def test_with_error_feedback_nothing_is_lost(n, data):
 
 
 def test_with_error_feedback_the_mean_of_the_results_converges():
-    """The same gradient T times: off by the last errors over T, where without feedback the mean stays off."""
+    """The same gradient T times: off by the last errors over T, where without feedback the mean
+    stays off."""
     x = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
     exact, T = x.astype(np.float64).sum(0), 100
 
@@ -355,7 +363,8 @@ def test_with_error_feedback_the_mean_of_the_results_converges():
         )
 
     mean, once = map(np.asarray, spmd(8, body, out_specs=P())(x))
-    # each device's last error is below a/127, with a <= peak + a/127; the owner's is of the sum: together about 2 sum|x| / 127
+    # each device's last error is below a/127, with a <= peak + a/127; the owner's is of the sum:
+    # together about 2 sum|x| / 127
     bound = (
         2 * (abs(x).max(1).sum() + abs(exact).max()) / 127 / T
         + T * np.finfo(np.float32).eps * abs(exact).max()
@@ -365,7 +374,8 @@ def test_with_error_feedback_the_mean_of_the_results_converges():
 
 
 def test_the_error_state():
-    """It travels in and out of the map by a first dim of 1; leaves that are no floats have none to carry."""
+    """It travels in and out of the map by a first dim of 1; leaves that are no floats have none to
+    carry."""
     world = mesh.make(x=4, y=2)
     tree = {"w": np.ones((4, 6), np.float16), "count": np.arange(3)}
     specs = {"w": P("y"), "count": P()}
@@ -406,7 +416,8 @@ def test_a_block_that_is_not_finite_leaves_no_error_behind(bad):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("n", "size"), [(2, 10_001), (5, 5 * 64), (8, 10_001)])
 def test_traffic_of_the_compiled_program(n, size):
-    """One message a hop, as the table in the module says; and at most 0.27 of what the exact ring sends."""
+    """One message a hop, as the table in the module says; and at most 0.27 of what the exact ring
+    sends."""
     x = jax.ShapeDtypeStruct((n, size), jnp.float32)
     programs = {
         "all_reduce": (lambda f, x: f(x, "x"), 2 * (n - 1), -(-size // n)),
@@ -438,10 +449,9 @@ ERRORS = {
     "quantized: block_size must be 1 or more; got 0. The usual size is 32.": lambda x: quantized_in(
         0
     ).all_reduce(x, "x"),
-    "quantized: the error of a leaf of shape (6, 8) must have the shape (1, 6, 8), as ErrorFeedback.initial makes it; got (6, 8)"
-    ". Carry it in and out of mesh.spmd with the spec P('x', *spec of the leaf).": lambda x: (
-        FEEDBACK.all_reduce(x, x)
-    ),
+    "quantized: the error of a leaf of shape (6, 8) must have the shape (1, 6, 8), "
+    "as ErrorFeedback.initial makes it; got (6, 8). Carry it in and out of mesh.spmd "
+    "with the spec P('x', *spec of the leaf).": lambda x: FEEDBACK.all_reduce(x, x),
     "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4": lambda x: (
         quantized.reduce_scatter(x, "x", tiled=True)
     ),
@@ -495,7 +505,8 @@ def held_out(layout, model):
 
 
 def by_the_step(layout, algorithm):
-    """The held-out loss after training with `decoder.train_step`: `algorithm` moves gradients, rings the rest, which stays exact."""
+    """The held-out loss after training with `decoder.train_step`: `algorithm` moves gradients,
+    rings the rest, which stays exact."""
     layout, compute = (
         LAYOUTS[layout],
         decoder.Compute(axes={"data": algorithm("data")}, max_norm=1.0),
@@ -510,7 +521,8 @@ def by_the_step(layout, algorithm):
 
 
 def by_hand(all_reduce):
-    """The weights after 40 steps of SGD with momentum on `data 8`; `all_reduce` of (gradients, error) gives both anew."""
+    """The weights after 40 steps of SGD with momentum on `data 8`; `all_reduce` of (gradients,
+    error) gives both anew."""
     world, momentum = (
         mesh.make(**LAYOUTS["data 8"].axes),
         functools.partial(optax.sgd, 0.05, momentum=0.9),
@@ -546,7 +558,8 @@ def by_hand(all_reduce):
 @pytest.mark.sweep(2, "quantized")
 @pytest.mark.long
 def test_gpt2_learns_as_with_exact_sums():
-    """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire too."""
+    """200 steps: the held-out loss within 1 %, on gradients alone where activations cross the wire
+    too."""
     exact = by_the_step("data 8", ring)
     assert exact < 2.6  # nats a byte: it has learned, from 5.5
     assert by_the_step("data 8", quantized) == pytest.approx(exact, rel=0.01)
@@ -558,7 +571,8 @@ def test_gpt2_learns_as_with_exact_sums():
 @pytest.mark.sweep(2, "quantized")
 @pytest.mark.long
 def test_error_feedback_keeps_to_the_exact_run():
-    """What is linear in the gradients, as SGD is, forgets nothing: 9 times as near as without, where 4 is asked for."""
+    """What is linear in the gradients, as SGD is, forgets nothing: 9 times as near as without,
+    where 4 is asked for."""
     exact = by_hand(lambda gradients, error: (ring.all_reduce(gradients, "data"), error))
     without = by_hand(lambda gradients, error: (quantized.all_reduce(gradients, "data"), error))
     with_feedback = by_hand(ErrorFeedback("data").all_reduce)

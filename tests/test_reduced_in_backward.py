@@ -251,8 +251,8 @@ def test_products_while_tokens_travel_gather_nothing():
 
 
 SUMS = (
-    "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, so it "
-    "needs stage=1, microbatches=1 and zero=0"
+    "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, "
+    "so it needs stage=1, microbatches=1 and zero=0"
 )
 REFUSED = {
     "data=2,microbatches=2": (

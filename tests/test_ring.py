@@ -1,4 +1,5 @@
-"""Every collective equals its meaning on the list of blocks, and its `jax.lax` twin in value, type and gradient.
+"""Every collective equals its meaning on the list of blocks, and its `jax.lax` twin in value, type
+and gradient.
 
 A module that joins MODULES is tested for free.
 """
@@ -127,7 +128,8 @@ class Case(NamedTuple):
         return not empty and not (self.name == "reduce_scatter" and leaf.dtype == bool)
 
     def has_twin_gradient(self, leaf):
-        """`lax` (0.12 too) cannot transpose an all_to_all that drops one dim and adds another; ours does."""
+        """`lax` (0.12 too) cannot transpose an all_to_all that drops one dim and adds another; ours
+        does."""
         split, concat, tiled = (
             dict(self.options).get(key, 0) for key in ("split_axis", "concat_axis", "tiled")
         )
@@ -150,7 +152,8 @@ class Case(NamedTuple):
         return mesh.spmd(local, mesh=world, in_specs=(P(*self.sizes),), out_specs=P(*self.sizes))
 
     def meant(self, blocks):
-        """MEANING for each group of devices that the axis joins, in the order in which it names them."""
+        """MEANING for each group of devices that the axis joins, in the order in which it names
+        them."""
         names, depth = list(self.sizes), len(self.sizes)
         joined = [names.index(name) for name in self.axis]
         order = [dim for dim in range(depth) if dim not in joined] + joined
@@ -165,7 +168,8 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw, collective, dtypes=DTYPES, most=2):
-    """A case and whole numbers for it, small enough that every dtype adds and squares them exactly."""
+    """A case and whole numbers for it, small enough that every dtype adds and squares them
+    exactly."""
     name, layout = collective.__name__, draw(st.sampled_from(range(len(LAYOUTS))))
     tiled = draw(st.booleans())
     needs_dim = name in DIMS and (tiled or name != "all_gather")
@@ -214,7 +218,8 @@ def same_type(x, y):
 
 @functools.cache
 def values(case):
-    """The compiled collective and its twin: the types of their results are compared as they are traced."""
+    """The compiled collective and its twin: the types of their results are compared as they are
+    traced."""
 
     def body(tree):
         ours = case.collective(tree, case.axis, **dict(case.options))
@@ -238,7 +243,8 @@ def test_meaning(collective, data):
     for x, y, twin in zip(blocks, ours, twins, strict=True):
         np.testing.assert_array_equal(y, twin, strict=True)
         if case.name == "all_mean":  # which float the mean of integers is, the twin says
-            # XLA multiplies by 1 / n and does not divide: 1 / n, the product and what is meant are rounded, by half an eps each.
+            # XLA multiplies by 1 / n and does not divide: 1 / n, the product and what is meant are
+            # rounded, by half an eps each.
             rounding = 2 * float(jnp.finfo(y.dtype).eps)
             np.testing.assert_allclose(
                 y.astype(complex), case.meant(x.astype(complex)), rtol=rounding
@@ -296,7 +302,8 @@ def tangent(f, x):
     return jax.jvp(f, (x,), (x[..., ::-1] + 1,))[1]
 
 
-TRANSFORMED = {  # (f, x) -> what f becomes, inside the map or around it; x has the batch in its last dim
+# (f, x) -> what f becomes, inside the map or around it; x has the batch in its last dim.
+TRANSFORMED = {
     "jit": lambda f, x: jax.jit(f)(x),
     "vmap": lambda f, x: jax.vmap(f, in_axes=-1, out_axes=1)(x),
     "vmap twice": lambda f, x: jax.vmap(jax.vmap(f, in_axes=-1), in_axes=-1)(
@@ -364,7 +371,8 @@ def test_types(collective):
             given_axes = tuple(name for bit, name in enumerate(names) if k >> bit & 1)
 
             def body(x, axis=axis):
-                # psum and psum_scatter refuse an x that varies along some of the axes only: ours let it vary along all
+                # psum and psum_scatter refuse an x that varies along some of the axes only: ours
+                # let it vary along all
                 y = varying(x, axis) if jax.typeof(x).mat.varying & set(axis) else x
                 same_type(
                     collective(x, axis, **options), TWIN[collective.__name__](y, axis, **options)
@@ -444,12 +452,14 @@ def reduced(collective, dtype):
     x=hnp.arrays(np.float64, (8, 16), elements=st.floats(-1e3, 1e3, allow_subnormal=False)),
 )
 def test_rounding(collective, dtype, x):
-    """Each of the n - 1 additions is off by at most eps/2 of its result, which no sum of magnitudes exceeds."""
+    """Each of the n - 1 additions is off by at most eps/2 of its result, which no sum of magnitudes
+    exceeds."""
     case, f = reduced(collective, dtype)
     x = np.asarray(jnp.asarray(x).astype(dtype))
     got, eps = np.asarray(f(x)), float(jnp.finfo(dtype).eps)
     exact, magnitude = case.meant(x.astype(np.longdouble)), case.meant(abs(x.astype(np.float64)))
-    # |sum - exact| <= (n - 1) eps sum|x|; the mean divides once more, hence n. Below the smallest normal, results are 0.
+    # |sum - exact| <= (n - 1) eps sum|x|; the mean divides once more, hence n. Below the smallest
+    # normal, results are 0.
     bound = case.n * eps * magnitude + case.n * float(jnp.finfo(dtype).tiny)
     assert np.all(abs(got.astype(np.longdouble) - exact) <= bound)
     if collective.__name__ != "reduce_scatter":
@@ -484,7 +494,8 @@ def test_traffic_of_the_compiled_program(collective, layout, shape):
 
 @pytest.mark.parametrize("size", [1, 11, 8000])
 def test_all_reduce_is_optimal(size):
-    """A ring all-reduce of S bytes moves exactly 2 (n - 1)/n S a device (S padded) forward, and nothing backward."""
+    """A ring all-reduce of S bytes moves exactly 2 (n - 1)/n S a device (S padded) forward, and
+    nothing backward."""
     case, S = Case(ring.all_reduce, 4, (), ()), 4 * (size + -size % 8)
     grad = case.spmd(jax.value_and_grad(lambda x: energy(jnp.sin(ring.all_reduce(x, "x")))))
     ops = hlo.collectives(grad, jax.ShapeDtypeStruct((8, size), jnp.float32))
@@ -518,12 +529,14 @@ def test_the_twins_collectives_are_seen():
     }
 
     ENTRY %main (x: bf16[4,2]) -> (pred[3], c64[]) {
-      %w = (f32[2]{0}, s32[]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+      %w = (f32[2]{0}, s32[]) while(%t), condition=%c, body=%body, backend_config={TRIPS}
       %s = (bf16[4,2]{1,0}, bf16[4,2]{1,0}, u32[], u32[]) collective-permute-start(%x), channel_id=1
       %d = bf16[4,2]{1,0} collective-permute-done(%s)
-      ROOT %r = (pred[3]{0:T(256)}, c64[]) all-reduce-start(%a, %b), metadata={op_name="all-to-all(%x"}
+      ROOT %r = (pred[3]{0:T(256)}, c64[]) all-reduce-start(%a, %b), metadata={NAME}
     }
     """
+    text = text.replace("{TRIPS}", '{"known_trip_count":{"n":"2"}}')
+    text = text.replace("{NAME}", '{op_name="all-to-all(%x"}')
     assert hlo.parse(textwrap.dedent(text)) == [
         ("all-gather", "f32", (8,), 32),  # twice: once a trip
         ("all-gather", "f32", (8,), 32),
@@ -534,12 +547,15 @@ def test_the_twins_collectives_are_seen():
 
 
 ERRORS = {
-    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4, the number of devices on the axis. Pad it to 8,"
-    " or choose another dim.": lambda x: ring.reduce_scatter(x, "x", tiled=True),
-    "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of devices on the axis, since tiled=False "
-    "drops it. Pass tiled=True to split a longer dim, or reshape.": lambda x: ring.reduce_scatter(
-        x, "x", scatter_dimension=-1
-    ),
+    "reduce_scatter: dim 0 "
+    "(scatter_dimension) of shape (6, 8) must "
+    "divide by 4, the number of devices on "
+    "the axis. Pad it to 8, or choose another "
+    "dim.": lambda x: ring.reduce_scatter(x, "x", tiled=True),
+    "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) "
+    "must be 4, the number of devices on the axis, since "
+    "tiled=False drops it. Pass tiled=True to split a longer dim, "
+    "or reshape.": lambda x: ring.reduce_scatter(x, "x", scatter_dimension=-1),
     "all_to_all: dim 0 (split_axis) of shape (6, 8) must divide by 4": lambda x: ring.all_to_all(
         x, "x", 0, 1, tiled=True
     ),

@@ -1,6 +1,8 @@
-"""A table is right or refused, and a right one runs to the sum: judged by a simulator of its own, which sends real blocks.
+"""A table is right or refused, and a right one runs to the sum: judged by a simulator of its own,
+which sends real blocks.
 
-A table that joins `collectives.tables` is tested for free, here and in test_collectives.py and test_cost.py.
+A table that joins `collectives.tables` is tested for free, here and in test_collectives.py and
+test_cost.py.
 """
 
 import csv
@@ -53,7 +55,8 @@ def made(of, n):
 
 
 def judged(shape, rounds):
-    """Whether a table is right: all devices send real blocks, scattered with their terms, gathered as copies."""
+    """Whether a table is right: all devices send real blocks, scattered with their terms, gathered
+    as copies."""
     inside = lambda o: (
         len(o) == len(shape) and all(0 <= x < length for x, length in zip(o, shape, strict=True))
     )
@@ -66,7 +69,8 @@ def moved(shape, point, step):
 
 
 def scatters(shape, rounds):
-    """Whether every device sends what it has to where it is awaited, and ends with its own block alone, with all terms."""
+    """Whether every device sends what it has to where it is awaited, and ends with its own block
+    alone, with all terms."""
     devices = list(itertools.product(*map(range, shape)))
     sums = {
         d: {owner: [d] for owner in devices} for d in devices
@@ -91,7 +95,8 @@ def scatters(shape, rounds):
 
 
 def gathers(shape, rounds):
-    """Whether, backwards, every device sends copies of what it has, gets each block once, and ends with all."""
+    """Whether, backwards, every device sends copies of what it has, gets each block once, and ends
+    with all."""
     devices = list(itertools.product(*map(range, shape)))
     copies = {d: {d} for d in devices}
     for sends in reversed(rounds):
@@ -113,7 +118,8 @@ SHAPES = [(2,), (3,), (5,), (8,), (2, 2), (2, 4), (3, 2), (2, 2, 2)]
 
 
 def drawn(random):
-    """A right table: each block goes, after all that it gains has come, to any offset that is sent later or is home."""
+    """A right table: each block goes, after all that it gains has come, to any offset that is sent
+    later or is home."""
     shape = SHAPES[random.integers(len(SHAPES))]
     points = list(itertools.product(*map(range, shape)))
     order = [points[0], *(points[i] for i in 1 + random.permutation(len(points) - 1))]
@@ -128,7 +134,8 @@ def drawn(random):
 
 
 def spoilt(shape, rounds, random):
-    """The table with one thing changed: a block gone, moved, doubled, sent elsewhere or to nowhere, or two rounds exchanged."""
+    """The table with one thing changed: a block gone, moved, doubled, sent elsewhere or to nowhere,
+    or two rounds exchanged."""
     rounds = [{step: list(offsets) for step, offsets in sends.items()} for sends in rounds]
     blocks = [
         (r, step, o)
@@ -312,7 +319,8 @@ def test_the_program_of_a_ring_does_not_grow_and_that_of_direct_does(monkeypatch
 @every_algorithm
 @pytest.mark.parametrize("bundled", [0, execute.JOINED])
 def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
-    """All runs of more than one hop as loops: the same sums, and the all-gather is the reduce-scatter's transpose."""
+    """All runs of more than one hop as loops: the same sums, and the all-gather is the
+    reduce-scatter's transpose."""
     monkeypatch.setattr(execute, "JOINED", bundled)
     monkeypatch.setattr(execute, "UNROLLED", 1)
     x = np.random.default_rng(0).integers(-9, 9, (8, 16, 2, 3)).astype(np.float32)
@@ -328,7 +336,8 @@ def test_chains_are_loops_wherever_they_begin(of, bundled, monkeypatch):
 
 
 def test_a_chain_that_changes_its_step_is_no_loop(monkeypatch):
-    """Each round forwards just what has come, but the last twice as far: a loop would send it no further than before."""
+    """Each round forwards just what has come, but the last twice as far: a loop would send it no
+    further than before."""
     monkeypatch.setattr(execute, "UNROLLED", 1)
     jumps = algorithm(lambda n: Route((n,), [{1: [1]}, {1: [3]}, {2: [2]}]), name="jumps")
     x = np.random.default_rng(0).integers(-9, 9, (4, 16, 2)).astype(np.float32)
@@ -340,7 +349,8 @@ def test_a_chain_that_changes_its_step_is_no_loop(monkeypatch):
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
 def test_message_and_local_copy_are_one_instruction(name):
-    """What a device sends and what it keeps are both read from the result of one loop, which nothing computes again."""
+    """What a device sends and what it keeps are both read from the result of one loop, which
+    nothing computes again."""
     world, spec = mesh.make(x=4, devices=jax.devices()[:4]), P("x") if name == "all_gather" else P()
     of = functools.partial(getattr(ring, name), **({"tiled": True} if name == "all_gather" else {}))
     program = jax.jit(
@@ -381,12 +391,10 @@ def test_more_numbers_than_int32_counts_are_rows():
 
 
 UNEQUAL = {
-    "unequal: tables side by side need 4 devices and 3 rounds each, as the first has; one has 4 devices and 2": (
-        lambda n: (ring.table(n), tables.halving.table(n))
-    ),
-    "unequal: tables side by side need 4 devices and 7 rounds each, as the first has; one has 8 devices": (
-        lambda n: ring.table(8)
-    ),
+    "unequal: tables side by side need 4 devices and 3 rounds each, as the first has; one has "
+    "4 devices and 2": (lambda n: (ring.table(n), tables.halving.table(n))),
+    "unequal: tables side by side need 4 devices and 7 rounds each, as the first has; one has "
+    "8 devices": (lambda n: ring.table(8)),
 }
 
 

@@ -1,4 +1,5 @@
-"""What is drawn from logits: greedy, temperature, top_k and top_p as everybody has them, and nothing from what is no token."""
+"""What is drawn from logits: greedy, temperature, top_k and top_p as everybody has them, and
+nothing from what is no token."""
 
 import functools
 import re
@@ -22,7 +23,8 @@ CONFIG = gpt2.Config(layers=1, heads=4, width=8, context=8, vocabulary=61, vocab
 
 
 def logits(tokens):
-    """Of a model without weights: they depend on the last token, which is in the vocabulary, or they are nan."""
+    """Of a model without weights: they depend on the last token, which is in the vocabulary, or
+    they are nan."""
     known = jnp.where((tokens >= 0) & (tokens < V), tokens, 0)
     rows = jnp.asarray(TABLE)[known]
     return jnp.where((tokens == known)[..., None], rows, jnp.nan)

@@ -29,7 +29,8 @@ COSTS = st.tuples(*[st.integers(0, 9)] * 3)
 
 @st.composite
 def sizes(draw, makers=MAKERS, min_stages=1):
-    """A maker and its arguments. (The test itself makes the table: beartype's dice are not for use inside a strategy.)"""
+    """A maker and its arguments. (The test itself makes the table: beartype's dice are not for use
+    inside a strategy.)"""
     maker, P = draw(st.sampled_from(makers)), draw(st.integers(min_stages, 8))
     v = 1 if maker is gpipe else draw(st.integers(1, 4))
     M = draw(st.integers(1, 24))
@@ -80,7 +81,8 @@ def test_a_million_microbatches_take_a_second(maker):
 
 
 def test_the_last_group_may_be_smaller():
-    """6 microbatches on 4 stages: the second group of 4 has 2, and the rest is as in a table of 8."""
+    """6 microbatches on 4 stages: the second group of 4 has 2, and the rest is as in a table of
+    8."""
     six, eight = one_f_one_b_lockstep(4, 6, chunks=2), one_f_one_b_lockstep(4, 8, chunks=2)
     for lane in ("forward", "backward"):
         whole = eight.lanes[lane][: six.ticks]
@@ -224,7 +226,8 @@ def test_in_flight_of_1f1b_does_not_grow_with_microbatches():
 
 @given(sizes())
 def test_slots_never_collide_and_none_is_to_spare(size):
-    """Run the table: what a forward writes is still there when the last gradient of its job reads it."""
+    """Run the table: what a forward writes is still there when the last gradient of its job reads
+    it."""
     table = make(*size)
     last = list(table.lanes)[-1]
     held = [{} for _ in range(table.stages)]
@@ -342,9 +345,11 @@ def test_two_jobs_that_change_places_with_all_their_walk_make_another_valid_tabl
 
 
 def can_run(lanes, placement):
-    """An oracle that moves tokens tick by tick: whether these tables run every job once, each after what it needs.
+    """An oracle that moves tokens tick by tick: whether these tables run every job once, each after
+    what it needs.
 
-    What is sent in a tick is there from the next one on; where all stages keep step it is there in the next one alone.
+    What is sent in a tick is there from the next one on; where all stages keep step it is there in
+    the next one alone.
     """
     (v, P), last = placement.shape, placement.size - 1
     per_stage = "weight" in lanes and all(
@@ -497,7 +502,8 @@ MESSAGES = {
     ),
     "nowhere": (
         broken(lambda lanes: lanes["backward"].__setitem__(lanes["backward"] == 3, -1)),
-        "backward of microbatch 3 runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.",
+        "backward of microbatch 3 runs in no tick, on no stage. Add it, or number the "
+        "microbatches from 0 without a gap.",
     ),
     "doubled": (
         broken(put("forward", 5, 0, 2)),
@@ -505,8 +511,8 @@ MESSAGES = {
     ),
     "hop": (
         broken(late_start),
-        "tick 4, stage 1: forward of microbatch 3 needs what stage 0 hands on in tick 4, which is there in tick 5 only. "
-        "Move it to tick 5.",
+        "tick 4, stage 1: forward of microbatch 3 needs what stage 0 hands on in tick 4, which "
+        "is there in tick 5 only. Move it to tick 5.",
     ),
     "backward first": (
         broken(early_backwards),
@@ -527,13 +533,13 @@ MESSAGES = {
     ),
     "too large": (
         broken(put("forward", 0, 0, 40)),
-        "tick 0, stage 0: forward of job 40: jobs are numbered from 0 and 10 ticks hold at most 10. "
-        "Use -1 where the stage rests, else microbatch * chunks + chunk.",
+        "tick 0, stage 0: forward of job 40: jobs are numbered from 0 and 10 ticks hold at most "
+        "10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
     ),
     "negative": (
         broken(put("backward", 9, 3, -2)),
-        "tick 9, stage 3: backward of job -2: jobs are numbered from 0 and 10 ticks hold at most 10. "
-        "Use -1 where the stage rests, else microbatch * chunks + chunk.",
+        "tick 9, stage 3: backward of job -2: jobs are numbered from 0 and 10 ticks hold at most "
+        "10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
     ),
     "shape": (
         lambda: Schedule(gpipe(2, 2).forward, one_f_one_b_lockstep(2, 2).backward),
@@ -565,9 +571,9 @@ MESSAGES = {
     ),
     "huge": (
         lambda: one_f_one_b_lockstep(512, 10**6),
-        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of 1,001,022 ticks x 512 stages, more than "
-        "67,108,864 cells. Take fewer microbatches, and add up the rest outside: "
-        "grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
+        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of 1,001,022 ticks "
+        "x 512 stages, more than 67,108,864 cells. Take fewer microbatches, and add up the rest "
+        "outside: grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
     ),
 }
 
@@ -583,7 +589,11 @@ def test_messages(case):
 PLAIN = """
 from parallax.schedule import *
 
-wrong = lambda: one_f_one_b_lockstep(4.0, 8), lambda: gpipe(4, None), lambda: one_f_one_b_lockstep(4, 8, True)
+wrong = (
+    lambda: one_f_one_b_lockstep(4.0, 8),
+    lambda: gpipe(4, None),
+    lambda: one_f_one_b_lockstep(4, 8, True),
+)
 for make in (*wrong, lambda: Schedule([[None]], [[0]])):
     try:
         make()
@@ -665,7 +675,8 @@ FILES = {
     "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
     "cell": (
         "tick,stage 0\n0,0F0 B0\n",
-        "{path}: line 2, stage 0: 'B0' is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+        "{path}: line 2, stage 0: 'B0' is no job. Write one as 5F3: place, F, I, W or B, "
+        "microbatch.",
     ),
     "two jobs of a lane": (
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
@@ -673,16 +684,18 @@ FILES = {
     ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
-        "{path}: The file has B, which is I and W together, beside I or W. Write I and W everywhere, or B.",
+        "{path}: The file has B, which is I and W together, beside I or W. Write I and W "
+        "everywhere, or B.",
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
-        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in tick 0, which is there in "
-        "tick 1 only. Move it to tick 1.",
+        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in "
+        "tick 0, which is there in tick 1 only. Move it to tick 1.",
     ),
     "nowhere": (
         "tick,stage 0\n0,0F0\n",
-        "{path}: backward of microbatch 0 runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap.",
+        "{path}: backward of microbatch 0 runs in no tick, on no stage. Add it, or number the "
+        "microbatches from 0 without a gap.",
     ),
     "no ticks": ("tick,stage 0\n", "{path}: All stages need as many places of the model; got 0."),
 }
@@ -703,7 +716,8 @@ NO_TABLES = {
     ),
     "a long line": (
         b"x" * 10_000,
-        r"line 1: needs the columns tick,stage 0 and so on; got 'x{79}\.\.\. \(10002 characters\)\.$",
+        r"line 1: needs the columns tick,stage 0 and so on; got 'x{79}\.\.\. \(10002 "
+        r"characters\)\.$",
     ),
     "a long cell": (
         b'"' + b"x" * 200_000,

@@ -1,4 +1,5 @@
-"""A second family of models in files is a table of names and shapes: Llama's and Mixtral's, read and written as GPT-2's are."""
+"""A second family of models in files is a table of names and shapes: Llama's and Mixtral's, read
+and written as GPT-2's are."""
 
 import dataclasses
 import json
@@ -195,7 +196,10 @@ def test_a_second_family_is_read_and_written_by_its_table(family, tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=rf"missing, which .*a {format_.fields.title} of num_hidden_layers=2|config\.json asks for",
+        match=(
+            rf"missing, which .*a {format_.fields.title} of num_hidden_layers=2|config\.json "
+            r"asks for"
+        ),
     ):
         files.load(format_, tmp_path, dtype=jnp.float32)
 

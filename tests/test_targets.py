@@ -1,4 +1,5 @@
-"""Programs for accelerators that are not there are read right: saved ones, and new ones where a compiler is (`-m targets`)."""
+"""Programs for accelerators that are not there are read right: saved ones, and new ones where a
+compiler is (`-m targets`)."""
 
 import gzip
 import importlib.util
@@ -155,16 +156,21 @@ def test_links_of_a_torus_and_of_a_switch():
 
 def permute(name, pairs, megabytes):
     size = f"f32[{megabytes * 250_000}]"
-    start = f"  %{name} = ({size}, {size}) collective-permute-start(%x{megabytes}), source_target_pairs={pairs}"
+    start = (
+        f"  %{name} = ({size}, {size}) collective-permute-start(%x{megabytes}), "
+        f"source_target_pairs={pairs}"
+    )
     return start, f"  %{name}.d = {size} collective-permute-done(%{name})"
 
 
 def compute(name, cycles):
-    return f'  %{name} = f32[8]{{0:T(128)}} fusion(%x), kind=kLoop, backend_config={{"estimated_cycles":"{cycles}"}}'
+    cost = f'{{"estimated_cycles":"{cycles}"}}'
+    return f"  %{name} = f32[8]{{0:T(128)}} fusion(%x), kind=kLoop, backend_config={cost}"
 
 
 def test_a_replay_by_hand():
-    """45 MB take a millisecond and a microsecond; two messages on one link wait for each other, on two they do not."""
+    """45 MB take a millisecond and a microsecond; two messages on one link wait for each other, on
+    two they do not."""
     right, left = "{{0,1}}", "{{1,0}}"
     one, two = links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)]), {"x": 2}
     program = lambda *lines: (
@@ -200,12 +206,15 @@ def test_a_replay_by_hand():
 def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
     """A job of a millisecond in 3 of 5 ticks."""
     job = compute("w", 1_500_000)
-    loop = 'while(%s), condition=%test, body=%body, metadata={op_name="jit(f)/while/body/forward.3_of_5/while"}'
+    scope = "jit(f)/while/body/forward.3_of_5/while"
+    loop = f'while(%s), condition=%test, body=%body, metadata={{op_name="{scope}"}}'
     text = (
-        "HloModule m, is_scheduled=true\n\n%test (s: f32[8]) -> pred[] {\n  ROOT %go = pred[] custom-call(%s)\n}\n\n"
+        "HloModule m, is_scheduled=true\n\n%test (s: f32[8]) -> pred[] {\n  ROOT %go = pred[] "
+        "custom-call(%s)\n}\n\n"
         f"%body (s: f32[8]) -> f32[8] {{\n{job}\n}}\n\n"
         f"%tick (s: f32[8]) -> f32[8] {{\n  %job = f32[8] {loop}\n}}\n\n"
-        "ENTRY %main (x: f32[8]) -> f32[8] {\n  %ticks = f32[8] while(%x), condition=%test, body=%tick, "
+        "ENTRY %main (x: f32[8]) -> f32[8] {\n  %ticks = f32[8] while(%x), condition=%test, "
+        "body=%tick, "
         'backend_config={"known_trip_count":{"n":"5"}}\n}\n'
     )
     one = links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)])
@@ -221,7 +230,8 @@ def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_step_sends_what_theory_says(kind):
-    """Byte for byte, along every axis; nothing else, no loop but those over layers, no branch, no unknown length."""
+    """Byte for byte, along every axis; nothing else, no loop but those over layers, no branch, no
+    unknown length."""
     entries = certificate.read(text(kind), mesh.make(**AXES))
     sent: dict = {}
     for entry in entries:
@@ -290,10 +300,12 @@ def test_arguments_of_saved_steps_are_those_of_the_plan():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
 def test_message_and_local_copy_are_one_instruction(kind, what):
-    """What a device sends and what it keeps is computed once: the product (gather), or the last sum before the gather.
+    """What a device sends and what it keeps is computed once: the product (gather), or the last sum
+    before the gather.
 
-    With JAX 0.10.2 both compilers compute it once without `pin_bits` too, so these programs say what is so, not that the
-    guard is needed. That the reader would see two instructions is the next test's.
+    With JAX 0.10.2 both compilers compute it once without `pin_bits` too, so these programs say
+    what is so, not that the guard is needed. That the reader would see two instructions is the next
+    test's.
     """
     check_once(hlo.module(text(kind, what)), what)
 
@@ -301,13 +313,15 @@ def test_message_and_local_copy_are_one_instruction(kind, what):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
 def test_a_copy_that_is_computed_again_is_seen(kind, what):
-    """The same programs in which the local copy comes from another instruction: what a compiler without the guard may do."""
+    """The same programs in which the local copy comes from another instruction: what a compiler
+    without the guard may do."""
     with pytest.raises(AssertionError):
         check_once(hlo.module(computed_twice(text(kind, what), what)), what)
 
 
 def computed_twice(program, what):
-    """What the first message carries (gather), or what the last hop of the scatter brings (sum), is made twice."""
+    """What the first message carries (gather), or what the last hop of the scatter brings (sum), is
+    made twice."""
     lines = program.splitlines()
     where = {line.split(" = ")[0].split()[-1]: k for k, line in enumerate(lines) if " = " in line}
     if what == "all_gather":
@@ -359,7 +373,8 @@ def check_once(program, what):
 
 @pytest.mark.parametrize("what", ["ring", "psum"])
 def test_messages_between_slices_are_read(what):
-    """A program for two slices: 512 kB summed inside each, then 512 kB between each device and its twin in the other slice."""
+    """A program for two slices: 512 kB summed inside each, then 512 kB between each device and its
+    twin in the other slice."""
     program, nbytes = text("tpu", f"slices_{what}"), 4 * 1024 * 128
     kind = {"ring": "collective-permute", "psum": "all-reduce"}[what]
     entries = {entry.axes: entry for entry in certificate.read(program, mesh.make(far=2, near=4))}
@@ -427,8 +442,10 @@ def test_refusals(capsys):
 @pytest.mark.parametrize(
     "said",
     [
-        "Ran out of memory on HBM, the total memory required for HLO temporaries (48.00G) exceeds available HBM (15.75G).",
-        "Ran out of memory in memory space hbm. Used 48.00G of 15.75G hbm. Exceeded hbm capacity by 32.25G.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (48.00G) "
+        "exceeds available HBM (15.75G).",
+        "Ran out of memory in memory space hbm. Used 48.00G of 15.75G hbm. Exceeded hbm capacity "
+        "by 32.25G.",
     ],
 )
 def test_a_step_that_does_not_fit_says_what_it_needs(said):
@@ -445,7 +462,10 @@ def test_a_step_that_does_not_fit_says_what_it_needs(said):
     )
     with pytest.raises(
         ValueError,
-        match=r"does not fit in the memory of a device of v5e:2x4: it needs 48.00G of 15.75G\. Split it",
+        match=(
+            r"does not fit in the memory of a device of v5e:2x4: it needs 48.00G of 15.75G\. "
+            r"Split it"
+        ),
     ):
         targets.compile(Train(), shape, target=there)
 
@@ -457,10 +477,12 @@ def test_sources_are_found_in_both_notations():
 
 @pytest.mark.targets
 class TestCompiled:
-    """Where the TPU's compiler is: `pip install -e ".[test,tpu]"`, then `pytest -m targets -n 0`."""
+    """Where the TPU's compiler is: `pip install -e ".[test,tpu]"`, then
+    `pytest -m targets -n 0`."""
 
     def test_a_small_step(self):
-        # As users have it: AdamW mixes types, and a TPU counts in 64 bits by pairs of numbers, which `trips` does not follow.
+        # As users have it: AdamW mixes types, and a TPU counts in 64 bits by pairs of numbers,
+        # which `trips` does not follow.
         with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
             program = made.step(targets.target("v5e:2x4"))
         assert program.fits

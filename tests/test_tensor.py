@@ -1,4 +1,5 @@
-"""Layers whose weights are split over an axis equal the whole ones, in value and gradient, and send what theory says."""
+"""Layers whose weights are split over an axis equal the whole ones, in value and gradient, and send
+what theory says."""
 
 import functools
 import re
@@ -18,7 +19,8 @@ from parallax import mesh, tensor
 from parallax.collectives import ring, xla
 
 ALGORITHMS = {"ring": ring, "psum": xla}
-LAYOUTS = {  # the mesh's sizes, and the axes over which weights are split; the batch is split over "data"
+# The mesh's sizes, and the axes over which weights are split; the batch is split over "data".
+LAYOUTS = {
     "1": ({"data": 2, "tensor": 1}, "tensor"),
     "2": ({"data": 2, "tensor": 2}, "tensor"),
     "4": ({"data": 2, "tensor": 4}, "tensor"),
@@ -61,7 +63,8 @@ SHAPES = {"up": (3, 16), "up_bias": (16,), "down": (16, 5), "down_bias": (5,)}
 
 @functools.cache
 def pair(layout, algorithm):
-    """The loss, its gradients of all parameters and of x, and the output of a column- and a row-parallel layer."""
+    """The loss, its gradients of all parameters and of x, and the output of a column- and a
+    row-parallel layer."""
 
     def body(axis, params, x):
         parallel = {"axis": ALGORITHMS[algorithm](axis)}
@@ -146,7 +149,9 @@ def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
     rows, n = (
         2,
         4,
-    )  # local rows; devices on the tensor axis; 8 bytes a number; both arrays pad to a multiple of n
+        # Local rows; devices on the tensor axis; 8 bytes a number; both arrays pad to a multiple of
+        # n.
+    )
     assert sum(op.bytes for op in ops) == 2 * (n - 1) * 8 * (-(-rows * 5 // n) + -(-rows * 3 // n))
 
 
@@ -268,7 +273,8 @@ def test_cross_entropy_of_bfloat16_logits_is_near():
 
 @every_algorithm
 def test_no_logits_are_gathered(algorithm):
-    """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient moves nothing."""
+    """Three numbers a position move: a maximum, and two sums on a ring of 4; the logits' gradient
+    moves nothing."""
     shapes = [((4, 2, V), jnp.float64), ((4, 2), jnp.int32), ((4, 2), jnp.float64)]
     ops = hlo.collectives(
         entropy("4", algorithm), *[jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -285,22 +291,25 @@ def test_no_logits_are_gathered(algorithm):
 REFUSED = {
     "enter": (
         lambda x: tensor.copy_to(x, ring(("data", "tensor"))),
-        "tensor.copy_to needs an x that is the same along ('data', 'tensor'); this one, of shape (2, 3), varies along ['data']. "
-        "Use `copy_to` once, before the column-parallel layer, and `reduce_from` after the row-parallel one.",
+        "tensor.copy_to needs an x that is the same along ('data', 'tensor'); this one, of shape "
+        "(2, 3), varies along ['data']. Use `copy_to` once, before the column-parallel layer, "
+        "and `reduce_from` after the row-parallel one.",
     ),
     "column": (
         lambda x: tensor.column(x, jnp.ones((3, 2)), None, ring("data")),
-        "tensor.copy_to needs an x that is the same along 'data'; this one, of shape (2, 3), varies along ['data'].",
+        "tensor.copy_to needs an x that is the same along 'data'; this one, of shape (2, 3), "
+        "varies along ['data'].",
     ),
     "leave": (
         lambda x: tensor.reduce_from(x, ring("tensor")),
-        "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, 3), is the same along ['tensor'], and "
-        "would be counted once a device. Split the weights before it, or leave out `reduce_from`.",
+        "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, "
+        "3), is the same along ['tensor'], and would be counted once a device. Split the weights "
+        "before it, or leave out `reduce_from`.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.reduce_from needs partial sums that differ along ('tensor', 'data'); this x, of shape (2, 2), is the same along "
-        "['tensor']",
+        "tensor.reduce_from needs partial sums that differ along ('tensor', 'data'); this x, of "
+        "shape (2, 2), is the same along ['tensor']",
     ),
 }
 

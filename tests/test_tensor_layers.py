@@ -1,4 +1,5 @@
-"""Equinox's linear layers, split over an axis in their own order, train as on one device; the wrong order is refused."""
+"""Equinox's linear layers, split over an axis in their own order, train as on one device; the wrong
+order is refused."""
 
 import functools
 import inspect
@@ -68,7 +69,8 @@ def trained_alone(model, data):
 
 
 def trained(make, data, devices, shares):
-    """By `step.make`, its optimizer's state split by ZeRO-1 if `shares`; at last the whole weights."""
+    """By `step.make`, its optimizer's state split by ZeRO-1 if `shares`; at last the whole
+    weights."""
     split_layers = tensor.rule(eqx.filter_eval_shape(make))
     rule = lambda path, leaf: split_layers(path, leaf) or P()
     grad = eqx.filter_value_and_grad(loss)
@@ -206,54 +208,62 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "a row's split under a column": (
         lambda x, w: tensor.column(x, linear(w), None, "tensor"),
         P(None, "tensor"),
-        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices of 'tensor': a weight "
-        "[outputs, inputs] of [1/4 of 8, 8] on each; got [8, 2]. Give it the specs of tensor.rule(model)",
+        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices "
+        "of 'tensor': a weight [outputs, inputs] of [1/4 of 8, 8] on each; got [8, 2]. Give it "
+        "the specs of tensor.rule(model)",
     ),
     "a column's split under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x)[:, :2], linear(w), None, "tensor"),
         P("tensor"),
-        "tensor.RowLinear needs the 8 inputs of its eqx.nn.Linear split over the 4 devices of 'tensor': a weight "
-        "[outputs, inputs] of [8, 1/4 of 8] on each; got [2, 8].",
+        "tensor.RowLinear needs the 8 inputs of its eqx.nn.Linear split over the 4 devices of "
+        "'tensor': a weight [outputs, inputs] of [8, 1/4 of 8] on each; got [2, 8].",
     ),
     "no split": (
         lambda x, w: tensor.column(x, linear(w), None, "tensor"),
         P(),
-        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices of 'tensor'",
+        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices "
+        "of 'tensor'",
     ),
     "Equinox's order under a column": (
         lambda x, w: unchecked(tensor.column)(x, w, None, "tensor"),
         P("tensor"),
-        "tensor.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the weight is of shape (2, 8) here. "
-        "Split its outputs over 'tensor' and not its inputs; an eqx.nn.Linear, which is stored [outputs, inputs], is passed",
+        "tensor.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the "
+        "weight is of shape (2, 8) here. Split its outputs over 'tensor' and not its inputs; an "
+        "eqx.nn.Linear, which is stored [outputs, inputs], is passed",
     ),
     "Equinox's order under a row": (
         lambda x, w: unchecked(tensor.row)(ON_TENSOR(x)[:, :2], w, None, "tensor"),
         P(None, "tensor"),
-        "tensor.row needs a weight [inputs of this device, outputs]: x, of shape (3, 2), has (2,) inputs here, and the weight is "
-        "of shape (8, 2). Split its inputs over 'tensor' and not its outputs;",
+        "tensor.row needs a weight [inputs of this device, outputs]: x, of shape (3, 2), has "
+        "(2,) inputs here, and the weight is of shape (8, 2). Split its inputs over 'tensor' and "
+        "not its outputs;",
     ),
     "a whole weight under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
         P(),
-        "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, 8), is the same on its 4 "
-        "devices, and the sum would count it as often. Split it by P('tensor').",
+        "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, "
+        "8), is the same on its 4 devices, and the sum would count it as often. Split it by "
+        "P('tensor').",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
         P(),
-        "tensor.column: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape (8,).",
+        "tensor.column: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape "
+        "(8,).",
     ),
     "sequence's column": (
         lambda x, w: unchecked(sequence.column)(x[None], w, None, "tensor", all_gather_matmul=None),
         P("tensor"),
-        "sequence.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the weight is of shape (2, 8)",
+        "sequence.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and "
+        "the weight is of shape (2, 8)",
     ),
     "sequence's row": (
         lambda x, w: unchecked(sequence.row)(
             ON_TENSOR(x)[None, :, :2], w, None, "tensor", matmul_reduce_scatter=None
         ),
         P(None, "tensor"),
-        "sequence.row needs a weight [inputs of this device, outputs]: x, of shape (1, 3, 2), has (2,) inputs here",
+        "sequence.row needs a weight [inputs of this device, outputs]: x, of shape (1, 3, 2), "
+        "has (2,) inputs here",
     ),
 }
 
@@ -358,7 +368,8 @@ def test_an_embedding_that_is_not_split_is_refused():
 
 
 def test_the_layers_of_sequence_take_what_those_of_tensor_take():
-    """Column and row over split tokens, without a choice of how they travel: the same numbers, on each device its own tokens."""
+    """Column and row over split tokens, without a choice of how they travel: the same numbers, on
+    each device its own tokens."""
     draw = np.random.default_rng(0).normal
     x, up, down = draw(size=(2, 8, 4)), draw(size=(4, 12)), draw(size=(12, 4))
     bias = jnp.asarray(draw(size=4))

@@ -1,4 +1,5 @@
-"""Where devices lie on a torus: rings of neighbours wherever a search finds that there can be one, and no raw error."""
+"""Where devices lie on a torus: rings of neighbours wherever a search finds that there can be one,
+and no raw error."""
 
 import dataclasses
 import functools
@@ -37,7 +38,8 @@ SOLID = {
 }
 CORES = {"v4:2x2x1": (2, 2, 1), "v4:2x2x2": (2, 2, 2), "v4:4x4x4": (4, 4, 4)}
 TARGETS = FLAT | SOLID | CORES
-# Links a hop, the mean over all data x stage x tensor of powers of two: a grid has no ring for two axes at once.
+# Links a hop, the mean over all data x stage x tensor of powers of two: a grid has no ring for two
+# axes at once.
 MEANS = {
     "v5e:2x4": 1.19,
     "v5e:4x4": 1.22,
@@ -93,7 +95,8 @@ def powers(devices):
 def can_be(box, rings, sizes):
     """Whether an order of a box's chips is found that makes every hop of every axis one link.
 
-    It tries them, the most constrained first, and gives up after `STEPS`, which happens on the largest boxes alone.
+    It tries them, the most constrained first, and gives up after `STEPS`, which happens on the
+    largest boxes alone.
     """
     points = list(itertools.product(*map(range, box)))
     beside = {p: set() for p in points}
@@ -158,7 +161,8 @@ def test_rings_are_of_neighbours_wherever_they_can_be(target):
 
 @given(st.data())
 def test_every_device_has_one_place(data):
-    """Boxes and meshes of any sizes, of one slice or several, of whole boxes or not, in any order."""
+    """Boxes and meshes of any sizes, of one slice or several, of whole boxes or not, in any
+    order."""
     box = data.draw(st.tuples(*[st.integers(1, 6)] * 3).filter(lambda box: math.prod(box) <= 48))
     cores, slices = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     kind = data.draw(st.sampled_from(["TPU v4", "TPU v6 lite"]))
@@ -217,7 +221,9 @@ def test_a_ring_of_eight_in_a_slice_of_eight():
     assert np.sum(steps, 0).tolist() == [0, 0, 0]
 
 
-CLOSED = {  # what the makers' pages say closes: whole pods of 16 in two dims, joined cubes of 4 x 4 x 4 in three
+# What the makers' pages say closes: whole pods of 16 in two dims, joined cubes of 4 x 4 x 4 in
+# three.
+CLOSED = {
     "v5e:8x8": (False, False),
     "v5e:8x16": (False, True),
     "v5e:16x16": (True, True),

@@ -1,4 +1,5 @@
-"""A traced step tells what its compiled program does and needs: operations and bytes sent are equal, memory is near."""
+"""A traced step tells what its compiled program does and needs: operations and bytes sent are
+equal, memory is near."""
 
 import functools
 import math
@@ -52,14 +53,16 @@ def a_step(world, algorithm=ring, width=WIDTH, rows=32):
 
 
 def off(traced, compiled, world):
-    """How far the peak is off. What must be equal is: operations, bytes sent along each axis, arguments."""
+    """How far the peak is off. What must be equal is: operations, bytes sent along each axis,
+    arguments."""
     found = traces.beside(traced, compiled, world)
     assert all(found.equal.values()), found
     return found.off
 
 
 def test_a_step_by_hand():
-    """Two products forward, three backward; the gradients go round a ring; AdamW's state is two more models."""
+    """Two products forward, three backward; the gradients go round a ring; AdamW's state is two
+    more models."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         found = plan.trace(
             *a_step(mesh.abstract(data=8)), mesh.abstract(data=8), hardware=hardware.A100
@@ -155,7 +158,8 @@ def test_what_is_not_needed_or_done_twice_counts_once():
 
 
 def test_a_sum_that_nothing_reads_is_not_sent():
-    """Neither by itself nor in a loop, though JAX writes down the axis that it names as an effect."""
+    """Neither by itself nor in a loop, though JAX writes down the axis that it names as an
+    effect."""
 
     def unread(x):
         looped, _ = lax.scan(
@@ -255,7 +259,8 @@ def rings(layout):
 
 
 def of_recipe(line, make):
-    """The batch and the layout of a line; the step of a small GPT-2 under it, its shapes, its trace and its mesh."""
+    """The batch and the layout of a line; the step of a small GPT-2 under it, its shapes, its trace
+    and its mesh."""
     batch, layout = int(line.split("/")[0]), Layout.parse(line.split("/")[1])
     world = make(layout)
     compute = decoder.Compute(axes=rings(layout))
@@ -297,7 +302,8 @@ def test_peaks_of_each_family(family):
 
 
 def drawn(count, seed=0):
-    """Layouts of at most eight devices for the small GPT-2, each with a batch: every way to split, drawn."""
+    """Layouts of at most eight devices for the small GPT-2, each with a batch: every way to split,
+    drawn."""
     draw, found = random.Random(seed), {}
     while len(found) < count:
         fields = {name: draw.choice((1, 1, 2, 4)) for name in ("data", "stage", "tensor")}
@@ -310,7 +316,8 @@ def drawn(count, seed=0):
             "sequence": draw.choice((False, True)),
         }
         devices = math.prod(fields[name] for name in ("data", "stage", "tensor"))
-        # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch computes again.
+        # XLA scatters alike zeros of ZeRO-2's idle ticks once, and joins what a lone microbatch
+        # computes again.
         joined = fields["stage"] > 1 and (
             fields["zero"] == 2 or (fields["microbatches"] == 1 and fields["remat"] != "none")
         )
@@ -324,7 +331,8 @@ def drawn(count, seed=0):
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("line", drawn(60))
 def test_closed_formulas_are_the_trace(line):
-    """What `plan.plan` counts by formulas, which a search needs for their speed, is what is read."""
+    """What `plan.plan` counts by formulas, which a search needs for their speed, is what is
+    read."""
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         batch, layout, *_, found, _ = of_recipe(line, lambda layout: mesh.abstract(**layout.axes))
         planned = plan.plan(TINY, layout, hardware.VIRTUAL_CPU, batch=batch, axes=rings(layout))
@@ -344,7 +352,8 @@ def test_closed_formulas_are_the_trace(line):
 
 
 def test_zero_3_gathers_each_layer_by_itself():
-    """GPT-2 xl over 64 devices: 63 hops for each gather and each scatter of a leaf of a layer, as many as its trace has."""
+    """GPT-2 xl over 64 devices: 63 hops for each gather and each scatter of a leaf of a layer, as
+    many as its trace has."""
     layout = Layout(data=64, zero=3, remat="block", precision="bfloat16")
     planned = plan.plan(gpt2.XL, layout, hardware.A100, batch=512, axes=rings(layout))
     hops = sum(term.times * term.cost.chain for term in planned.traffic if term.n > 1)

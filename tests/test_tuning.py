@@ -1,4 +1,5 @@
-"""The link that is fitted is the one that the times were made from; what is chosen is a twin of `psum`, and told."""
+"""The link that is fitted is the one that the times were made from; what is chosen is a twin of
+`psum`, and told."""
 
 import hlo
 import hypothesis.strategies as st
@@ -116,7 +117,8 @@ def test_chooses_the_fastest_at_each_size(nbytes, expected):
 
 
 def test_auto_is_a_twin_of_psum(monkeypatch):
-    """On whole numbers; each leaf by the function of its size, other axes by psum, and the text says so."""
+    """On whole numbers; each leaf by the function of its size, other axes by psum, and the text
+    says so."""
     raced = []
 
     def measure(mesh, axis, calls, *, rounds):

@@ -1,7 +1,8 @@
-"""Over a tuple of axes each leaf is reduced along those where its parameter is the same: equal to one device, whatever is split.
+"""Over a tuple of axes each leaf is reduced along those where its parameter is the same: equal to
+one device, whatever is split.
 
-Legend: a parameter is split over axes that split the batch too (a share, gathered before it is used), over others (a shard, whose
-partial sums are joined), both or none.
+Legend: a parameter is split over axes that split the batch too (a share, gathered before it is
+used), over others (a shard, whose partial sums are joined), both or none.
 """
 
 import functools
@@ -68,7 +69,8 @@ def cases(draw):
     for leaf in ("p", "q", "r"):
         entries: list[list[str]] = [[], []]
         more: list[list[str]] = [[], []]
-        # Outermost the axes that do not split the batch: what is gathered or scattered lies innermost.
+        # Outermost the axes that do not split the batch: what is gathered or scattered lies
+        # innermost.
         for name in sorted(
             names, key=lambda name: (name in over, over.index(name) if name in over else 0)
         ):
@@ -79,7 +81,8 @@ def cases(draw):
                 more[dim % 2].append(name)
             if dim in (0, 1):
                 entries[dim].append(name)
-        # A share lives inside what is scattered of it: the axes that split the parameter itself come first.
+        # A share lives inside what is scattered of it: the axes that split the parameter itself
+        # come first.
         more = [
             [*own, *(name for name in all_ if name not in own)]
             for own, all_ in zip(entries, more, strict=True)
@@ -102,7 +105,8 @@ def problem(case, seed=0):
 
 
 def loss(params, x, comms=None):
-    """The mean over the batch of a sum over all elements, each by itself; `comms` are the axes that split a leaf's elements."""
+    """The mean over the batch of a sum over all elements, each by itself; `comms` are the axes that
+    split a leaf's elements."""
     total = jnp.zeros_like(x)
     for name, leaf in params.items():
         p = jnp.reshape(leaf, (-1, 1))
@@ -154,7 +158,8 @@ def test_equals_one_device(how, case):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_hybrid_shares(algorithm):
-    """A parameter split inside a group of 4 and copied in 2 groups, the batch over all 8: five steps are those of one device."""
+    """A parameter split inside a group of 4 and copied in 2 groups, the batch over all 8: five
+    steps are those of one device."""
     case = Case({"a": 2, "b": 4}, {"p": P("b"), "q": P()}, {}, ("a", "b"), algorithm)
     params = {"p": np.arange(8.0).reshape(4, 2) / 8, "q": np.ones((2, 2))}
     x = np.linspace(-1, 1, 16)
@@ -175,7 +180,8 @@ def test_hybrid_shares(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["xla", "ring"])
 def test_experts_over_data_and_expert(algorithm):
-    """Tokens go to the device of their expert and back; its weights are summed over `data` alone, and divided by all devices."""
+    """Tokens go to the device of their expert and back; its weights are summed over `data` alone,
+    and divided by all devices."""
     experts, width, tokens = 4, 3, 16
     draw = np.random.default_rng(1).normal
     params = {"w": draw(size=(experts, width, width)), "scale": draw(size=(width,))}
@@ -218,7 +224,10 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
 
     with pytest.raises(
         ValueError,
-        match=r"dim 0 of w is split over \('fsdp', 'tensor'\).* Name those axes last, \('tensor', 'fsdp'\)",
+        match=(
+            r"dim 0 of w is split over \('fsdp', 'tensor'\).* Name those axes last, \('tensor', "
+            r"'fsdp'\)"
+        ),
     ):
         total({"w": P(("fsdp", "tensor"))})
     np.testing.assert_allclose(total({"w": P(("tensor", "fsdp"))}), np.sum(w**2), rtol=EXACT)
@@ -259,7 +268,8 @@ def test_a_gradient_that_mixes_shards_is_refused():
 
 
 def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
-    """`rules.fsdp` without `keep` splits the longest dim, and here that is the layers: each replica would run 8 of 64."""
+    """`rules.fsdp` without `keep` splits the longest dim, and here that is the layers: each replica
+    would run 8 of 64."""
     world = mesh.make(data=8)
     draw = np.random.default_rng(0).normal
     params = {"blocks": {"w": draw(size=(64, 16, 16)) / 10, "b": draw(size=(64, 16)) / 10}}
@@ -317,7 +327,8 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
 
 
 def test_an_arrow_inside_another_knows_what_that_declared():
-    """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared all varying over data."""
+    """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared
+    all varying over data."""
     specs = {"w": P("data", "tensor"), "b": P()}
     local = zero.gathered(
         lambda p, x: jnp.mean(x * tensor.reduce_from(jnp.sum(p["w"]), "tensor") + p["b"]),

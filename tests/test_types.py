@@ -1,7 +1,9 @@
-"""A user's type checker knows every public name, and finds nothing in the programs of README and docs. It needs pyright.
+"""A user's type checker knows every public name, and finds nothing in the programs of README and
+docs. It needs pyright.
 
-The strict mode reports a type that is unknown, or known in part. JAX leaves such types in nearly every program, `jax.jit` among
-them, so programs are read in the standard mode, and the names of this package in the strict one.
+The strict mode reports a type that is unknown, or known in part. JAX leaves such types in nearly
+every program, `jax.jit` among them, so programs are read in the standard mode, and the names of
+this package in the strict one.
 """
 
 import importlib
@@ -24,13 +26,15 @@ PAGES = [
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "errors.md"),
 ]
-# A page defines a name anew, reads what a loop has assigned, and knows of a result that may be None that it is not.
+# A page defines a name anew, reads what a loop has assigned, and knows of a result that may be None
+# that it is not.
 STYLE = {
     "reportRedeclaration": False,
     "reportPossiblyUnboundVariable": False,
     "reportOptionalMemberAccess": False,
 }
-TREES = "trainable = Normed("  # an Equinox module of truth values, where its fields are declared as arrays
+# An Equinox module of truth values, where its fields are declared as arrays.
+TREES = "trainable = Normed("
 NEEDS_PYRIGHT = pytest.mark.skipif(
     importlib.util.find_spec("pyright") is None, reason="needs pyright, of the group `lint`"
 )
@@ -86,7 +90,8 @@ def fields(kind):
 
 
 def modules():
-    """What users import: the names of `parallax`, and the modules of packages that are named after their modules alone."""
+    """What users import: the names of `parallax`, and the modules of packages that are named after
+    their modules alone."""
     for name in parallax.__all__:
         module = importlib.import_module(f"parallax.{name}")
         inner = (
@@ -96,7 +101,8 @@ def modules():
 
 
 def every_name():
-    """A program that reads every public name, and every field of an object of every public class."""
+    """A program that reads every public name, and every field of an object of every public
+    class."""
     lines, reads = [], []
     for path in modules():
         package, _, last = f"parallax.{path}".rpartition(".")
@@ -123,7 +129,8 @@ def test_every_public_name_has_a_known_type(tmp_path):
 @NEEDS_PYRIGHT
 @pytest.mark.long
 def test_the_programs_of_the_pages_have_no_wrong_type(tmp_path):
-    """Each page is one program, as `test_docs.py` runs it; README's fragments speak of examples/pipeline.py."""
+    """Each page is one program, as `test_docs.py` runs it; README's fragments speak of
+    examples/pipeline.py."""
     for page in PAGES:
         programs = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
         whole = [text for text in programs if page.name != "README.md" or text.startswith("import")]

@@ -27,7 +27,8 @@ class Trained(NamedTuple):
 
 @functools.cache
 def alone(name):
-    """One device, with nothing of ours but the model: the grad arrow, optax, and `after` by hand."""
+    """One device, with nothing of ours but the model: the grad arrow, optax, and `after` by
+    hand."""
     kind = KINDS[name]
     whole = lambda model: jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if mesh.is_array(leaf) else leaf, model

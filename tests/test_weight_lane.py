@@ -1,4 +1,5 @@
-"""A backward pass in two lanes is the one that it was, with no product more, in the ticks and the memory of its table."""
+"""A backward pass in two lanes is the one that it was, with no product more, in the ticks and the
+memory of its table."""
 
 import functools
 import math
@@ -38,7 +39,8 @@ def weights(seed):
 
 
 def layer(w, x, key):
-    """Attention, dropout, a feed-forward, weights that are in no product, and the same weight in two places."""
+    """Attention, dropout, a feed-forward, weights that are in no product, and the same weight in
+    two places."""
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * w["scale"][None]
     q, k, v = (normed @ w["qkv"][i] for i in range(3))
     x = x + jax.nn.softmax(q @ k.T) @ v * jax.random.bernoulli(key, 0.7, x.shape).astype(x.dtype)
@@ -145,7 +147,8 @@ def products(f, *arguments):
 @settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
 def test_two_parts_are_the_whole(name, keep, seed):
-    """Every gradient, and not one product more; those of weights that only weights need are in the second part."""
+    """Every gradient, and not one product more; those of weights that only weights need are in the
+    second part."""
     forward, whole, inputs, weigh = both(name, keep)
     trained, given_ = weights(seed), {"key": jax.random.key(seed)}
     x, ct = jax.random.normal(jax.random.key(seed + 1), (2, T, D), FLOAT64)
@@ -171,7 +174,8 @@ OF_WEIGHTS = {"shared": 3 * ONE, "nested": 2 * L * ONE, "no weights": 0}
 
 
 def test_what_waits_is_no_larger_than_the_cotangents_of_products():
-    """Of a layer: those of q, k, v, the products up and down and the second q; what is no product is summed before."""
+    """Of a layer: those of q, k, v, the products up and down and the second q; what is no product
+    is summed before."""
     _, _, inputs, _ = both("scanned", pipeline.residuals)
     forward, *_ = both("scanned", pipeline.residuals)
     trained, given_, x = weights(0), {"key": jax.random.key(0)}, jnp.ones((T, D), FLOAT64)
@@ -185,7 +189,8 @@ ROWS, STAGES_, M = 2, 2, 6
 
 
 def scanned_blocks():
-    """A pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no products."""
+    """A pipeline of GPT-2's blocks, scanned in each stage, with a head and an end of no
+    products."""
     block = functools.partial(
         gpt2.block, config=CONFIG, comms=tensor.comms(()), attend=gpt2.attention
     )
@@ -222,14 +227,16 @@ def operations(compiled):
 
 
 def tokens_of_a_stage():
-    """The operations of a microbatch in a stage's products: those of weights, and those of attention's scores."""
+    """The operations of a microbatch in a stage's products: those of weights, and those of
+    attention's scores."""
     tokens, width, layers = ROWS * CONFIG.context, CONFIG.width, CONFIG.layers // STAGES_
     return layers * 2 * tokens * 12 * width**2, layers * 2 * 2 * tokens * CONFIG.context * width
 
 
 @pytest.mark.long
 def test_operations_are_those_of_the_table():
-    """(M + P - 1)(F + I) + M W of 1F1B's (M + P - 1)(F + B), counted in both compiled programs: not one more."""
+    """(M + P - 1)(F + I) + M W of 1F1B's (M + P - 1)(F + B), counted in both compiled programs: not
+    one more."""
     weight, scores = tokens_of_a_stage()
     F, B = weight + scores, 2 * (weight + scores)
     ticks = M + STAGES_ - 1

@@ -1,5 +1,5 @@
-"""`examples/gpt2.py` without a model: its start, loop, files and checkpoints as they are, around a step that computes next to
-nothing. The loss of a step is told by the test.
+"""`examples/gpt2.py` without a model: its start, loop, files and checkpoints as they are, around a
+step that computes next to nothing. The loss of a step is told by the test.
 """
 
 import math

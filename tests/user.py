@@ -1,5 +1,6 @@
 # pyright: strict
-"""A user's file with every name of the contract, which type checkers read strictly (`.ci/run`); `test_user.py` runs it."""
+"""A user's file with every name of the contract, which type checkers read strictly (`.ci/run`);
+`test_user.py` runs it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,8 @@ Batch = dict[str, Array]
 Numbers = Float[Array, "..."]
 
 # What JAX leaves partly untyped.
-value_and_grad: Callable[[Callable[..., Numbers]], grads.Grad] = jax.value_and_grad  # pyright: ignore
+GradientOf = Callable[[Callable[..., Numbers]], grads.Grad]
+value_and_grad: GradientOf = jax.value_and_grad  # pyright: ignore
 
 
 def collectives(x: Numbers) -> list[Numbers]:

@@ -1,4 +1,5 @@
-"""Ordinary Equinox models as users write them, each with its loss, how it is split, and what of it is trained."""
+"""Ordinary Equinox models as users write them, each with its loss, how it is split, and what of it
+is trained."""
 
 import functools
 from collections.abc import Callable
@@ -42,7 +43,8 @@ class Kind(NamedTuple):
 
     Attributes:
         make: the model.
-        loss: `(model, batch, axis) -> loss`, or `(loss, aux)`; `axis` is `()` where nothing is split.
+        loss: `(model, batch, axis) -> loss`, or `(loss, aux)`; `axis` is `()` where nothing is
+            split.
         split: the spec of each glob of paths over `tensor`; all else is whole.
         trainable: as `step.init` takes it.
         grad: from the loss arrow to the grad arrow.
@@ -208,7 +210,8 @@ def mixture_loss(model, batch, axis):
 
 
 def decoder():
-    """Its blocks are [chunks, layers, ...], as a pipeline takes them, with an integer and a function among their leaves."""
+    """Its blocks are [chunks, layers, ...], as a pipeline takes them, with an integer and a
+    function among their leaves."""
     blocks = {"up": normal(0, 1, 4, WIDTH, HIDDEN), "down": normal(1, 1, 4, HIDDEN, WIDTH)}
     blocks |= {"number": jnp.arange(4, dtype=jnp.int32)[None], "squash": jnp.sin}
     return {

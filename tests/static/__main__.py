@@ -1,8 +1,8 @@
 """Checks of the repository's own text, which prove nothing about a number: `python tests/static`.
 
-Each module here has functions `check_...` that yield one sentence for each problem. All problems are
-printed; the exit code is 1 if there is one. `ruff` holds docstrings (D1), and the strict build of the
-docs their anchors.
+Each module here has functions `check_...` that yield one sentence for each problem. All problems
+are printed; the exit code is 1 if there is one. `ruff` holds docstrings (D1), and the strict build
+of the docs their anchors.
 """
 
 import sys

@@ -18,7 +18,8 @@ class Printer:
         for item in session.items:
             sweep = item.get_closest_marker("sweep")
             arguments = repr(sweep.args) if sweep else ""
-            print("\\t".join(["collected", item.nodeid, arguments, *sorted({mark.name for mark in item.iter_markers()})]))
+            marks = sorted({mark.name for mark in item.iter_markers()})
+            print("\\t".join(["collected", item.nodeid, arguments, *marks]))
 
 
 options = "-q --collect-only -n 0 -p no:cacheprovider --all --users-flags".split()

@@ -1,4 +1,5 @@
-"""The examples stay short, use public names only, and begin with an estimate and with how they are run."""
+"""The examples stay short, use public names only, and begin with an estimate and with how they are
+run."""
 
 import re
 from collections.abc import Iterator

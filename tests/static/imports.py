@@ -1,4 +1,5 @@
-"""The package's plan: a file imports only what comes before it in this list, and what is light stays light."""
+"""The package's plan: a file imports only what comes before it in this list, and what is light
+stays light."""
 
 import ast
 import builtins
@@ -101,7 +102,9 @@ def check_no_file_bears_the_name_of_what_its_package_hands_on() -> Iterator[str]
 
 LIGHT = """
 import sys
-loaded = lambda *names: [name for name in names if any(each == name or each.startswith(name + ".") for each in sys.modules)]
+def loaded(*names):
+    within = lambda name: any(f"{module}.".startswith(f"{name}.") for module in sys.modules)
+    return [name for name in names if within(name)]
 import parallax
 assert not loaded("jax", "parallax.mesh"), loaded("jax", "parallax.mesh")
 from parallax.run import launch, lock
@@ -127,10 +130,14 @@ def check_what_is_light_stays_light() -> Iterator[str]:
         yield done.stderr
 
 
-# Tokens of code, without comments and docstrings, that importing a module brings along: the most that it may. What somebody
-# lifts out of the package is as small as this. A figure goes up only with the reason in the commit that raises it.
+# Tokens of code, without comments and docstrings, that importing a module brings along: the most
+# that it may. What somebody lifts out of the package is as small as this. A figure goes up only
+# with the reason in the commit that raises it.
 MOST = {"models.decoder": 75_000, "tensor": 7_000, "grads": 12_800, "zero": 25_000, "step": 25_500}
-LOADED = "import sys, parallax.{0}; print(*(name for name in sys.modules if name.split('.')[0] == 'parallax'))"
+LOADED = (
+    "import sys, parallax.{0}; print(*(name for name in sys.modules if name.split('.')[0] == "
+    "'parallax'))"
+)
 LAYOUT_TOKENS = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -169,7 +176,10 @@ def check_the_core_brings_little_along() -> Iterator[str]:
         if sum(sizes.values()) > most:
             largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
             files = ", ".join(f"{name} {sizes[name]}" for name in largest)
-            yield f"importing {module} brings {sum(sizes.values())} tokens of code along, more than {most}: {files}"
+            yield (
+                f"importing {module} brings {sum(sizes.values())} tokens of code along, more than "
+                f"{most}: {files}"
+            )
 
 
 def bound_names(tree: ast.AST) -> set[str]:
@@ -193,7 +203,8 @@ def bound_names(tree: ast.AST) -> set[str]:
 
 
 def check_every_name_is_bound() -> Iterator[str]:
-    """The linter's own rule is off in the package: it takes the dims in jaxtyping's strings for names."""
+    """The linter's own rule is off in the package: it takes the dims in jaxtyping's strings for
+    names."""
     known = {*dir(builtins), "__file__", "__name__", "__path__"}
     for name, path in FILES.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The faults of `mutants.py` still apply: each stands in one place, compiles, and names tests that are there."""
+"""The faults of `mutants.py` still apply: each stands in one place, compiles, and names tests that
+are there."""
 
 import ast
 import re
@@ -60,7 +61,10 @@ def check_there_are_enough_over_the_whole_package_and_none_twice() -> Iterator[s
     ]
     folders = {place(mutant, ROOT).path.parts[1] for mutant in BY_HAND}
     if len(some) != 24 or len(BY_HAND) + len(some) < 60 or len(folders) < 20:
-        yield f"{len(BY_HAND)} faults by hand in {len(folders)} places and {len(some)} drawn ones are too few"
+        yield (
+            f"{len(BY_HAND)} faults by hand in {len(folders)} places and {len(some)} drawn ones "
+            "are too few"
+        )
     if twice:
         yield f"faults that stand twice: {twice}"
     if sum(mutant.bits for mutant in BY_HAND) < 4:

@@ -1,4 +1,5 @@
-"""The notebooks are the lessons' pages, cell by cell; `test_docs.py` runs these pages as a notebook runs."""
+"""The notebooks are the lessons' pages, cell by cell; `test_docs.py` runs these pages as a notebook
+runs."""
 
 import json
 import re
@@ -26,7 +27,8 @@ def check_the_core_has_lessons() -> Iterator[str]:
 
 
 def check_a_notebook_is_its_page() -> Iterator[str]:
-    """Made anew it is the same. Its code and its outputs are those of the page, which the tests of pages run."""
+    """Made anew it is the same. Its code and its outputs are those of the page, which the tests of
+    pages run."""
     for lesson in LESSONS:
         page = ROOT / "docs" / f"{lesson}.md"
         text = (FOLDER / f"{lesson}.ipynb").read_text(encoding="utf-8")

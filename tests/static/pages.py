@@ -1,4 +1,5 @@
-"""What the pages say of the repository is so: links, files, tests, messages and programs that they name are there."""
+"""What the pages say of the repository is so: links, files, tests, messages and programs that they
+name are there."""
 
 import ast
 import re
@@ -98,11 +99,16 @@ def check_messages_that_no_line_raises_stand_in_the_source() -> Iterator[str]:
     ]
     source = "\n".join(texts(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES)
     if len(quoted) <= 4:
-        yield "errors.md quotes fewer than five messages that it does not raise: does `blocks` still read it?"
+        yield (
+            "errors.md quotes fewer than five messages that it does not raise: does `blocks` "
+            "still read it?"
+        )
     for block in quoted:
         for piece in filter(None, (" ".join(piece.split()) for piece in block.text.split("..."))):
             if piece not in source:
-                yield f"errors.md, line {block.line}: no message of parallax/ has the words {piece!r}"
+                yield (
+                    f"errors.md, line {block.line}: no message of parallax/ has the words {piece!r}"
+                )
 
 
 def texts(tree: ast.AST) -> str:
@@ -129,7 +135,10 @@ def check_every_promise_names_a_test_a_figure_and_a_limit() -> Iterator[str]:
         for row in table.splitlines()
     ]
     if len(tables) != 4 or len(rows) <= 40:
-        yield f"reliability.md has {len(tables)} tables of promises with {len(rows)} rows; needed 4 with more than 40"
+        yield (
+            f"reliability.md has {len(tables)} tables of promises with {len(rows)} rows; needed 4 "
+            "with more than 40"
+        )
     for row in rows:
         complete = len(row) == 4 and min(len(row[0]), len(row[2])) > 5 and row[3]
         if not complete or not re.fullmatch(r"`test_\w+\.py::test_\w+`", row[1]):

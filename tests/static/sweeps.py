@@ -32,7 +32,10 @@ def check_thirty_seeds_in_a_row_take_every_case() -> Iterator[str]:
                 chosen = conftest.one_slice(sweep, seed)
                 taken.update(case.nodeid for case in chosen)
                 if len(chosen) > -(-len(sweep.cases) // sweep.slices):
-                    yield f"seed {seed} takes {len(chosen)} of the {len(sweep.cases)} cases of {sweep.name}"
+                    yield (
+                        f"seed {seed} takes {len(chosen)} of the {len(sweep.cases)} cases of "
+                        f"{sweep.name}"
+                    )
         for case in cases:
             if not taken[case.nodeid]:
                 yield f"{conftest.SLICES} seeds from {first} on leave out {case.nodeid}"

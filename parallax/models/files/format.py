@@ -161,13 +161,11 @@ def _note(folder: Path, tokenizer: list[Path]) -> str:
     if any((folder / name).is_file() for name in TOKENIZER):
         return (
             f"{folder} holds the model. The files of a tokenizer were there before, and are as "
-            "they "
-            "were."
+            "they were."
         )
     return (
         f"{folder} holds the model and no tokenizer. Copy the files of yours there, or "
-        "transformers "
-        "makes an empty one."
+        "transformers makes an empty one."
     )
 
 
