@@ -1,10 +1,14 @@
-# On the back of the envelope: the sum of S bytes on n = 8 devices takes 2 (n - 1) = 14 hops of S / n, so each device sends
-# 2 (n - 1)/n S = 1.75 S. Were everything sent to one device and back, its link would carry 2 (n - 1) S = 14 S.
-"""A ring all-reduce, hop by hop: what each device holds before and after each message. Run: python examples/01_a_ring.py.
+"""A ring all-reduce, hop by hop: what each device holds before and after each message.
+Run: python examples/01_a_ring.py.
 
-Each device starts with an array of its own letter, cut into n blocks. First the sum of each block walks once round the ring and
-gains a letter a hop; then the finished sums walk on until everybody has them all.
+Each device starts with an array of its own letter, cut into n blocks. First the sum of
+each block walks once round the ring and gains a letter a hop; then the finished sums
+walk on until everybody has them all.
 """
+
+# Estimate: the sum of S bytes on n = 8 devices takes 2 (n - 1) = 14 hops of S / n, so
+# each device sends 2 (n - 1)/n S = 1.75 S. Were everything sent to one device and back,
+# its link would carry 2 (n - 1) S = 14 S.
 
 import jax
 import numpy as np
@@ -18,18 +22,23 @@ n, letters = 8, "ABCDEFGH"
 
 
 def shown(when: str, blocks: np.ndarray) -> None:
-    """One device a line. A's number is 1, B's 10, C's 100, ...: the digits of a sum say who is in it."""
+    """One device a line. A's number is 1, B's 10, C's 100, ...: the digits of a sum say
+    who is in it."""
     print(f"\n{when}\n          " + "  ".join(f"block {j} " for j in range(n)))
     for device, row in enumerate(blocks):
         who = [
-            "".join(letter if total // 10**k % 10 else "." for k, letter in enumerate(letters))
+            "".join(
+                letter if total // 10**k % 10 else "."
+                for k, letter in enumerate(letters)
+            )
             for total in row
         ]
         print(f"device {device}  " + "  ".join(who))
 
 
 def scatter_hop(h, blocks):
-    """Device i sends the partial sum of block i - h on, and adds what comes to its own."""
+    """Device i sends the partial sum of block i - h on, and adds what comes to its
+    own."""
     me = lax.axis_index("x")
     message = send_next(blocks[0, (me - h) % n], "x")
     return blocks.at[0, (me - h - 1) % n].add(message)
@@ -50,20 +59,27 @@ if __name__ == "__main__":
     )  # row i: device i's blocks, all of them 10^i
     shown("Each device has its own numbers.", blocks)
     for name, hop in (("Reduce-scatter", scatter_hop), ("All-gather", gather_hop)):
-        one_hop = jax.jit(mesh.spmd(hop, mesh=devices, in_specs=(P(), P("x")), out_specs=P("x")))
+        one_hop = jax.jit(
+            mesh.spmd(hop, mesh=devices, in_specs=(P(), P("x")), out_specs=P("x"))
+        )
         for h in range(n - 1):
             blocks = np.asarray(one_hop(np.int32(h), blocks))
             shown(
-                f"{name}, hop {h + 1} of {n - 1}: each device has sent one block to the next.",
+                f"{name}, hop {h + 1} of {n - 1}: each device has sent one block to "
+                "the next.",
                 blocks,
             )
     # what the library makes of it, in one call
     ours = jax.jit(
         mesh.spmd(
-            lambda x: ring.all_reduce(x[0], "x"), mesh=devices, in_specs=(P("x"),), out_specs=P()
+            lambda x: ring.all_reduce(x[0], "x"),
+            mesh=devices,
+            in_specs=(P("x"),),
+            out_specs=P(),
         )
     )(start)
     assert (blocks == np.asarray(ours)).all()
     print(
-        f"\nEqual to ring.all_reduce: {2 * (n - 1)} hops of one block each, so each device sent {2 * (n - 1) / n} of its array."
+        f"\nEqual to ring.all_reduce: {2 * (n - 1)} hops of one block each, so each "
+        f"device sent {2 * (n - 1) / n} of its array."
     )

@@ -1,5 +1,5 @@
-"""Texts of the examples: tokens of bytes or of GPT-2's pieces of words, and the losses of models
-that only count tokens.
+"""Texts of the examples: tokens of bytes or of GPT-2's pieces of words, and the losses
+of models that only count tokens.
 
 A model that has learnt something has a lower loss than `bigram`.
 
@@ -21,9 +21,11 @@ from parallax.data.tokens import Tokens, check
 
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_VOCABULARY = 50257
-# How GPT-2 cuts text into words before it merges bytes; with the ranks in the file, this is the
-# tokenizer.
-GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# How GPT-2 cuts text into words before it merges bytes; with the ranks in the file,
+# this is the tokenizer.
+GPT2_WORDS = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Tokenizer:
     Args:
         name: what it is called.
         vocabulary: the numbers are below this one.
-        encode: a text's tokens, in order. Half of a pair of surrogates, which is no text, is
-            refused.
-        decode: the text of tokens. What is no text of its own, as half a character, becomes U+FFFD.
+        encode: a text's tokens, in order. Half of a pair of surrogates, which is no
+            text, is refused.
+        decode: the text of tokens. What is no text of its own, as half a character,
+            becomes U+FFFD.
     """
 
     name: str
@@ -45,10 +48,11 @@ class Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a model
-    samples early in its training, decode to U+FFFD.
+    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a
+    model samples early in its training, decode to U+FFFD.
 
-    Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in one dim.
+    Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in
+    one dim.
     """
 
     def encode(text: str) -> Tokens:
@@ -61,21 +65,23 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no cache. Token
-    50,256 ends a text.
+    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no
+    cache. Token 50,256 ends a text.
 
-    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot end a text.
-    It raises `ValueError` for some million blanks in a row, which tiktoken has no stack for.
-    `decode` raises `ValueError` for what are not whole numbers from 0 to 50,256, in one dim.
+    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot
+    end a text. It raises `ValueError` for some million blanks in a row, which tiktoken
+    has no stack for. `decode` raises `ValueError` for what are not whole numbers from 0
+    to 50,256, in one dim.
 
-    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a byte of the
-    file is not as OpenAI made it.
+    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a
+    byte of the file is not as OpenAI made it.
     """
     try:
         import tiktoken
     except ImportError as error:
         raise ImportError(
-            'gpt2_tokenizer needs tiktoken, which is missing: pip install -e ".[examples]"'
+            "gpt2_tokenizer needs tiktoken, which is missing: "
+            'pip install -e ".[examples]"'
         ) from error
     path = Path(path)
     if not path.is_file():
@@ -95,7 +101,8 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         "gpt2",
         pat_str=GPT2_WORDS,
         mergeable_ranks={
-            b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())
+            b64decode(token): int(rank)
+            for token, rank in map(bytes.split, content.splitlines())
         },
         special_tokens={"<|endoftext|>": GPT2_VOCABULARY - 1},
         explicit_n_vocab=GPT2_VOCABULARY,
@@ -111,17 +118,20 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             ):  # of tiktoken's Rust, no `Exception` and under no public name
                 raise
             run = max(
-                re.finditer(r"\s+", text), key=lambda run: run.end() - run.start(), default=None
+                re.finditer(r"\s+", text),
+                key=lambda run: run.end() - run.start(),
+                default=None,
             )
             blanks = (
-                f"the longest run, at character {run.start()}, has {run.end() - run.start()}"
+                f"the longest run, at character {run.start()}, has "
+                f"{run.end() - run.start()}"
                 if run
                 else "it has none"
             )
             raise ValueError(
-                f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} characters "
-                f"({error}). Blanks in a row use up "
-                f"its stack: {blanks}. Shorten the run, or cut the text inside it."
+                f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} "
+                f"characters ({error}). Blanks in a row use up its stack: {blanks}. "
+                "Shorten the run, or cut the text inside it."
             ) from None
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
@@ -131,14 +141,18 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or `ValueError` for no
-    text or for other bytes."""
+    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or
+    `ValueError` for no text or for other bytes."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: needed a text file, found no file. Check the path.")
+        raise FileNotFoundError(
+            f"{path}: needed a text file, found no file. Check the path."
+        )
     content = path.read_bytes()
     if not content:
-        raise ValueError(f"{path}: needed text, the file is empty. Choose another file.")
+        raise ValueError(
+            f"{path}: needed text, the file is empty. Choose another file."
+        )
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -154,11 +168,12 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token when each token is predicted by its frequency; a uniform guess has
-    `log(V)`.
+    """Nats per held-out token when each token is predicted by its frequency; a uniform
+    guess has `log(V)`.
 
-    `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train` (Witten and Bell
-    1991), so none has P = 0. Raises `ValueError` for tokens outside the vocabulary.
+    `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train`
+    (Witten and Bell 1991), so none has P = 0. Raises `ValueError` for tokens outside
+    the vocabulary.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     check(train, vocabulary, where="train")
@@ -167,19 +182,21 @@ def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> f
 
 
 def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token, the first left out, when each is predicted from the one before it.
+    """Nats per held-out token, the first left out, when each is predicted from the one
+    before it.
 
-    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct tokens after v
-    and P(w) that of `unigram` (Witten and Bell 1991); after a v never seen, P(w). Needs memory for
-    the pairs that occur, not V squared. Raises `ValueError` for tokens outside the vocabulary, or
-    fewer than two.
+    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct
+    tokens after v and P(w) that of `unigram` (Witten and Bell 1991); after a v never
+    seen, P(w). Needs memory for the pairs that occur, not V squared. Raises
+    `ValueError` for tokens outside the vocabulary, or fewer than two.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):
         check(tokens, vocabulary, where=name)
         if len(tokens) < 2:
             raise ValueError(
-                f"bigram needs two tokens or more in {name}, got {len(tokens)}. Bring more text."
+                f"bigram needs two tokens or more in {name}, got {len(tokens)}. Bring "
+                "more text."
             )
     before, after = held_out[:-1], held_out[1:]
     pairs, counts = np.unique(_pairs(train, vocabulary), return_counts=True)
@@ -190,7 +207,9 @@ def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> fl
     seen = np.bincount(train[:-1], minlength=vocabulary)[before]
     alone = _frequencies(train, vocabulary)[after]
     probability = np.where(
-        seen > 0, (together + followers * alone) / np.maximum(seen + followers, 1), alone
+        seen > 0,
+        (together + followers * alone) / np.maximum(seen + followers, 1),
+        alone,
     )
     return float(-np.log(probability).mean())
 

@@ -1,4 +1,5 @@
-"""Real handwritten digits for the examples: those that come with scikit-learn, or MNIST's files (Fashion-MNIST's too)."""
+"""Real handwritten digits for the examples: those that come with scikit-learn, or
+MNIST's files (Fashion-MNIST's too)."""
 
 import gzip
 from pathlib import Path
@@ -10,13 +11,15 @@ HELD_OUT = 357  # of scikit-learn's 1,797 digits; 1,440 are left to train on
 
 
 class Digits(NamedTuple):
-    """Images [number, height, width], dark 0 to bright 1, and what they show, 0 to 9."""
+    """Images [number, height, width], dark 0 to bright 1, and what they show, 0 to
+    9."""
 
     images: np.ndarray
     labels: np.ndarray
 
     def batch(self, seed: int, step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The `size` images of a step: every epoch, of as many whole batches as there are, deals them in a new order."""
+        """The `size` images of a step: every epoch, of as many whole batches as there
+        are, deals them in a new order."""
         epoch, place = divmod(step, len(self.labels) // size)
         rows = np.random.default_rng((seed, epoch)).permutation(len(self.labels))[
             place * size : (place + 1) * size
@@ -25,7 +28,8 @@ class Digits(NamedTuple):
 
 
 def load(folder: Path | None = None) -> tuple[Digits, Digits]:
-    """Digits to train on and digits held out: 8 x 8 by default; with a `folder`, those of the four IDX files in it.
+    """Digits to train on and digits held out: 8 x 8 by default; with a `folder`, those
+    of the four IDX files in it.
 
     Raises:
         ImportError: there is no folder and no scikit-learn.
@@ -51,23 +55,32 @@ def load(folder: Path | None = None) -> tuple[Digits, Digits]:
 
 
 def _idx(folder: Path, part: str) -> Digits:
-    images = _read(folder / f"{part}-images-idx3-ubyte", dims=3).astype(np.float32) / 255
-    return Digits(images, _read(folder / f"{part}-labels-idx1-ubyte", dims=1).astype(np.int32))
+    images = (
+        _read(folder / f"{part}-images-idx3-ubyte", dims=3).astype(np.float32) / 255
+    )
+    return Digits(
+        images, _read(folder / f"{part}-labels-idx1-ubyte", dims=1).astype(np.int32)
+    )
 
 
 def _read(path: Path, dims: int) -> np.ndarray:
-    """An IDX file of bytes: two zeros, 8 for bytes, the number of dims, the sizes as four bytes each, and the numbers."""
+    """An IDX file of bytes: two zeros, 8 for bytes, the number of dims, the sizes as
+    four bytes each, and the numbers."""
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
         raise ValueError(
-            f"{path}: needed this file, or {packed.name}, found neither. Give the folder of the four IDX files."
+            f"{path}: needed this file, or {packed.name}, found neither. Give the "
+            "folder of the four IDX files."
         )
-    content = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+    content = (
+        path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+    )
     shape = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(
         shape, dtype=np.int64
     ):
         raise ValueError(
-            f"{path}: needed an IDX file of bytes in {dims} dims, got another or a part of one. Copy it again."
+            f"{path}: needed an IDX file of bytes in {dims} dims, got another or a "
+            "part of one. Copy it again."
         )
     return np.frombuffer(content[4 + 4 * dims :], np.uint8).reshape(shape)

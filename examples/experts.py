@@ -1,10 +1,15 @@
-# On the back of the envelope: 8 experts of 3 x 96 x 192 in each of 2 layers are 0.9 M weights, of which a token uses 0.2 M; with
-# the rest 0.33 M. 1,024 bytes a step are 6 x 0.33 M x 1024 = 2 GFLOP, and a third more for the experts: 5 ms at the 450 GFLOP/s
-# of two cores. Messages and sorting of kB take twenty times that on virtual devices: 200 steps 20 s, and the twin as much.
-"""A small decoder with a mixture of experts over `data`, on real text: the load of each expert over time, and a dense twin.
+"""A small decoder with a mixture of experts over `data`, on real text: the load of each
+expert over time, and a dense twin.
 
-Run: python examples/experts.py. The twin has the numbers that one token uses, so it computes as much and knows less.
+Run: python examples/experts.py. The twin has the numbers that one token uses, so it
+computes as much and knows less.
 """
+
+# Estimate: 8 experts of 3 x 96 x 192 in each of 2 layers are 0.9 M weights, of which a
+# token uses 0.2 M; with the rest 0.33 M. 1,024 bytes a step are 6 x 0.33 M x 1024 = 2
+# GFLOP, and a third more for the experts: 5 ms at the 450 GFLOP/s of two cores.
+# Messages and sorting of kB take twenty times that on virtual devices: 200 steps 20 s,
+# and the twin as much.
 
 import functools
 from pathlib import Path
@@ -22,130 +27,159 @@ from parallax import data, experts, grads, mesh, rules, step
 from parallax.collectives import ring
 
 TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
-DATA, EXPERTS, K, LAYERS, WIDTH, HIDDEN = ring("data"), 8, 2, 2, 96, 192
-CONTEXT, BATCH, STEPS, RATE = 64, 16, 200, 0.003  # RATE: by which a bias moves in a step
+DATA, EXPERTS, K = ring("data"), 8, 2
+LAYERS, WIDTH, HIDDEN = 2, 96, 192
+CONTEXT, BATCH, STEPS = 64, 16, 200
+RATE = 0.003  # by which a bias moves in a step
 
 
 def decoder(count, hidden, key):
+    """The weights of a decoder with `count` experts of `hidden` units in each layer."""
     keys = jax.random.split(key, 3 + LAYERS)
-    normal = lambda key, *shape: jax.random.normal(key, shape) / shape[-1] ** 0.5
-    of = lambda key: experts.Mixture(
-        normal(key, WIDTH, count), experts.Gated(count, WIDTH, hidden, key=key), jnp.zeros(count)
-    )
-    mixtures = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *map(of, keys[3:])
-    )  # [layers, ...] each
-    ends = {"table": normal(keys[0], 256, WIDTH), "places": normal(keys[1], CONTEXT, WIDTH)}
-    return ends | {
-        "mixtures": mixtures,
-        "attention": normal(keys[2], LAYERS, 4, WIDTH, WIDTH),
-    }  # of query, key, value, out
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape) / shape[-1] ** 0.5
+
+    def mixture(key):
+        router = normal(key, WIDTH, count)
+        gated = experts.Gated(count, WIDTH, hidden, key=key)
+        return experts.Mixture(router, gated, jnp.zeros(count))
+
+    mixtures = [mixture(key) for key in keys[3:]]
+    return {
+        "table": normal(keys[0], 256, WIDTH),
+        "places": normal(keys[1], CONTEXT, WIDTH),
+        "attention": normal(keys[2], LAYERS, 4, WIDTH, WIDTH),  # query, key, value, out
+        "mixtures": jax.tree.map(lambda *leaves: jnp.stack(leaves), *mixtures),
+    }
+
+
+def attended(x, weights):
+    """Causal attention with one head."""
+    x = jax.nn.standardize(x)
+    query, key, value = ((x @ weights[i])[:, :, None] for i in range(3))
+    y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return y[:, :, 0] @ weights[3]
 
 
 def loss(model, windows, *, k, axis):
-    def layer(x, w):
-        attention, mixture = w
-        q, k_, v = (jax.nn.standardize(x) @ attention[i] for i in range(3))
-        x = (
-            x
-            + jax.nn.dot_product_attention(*(a[:, :, None] for a in (q, k_, v)), is_causal=True)[
-                :, :, 0
-            ]
-            @ attention[3]
-        )
-        y, told = experts.moe(
-            jax.nn.standardize(x), mixture, axis, route=experts.top_k(k, normalised=True)
-        )
-        return x + y, told
+    """The loss of the text, and the statistics of each layer's experts."""
 
-    x, told = jax.lax.scan(
-        layer,
-        model["table"][windows[:, :-1]] + model["places"],
-        (model["attention"], model["mixtures"]),
-    )
+    def layer(x, weights):
+        attention, mixture = weights
+        x = x + attended(x, attention)
+
+        route = experts.top_k(k, normalised=True)
+        y, statistics = experts.moe(jax.nn.standardize(x), mixture, axis, route=route)
+        return x + y, statistics
+
+    x = model["table"][windows[:, :-1]] + model["places"]
+    layers = model["attention"], model["mixtures"]
+    x, statistics = jax.lax.scan(layer, x, layers)
+
     logits = jax.nn.standardize(x) @ model["table"].T
-    return jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-    ) + 1e-3 * jnp.sum(told.z), told
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return jnp.mean(nats) + 1e-3 * jnp.sum(statistics.z), statistics
 
 
-def balanced(model, told):  # after each step the bias moves towards an even load; no loss does
-    return eqx.tree_at(
-        lambda m: m["mixtures"].bias,
-        model,
-        experts.rebalanced(model["mixtures"].bias, told.load, RATE),
-    )
+def bias_of(model):
+    return model["mixtures"].bias
+
+
+def balanced(model, statistics):
+    """`model` after a step: the bias moves towards an even load. No loss trains it."""
+    bias = experts.rebalanced(bias_of(model), statistics.load, RATE)
+    return eqx.tree_at(bias_of, model, bias)
+
+
+def gradient_function(loss, trainable):
+    def grad(model, windows):
+        trained, bias = eqx.partition(model, trainable)
+
+        def loss_of_trained(trained):
+            return loss(eqx.combine(trained, bias), windows)
+
+        return jax.value_and_grad(loss_of_trained, has_aux=True)(trained)
+
+    return grad
 
 
 def train(count, hidden, *, k, axis, tokens, held_out):
-    """Losses of the held-out text by step, the load of each expert, how many numbers there are, and how many a token uses."""
+    """The held-out losses by step, the load of each expert, and the trained model."""
     devices, optimizer = mesh.make(data=8), optax.adamw(3e-3)
-    make_model = lambda: decoder(count, hidden, jax.random.key(0))
-    rule = rules.first(
-        *[rules.experts("mixtures.experts.*", P(None, "data"))] * (axis is DATA),
-        rules.match("**", P()),
-    )
-    moved = eqx.tree_at(
-        lambda m: m["mixtures"].bias,
-        jax.tree.map(lambda _: True, eqx.filter_eval_shape(make_model)),
-        False,
-    )
-    state, specs = step.init(make_model, optimizer, rule, devices, trainable=moved)
-    own = functools.partial(loss, k=k, axis=axis)
+    make_model = functools.partial(decoder, count, hidden, jax.random.key(0))
 
-    def grad(model, windows):
-        trained, bias = eqx.partition(model, moved)
-        return jax.value_and_grad(
-            lambda trained: own(eqx.combine(trained, bias), windows), has_aux=True
-        )(trained)
+    rule = rules.match("**", P())
+    if axis is DATA:  # each device has one of the experts
+        rule = rules.first(rules.experts("mixtures.experts.*", P(None, "data")), rule)
+    trainable = jax.tree.map(lambda _: True, eqx.filter_eval_shape(make_model))
+    trainable = eqx.tree_at(bias_of, trainable, False)
+    state, specs = step.init(make_model, optimizer, rule, devices, trainable=trainable)
 
-    run = step.make(grads.averaged(grad, DATA), optimizer, after_update=balanced)
-    run = jax.jit(mesh.spmd(run, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())))
-    mean = lambda model, windows: DATA.all_mean(own(model, windows)[0])
-    mean = jax.jit(mesh.spmd(mean, mesh=devices, in_specs=(specs.model, P("data")), out_specs=P()))
+    local_loss = functools.partial(loss, k=k, axis=axis)
+    grad = grads.averaged(gradient_function(local_loss, trainable), DATA)
+    run = step.make(grad, optimizer, after_update=balanced)
+    run = mesh.spmd(
+        run, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
+    )
+    run = jax.jit(run)
+
+    def mean_loss(model, windows):
+        return DATA.all_mean(local_loss(model, windows)[0])
+
+    mean_loss = mesh.spmd(
+        mean_loss, mesh=devices, in_specs=(specs.model, P("data")), out_specs=P()
+    )
+    mean_loss = jax.jit(mean_loss)
+
     window = functools.partial(data.batch, seed=0, length=CONTEXT)
     losses, loads = {}, []
     for i in range(1, STEPS + 1):
-        state, info = jax.block_until_ready(
-            run(state, window(tokens, step=i, size=BATCH))
-        )  # virtual devices share threads
+        # Virtual devices share threads, so a step ends before the next one begins.
+        windows = window(tokens, step=i, size=BATCH)
+        state, info = jax.block_until_ready(run(state, windows))
         loads.append(np.asarray(info.aux.load))
         if i % 50 == 0:
-            losses[i] = float(mean(state.model, window(held_out, step=0, size=8 * BATCH)))
-    every, of_experts = (
-        sum(x.size for x in jax.tree.leaves(tree))
-        for tree in (state.model, state.model["mixtures"].experts)
-    )
-    return losses, np.array(loads), every, every - of_experts * (count - k) // count
+            windows = window(held_out, step=0, size=8 * BATCH)
+            losses[i] = float(mean_loss(state.model, windows))
+    return losses, np.array(loads), state.model
+
+
+def sizes(model, count, k):
+    """How many numbers a model has, and how many of them a token uses."""
+    number = sum(leaf.size for leaf in jax.tree.leaves(model))
+    in_experts = sum(leaf.size for leaf in jax.tree.leaves(model["mixtures"].experts))
+    return number, number - in_experts * (count - k) // count
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    texts = dict(
-        zip(
-            ("tokens", "held_out"),
-            data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer())),
-            strict=True,
-        )
-    )
-    mixed, loads, *sizes = train(EXPERTS, HIDDEN, k=K, axis=DATA, **texts)
-    twin, _, *twin_sizes = train(1, K * HIDDEN, k=1, axis=(), **texts)
+    tokens, held_out = data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer()))
+    texts = {"tokens": tokens, "held_out": held_out}
+    mixed, loads, mixture = train(EXPERTS, HIDDEN, k=K, axis=DATA, **texts)
+    twin, _, dense = train(1, K * HIDDEN, k=1, axis=(), **texts)
+
     print(
-        f"{STEPS} steps of {BATCH} x {CONTEXT} bytes on 8 devices, each with one of {EXPERTS} experts of every layer"
+        f"{STEPS} steps of {BATCH} x {CONTEXT} bytes on 8 devices, each with one of "
+        f"{EXPERTS} experts of every layer"
     )
-    for name, (every, used) in {"mixture": sizes, "dense twin": twin_sizes}.items():
-        print(f"{name:<11}{every:>10,} numbers, of which a token uses {used:,}")
-    print("\nstep   mixture  dense twin   (nats a byte of held-out text)")
-    print(*(f"{i:4d} {mixed[i]:9.4f} {twin[i]:11.4f}" for i in mixed), sep="\n")
+    both = {"mixture": sizes(mixture, EXPERTS, K), "dense twin": sizes(dense, 1, 1)}
+    for name, (number, used) in both.items():
+        print(f"{name:<11}{number:>10,} numbers, of which a token uses {used:,}")
+
+    print("\nstep   mixture  dense twin   (nats per byte of held-out text)")
+    for i in mixed:
+        print(f"{i:4d} {mixed[i]:9.4f} {twin[i]:11.4f}")
+
     print(
-        f"\nload of the busiest and the idlest expert, as a multiple of the mean, by a bias that moves {RATE} a step"
+        "\nload of the busiest and the idlest expert, as a multiple of the mean, by a "
+        f"bias that moves {RATE} per step"
     )
     for i in (0, 9, 49, STEPS - 1):
-        ends = [
+        layers = [
             f"layer {j}: {EXPERTS * load.max():.2f}, {EXPERTS * load.min():.2f}"
             for j, load in enumerate(loads[i])
         ]
-        print(f"step {i + 1:3d}  {'   '.join(ends)}")
-    print(
-        f"The load of each expert over time is drawn in {pictures.loads('experts/loads', EXPERTS * loads)}."
-    )
+        print(f"step {i + 1:3d}  {'   '.join(layers)}")
+    path = pictures.loads("experts/loads", EXPERTS * loads)
+    print(f"The load of each expert over time is drawn in {path}.")

@@ -1,7 +1,9 @@
-"""Build it yourself: a ring, Megatron's pair of layers, 1F1B and ZeRO-1, from `ppermute` alone, with no part of the kit.
+"""Build it yourself: a ring, Megatron's pair of layers, 1F1B and ZeRO-1, from
+`ppermute` alone, with no part of the kit.
 
-Run: python examples/from_scratch.py. On data 2 x stage 2 x tensor 2 a net of residual layers has the losses of one device. The
-kit does so for any model and schedule, keeps what is computed twice here, and refuses what would be wrong.
+Run: python examples/from_scratch.py. On data 2 x stage 2 x tensor 2 a net of residual
+layers has the losses of one device. The kit does so for any model and schedule, keeps
+what is computed twice here, and refuses what would be wrong.
 """
 
 from functools import partial
@@ -16,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 STAGES, MICROBATCHES, LAYERS, WIDTH, HIDDEN, INPUTS = 2, 8, 4, 16, 32, 8
 OPTIMIZER = optax.adamw(1e-2)
 
-# 1. A ring: each device talks to its right neighbour alone. Block i of x is summed on its way to device i.
+# 1. A ring: each device talks to its right neighbour alone. Block i of x is summed on
+# its way to device i.
 
 
 def to_the_right(x, axis, places=1):
@@ -59,7 +62,9 @@ def all_reduce(x, axis):  # 2 (n - 1)/n of the bytes of x over each link
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def enter(x, axis):  # forward nothing, backward a sum: each device has a part of the gradient
+def enter(
+    x, axis
+):  # forward nothing, backward a sum: each device has a part of the gradient
     return x
 
 
@@ -67,19 +72,24 @@ enter.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (all_reduce(g, axis),
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def leave(x, axis):  # forward a sum, backward nothing: each device has the whole gradient
+def leave(
+    x, axis
+):  # forward a sum, backward nothing: each device has the whole gradient
     return all_reduce(x, axis)
 
 
 leave.defvjp(lambda x, axis: (all_reduce(x, axis), None), lambda axis, _, g: (g,))
 
 
-def layer(x, weights):  # up [WIDTH, HIDDEN / t] and down [HIDDEN / t, WIDTH] are this device's
+def layer(
+    x, weights
+):  # up [WIDTH, HIDDEN / t] and down [HIDDEN / t, WIDTH] are this device's
     hidden = jax.nn.gelu(enter(x, "tensor") @ weights["up"])
     return x + leave(hidden @ weights["down"], "tensor"), None
 
 
-# 3. 1F1B: in tick t, stage s takes microbatch t - s forward and microbatch t - (2 (P - 1) - s) backward.
+# 3. 1F1B: in tick t, stage s takes microbatch t - s forward and microbatch t - (2 (P -
+# 1) - s) backward.
 
 
 def one_f_one_b(
@@ -107,7 +117,9 @@ def one_f_one_b(
         backward = t - (2 * last - s)
         m = jnp.clip(backward, 0, MICROBATCHES - 1)
         real, at_end = backward == m, s == last
-        (_, loss), pull = jax.vjp(lambda params, x: through(params, x, m), params, kept[m % slots])
+        (_, loss), pull = jax.vjp(
+            lambda params, x: through(params, x, m), params, kept[m % slots]
+        )
         of_loss = jnp.where(real & at_end, 1 / MICROBATCHES, 0.0).astype(loss.dtype)
         of_params, of_x = pull((jnp.where(real & ~at_end, g, 0.0), of_loss))
 
@@ -128,14 +140,17 @@ def one_f_one_b(
         jax.tree.map(jnp.zeros_like, params),
         jnp.zeros((), inputs.dtype),
     )
-    (*_, sums, total), _ = lax.scan(tick, carry, jnp.arange(MICROBATCHES + 2 * last, dtype=s.dtype))
+    (*_, sums, total), _ = lax.scan(
+        tick, carry, jnp.arange(MICROBATCHES + 2 * last, dtype=s.dtype)
+    )
 
     # Only the first stage embeds and only the last has `out`, and all stages hold both.
     shared = {name: all_reduce(sums[name], "stage") for name in ("embed", "out")}
     return all_reduce(total, "stage"), sums | shared
 
 
-# 4. ZeRO-1: each of the n replicas sums, keeps and updates one n-th of every leaf, and all gather the new weights.
+# 4. ZeRO-1: each of the n replicas sums, keeps and updates one n-th of every leaf, and
+# all gather the new weights.
 
 
 def my_block(leaf):
@@ -143,7 +158,9 @@ def my_block(leaf):
 
 
 def init(params):  # the optimizer's state: of 1/n of the weights
-    return jax.tree.map(lambda leaf: leaf[None], OPTIMIZER.init(jax.tree.map(my_block, params)))
+    return jax.tree.map(
+        lambda leaf: leaf[None], OPTIMIZER.init(jax.tree.map(my_block, params))
+    )
 
 
 def step(params, state, inputs, targets):
@@ -157,7 +174,11 @@ def step(params, state, inputs, targets):
     params = jax.tree.map(
         lambda block, leaf: from_blocks(all_gather(block, "data"), leaf), blocks, params
     )
-    return params, jax.tree.map(lambda leaf: leaf[None], state), all_reduce(loss, "data") / n
+    return (
+        params,
+        jax.tree.map(lambda leaf: leaf[None], state),
+        all_reduce(loss, "data") / n,
+    )
 
 
 # 5. All of it on eight devices, beside the same on one.
@@ -173,8 +194,15 @@ BATCH = P(None, "data")
 
 def make_params():
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
-    layers = {"up": normal(1, LAYERS, WIDTH, HIDDEN), "down": normal(2, LAYERS, HIDDEN, WIDTH)}
-    return {"embed": normal(0, INPUTS, WIDTH), "layers": layers, "out": normal(3, WIDTH, 1)}
+    layers = {
+        "up": normal(1, LAYERS, WIDTH, HIDDEN),
+        "down": normal(2, LAYERS, HIDDEN, WIDTH),
+    }
+    return {
+        "embed": normal(0, INPUTS, WIDTH),
+        "layers": layers,
+        "out": normal(3, WIDTH, 1),
+    }
 
 
 def make_batch(i):  # of 8 microbatches of 8 rows
@@ -184,11 +212,17 @@ def make_batch(i):  # of 8 microbatches of 8 rows
 
 def on_eight(steps):
     mesh = jax.make_mesh(
-        (2, STAGES, 2), ("data", "stage", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+        (2, STAGES, 2),
+        ("data", "stage", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
-    split = partial(jax.shard_map, mesh=mesh, check_vma=False)  # the sums above are right by hand
+    split = partial(
+        jax.shard_map, mesh=mesh, check_vma=False
+    )  # the sums above are right by hand
     begin = jax.jit(split(init, in_specs=(SPECS,), out_specs=OWN))
-    train = jax.jit(split(step, in_specs=(SPECS, OWN, BATCH, BATCH), out_specs=(SPECS, OWN, P())))
+    train = jax.jit(
+        split(step, in_specs=(SPECS, OWN, BATCH, BATCH), out_specs=(SPECS, OWN, P()))
+    )
 
     params = jax.device_put(
         make_params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
@@ -205,7 +239,9 @@ def on_eight(steps):
 def on_one(steps):
     def loss(params, inputs, targets):
         x = inputs @ params["embed"]
-        for up, down in zip(params["layers"]["up"], params["layers"]["down"], strict=True):
+        for up, down in zip(
+            params["layers"]["up"], params["layers"]["down"], strict=True
+        ):
             x = x + jax.nn.gelu(x @ up) @ down
         return jnp.mean((x @ params["out"] - targets) ** 2)
 
@@ -226,4 +262,5 @@ if __name__ == "__main__":
     print("step  eight devices     one device")
     for i in range(0, 30, 5):
         print(f"{i:4d}  {eight[i]:13.9f}  {one[i]:13.9f}")
-    print(f"largest difference {max(abs(a - b) for a, b in zip(eight, one, strict=True)):.1e}")
+    difference = max(abs(a - b) for a, b in zip(eight, one, strict=True))
+    print(f"largest difference {difference:.1e}")

@@ -1,11 +1,15 @@
-# On the back of the envelope: 0.83 M weights and 16 sequences of 64 bytes are (6 N + 12 L D T) tokens = 5.5 GFLOP a step, 12 ms
-# at the 450 GFLOP/s of two cores. Virtual devices take turns on those cores, so 4 are as fast as 1; 4 real ones would be 4 times
-# as fast, less the message: all gradients round the ring, 2 * 3/4 * 3.3 MB = 5 MB a device, 1 ms at 5 GB/s. Memory: weights 3.3
-# MB, AdamW's moments 6.7 MB, gradients 3.3 MB on each device; of activations, some 100 MB for 16 sequences, a quarter.
-"""GPT-2 for 16 steps, data-parallel on 4 devices against 1: speed-up, the all-reduced loss, and the memory, step by step.
+"""GPT-2 for 16 steps, data-parallel on 4 devices against 1: speed-up, the all-reduced
+loss, and the memory, step by step.
 
 Run: python examples/gpt2_ddp_profile.py
 """
+
+# Estimate: 0.83 M weights and 16 sequences of 64 bytes are (6 N + 12 L D T) tokens =
+# 5.5 GFLOP a step, 12 ms at the 450 GFLOP/s of two cores. Virtual devices take turns on
+# those cores, so 4 are as fast as 1; 4 real ones would be 4 times as fast, less the
+# message: all gradients round the ring, 2 * 3/4 * 3.3 MB = 5 MB a device, 1 ms at 5
+# GB/s. Memory: weights 3.3 MB, AdamW's moments 6.7 MB, gradients 3.3 MB on each device;
+# of activations, some 100 MB for 16 sequences, a quarter.
 
 import os
 import time
@@ -35,12 +39,17 @@ def windows(tokens, i):
 
 def held(tree) -> int:
     """The bytes of the arrays in `tree` on the first device."""
-    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
-    return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
+    shards = (
+        shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+    )
+    return sum(
+        shard.data.nbytes for shard in shards if shard.device == jax.devices()[0]
+    )
 
 
 class Run(NamedTuple):
-    """What 16 steps were: each device's own loss before the first, and by step the mean loss, the seconds and the memory."""
+    """What 16 steps were: each device's own loss before the first, and by step the mean
+    loss, the seconds and the memory."""
 
     own: list[float]
     losses: list[float]
@@ -56,24 +65,32 @@ def run(n: int, tokens: np.ndarray) -> Run:
     devices = mesh.make(**plan.axes, devices=jax.devices()[:n])
     compute = decoder.Compute(axes={"data": ring("data")})
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
-    prepared = decoder.train_step(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, **options)
+    prepared = decoder.train_step(
+        gpt2.FAMILY, CONFIG, optax.adamw(1e-3), plan, devices, **options
+    )
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes
-    local = lambda model, part: gpt2.loss(model, (part, None))[None]  # nothing is reduced
-    own = jax.jit(mesh.spmd(local, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data")))(
-        state.model, batches[0]
-    )
+    local = lambda model, part: gpt2.loss(model, (part, None))[
+        None
+    ]  # nothing is reduced
+    own = jax.jit(
+        mesh.spmd(local, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"))
+    )(state.model, batches[0])
     kept = {"weights": held(state.model), "AdamW's moments": held(state.optimizer)}
     losses, seconds, memory = [], [], []
     for batch in batches:
         memory.append(held((state, batch)) + works_in)
         start = time.perf_counter()
-        state, info = jax.block_until_ready(train(state, batch))  # virtual devices share threads
+        state, info = jax.block_until_ready(
+            train(state, batch)
+        )  # virtual devices share threads
         seconds.append(time.perf_counter() - start)
         losses.append(float(info.loss))
     sent = sum(entry.bytes for entry in certificate.read(train, devices))
-    return Run([float(loss) for loss in own], losses, seconds, memory, kept, works_in, sent)
+    return Run(
+        [float(loss) for loss in own], losses, seconds, memory, kept, works_in, sent
+    )
 
 
 if __name__ == "__main__":
@@ -81,32 +98,41 @@ if __name__ == "__main__":
     tokens, _ = data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer()))
     one, four = (run(n, tokens) for n in (1, 4))
     print(
-        f"GPT-2 of {CONFIG.parameters:,} parameters, {STEPS} steps of {BATCH} sequences of {CONFIG.context} bytes\n"
+        f"GPT-2 of {CONFIG.parameters:,} parameters, {STEPS} steps of {BATCH} "
+        f"sequences of {CONFIG.context} bytes\n"
     )
     print(
-        f"before step 1 the 4 devices' own losses are {'  '.join(f'{loss:.4f}' for loss in four.own)};"
+        "before step 1 the 4 devices' own losses are "
+        f"{'  '.join(f'{loss:.4f}' for loss in four.own)};"
     )
     print(
-        f"their mean, all-reduced, is the step's: {four.losses[0]:.4f}; one device alone has {one.losses[0]:.4f}\n"
+        f"their mean, all-reduced, is the step's: {four.losses[0]:.4f}; one device "
+        f"alone has {one.losses[0]:.4f}\n"
     )
     print("step   1 device  4 devices   (nats a byte)")
     for i in (0, 3, 7, 11, STEPS - 1):
         print(f"{i + 1:4d} {one.losses[i]:10.5f} {four.losses[i]:10.5f}")
     apart = max(abs(a / b - 1) for a, b in zip(four.losses, one.losses, strict=True))
     print(
-        f"largest difference in {STEPS} steps: {apart:.1e} of the loss, which is float32's rounding\n"
+        f"largest difference in {STEPS} steps: {apart:.1e} of the loss, which is "
+        "float32's rounding\n"
     )
     print("a device          1 device  4 devices")
     median = lambda run: float(np.median(run.seconds[2:]))
     print(f"ms a step         {1000 * median(one):8.1f} {1000 * median(four):10.1f}")
     print(f"MB sent a step    {one.sent / 1e6:8.2f} {four.sent / 1e6:10.2f}")
     for name in one.kept:
-        print(f"MB of {name:<15}{one.kept[name] / 1e6:5.2f} {four.kept[name] / 1e6:10.2f}")
+        print(
+            f"MB of {name:<15}{one.kept[name] / 1e6:5.2f} {four.kept[name] / 1e6:10.2f}"
+        )
     print(f"MB it works in    {one.works_in / 1e6:8.2f} {four.works_in / 1e6:10.2f}\n")
     print(
-        f"speed-up {median(one) / median(four):.2f}: virtual devices share {os.cpu_count()} cores; 4 real ones do 1/4 each"
+        f"speed-up {median(one) / median(four):.2f}: virtual devices share "
+        f"{os.cpu_count()} cores; 4 real ones do 1/4 each"
     )
     path = pictures.memory(
-        "gpt2_ddp_profile/memory", {"1 device": one.memory, "4 devices": four.memory}, one.kept
+        "gpt2_ddp_profile/memory",
+        {"1 device": one.memory, "4 devices": four.memory},
+        one.kept,
     )
     print(f"The memory of the first device, step by step, is drawn in {path}.")

@@ -1,10 +1,13 @@
-# On the back of the envelope: a batch of 32 x 64 meets a table of 512 x 64, 2 MFLOP forward, so a step takes milliseconds. Over
-# "tensor" the loss sends a maximum and a sum for each of 8 tokens and the gradient of x, 8 x 64 numbers or 4 kB; over "data" XLA
-# sends the gradients of the first layer and of the half table, (64 + 256) x 64 numbers or 164 kB.
-"""One function of ours inside a jitted model with shardings, and a jitted model inside our step: the same losses both ways.
+"""One function of ours inside a jitted model with shardings, and a jitted model inside
+our step: the same losses both ways.
 
 Run: python examples/inside_jit.py.
 """
+
+# Estimate: a batch of 32 x 64 meets a table of 512 x 64, 2 MFLOP forward, so a step
+# takes milliseconds. Over "tensor" the loss sends a maximum and a sum for each of 8
+# tokens and the gradient of x, 8 x 64 numbers or 4 kB; over "data" XLA sends the
+# gradients of the first layer and of the half table, (64 + 256) x 64 numbers or 164 kB.
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +37,20 @@ def plain_loss(weights, batch):
 
 
 def inside(devices, batch):
-    """XLA splits the model, and our loss stands in it, over a table that is split over "tensor"."""
+    """XLA splits the model, and our loss stands in it, over a table that is split over
+    "tensor"."""
 
     def split_loss(x, table, targets):
         x = tensor.copy_to(x, ring("tensor"))
-        return ring.all_mean(cross_entropy.mean(x, table, targets, ring("tensor")), "data")
+        return ring.all_mean(
+            cross_entropy.mean(x, table, targets, ring("tensor")), "data"
+        )
 
     head = mesh.spmd(
-        split_loss, mesh=devices, in_specs=(P("data"), P("tensor"), P("data")), out_specs=P()
+        split_loss,
+        mesh=devices,
+        in_specs=(P("data"), P("tensor"), P("data")),
+        out_specs=P(),
     )
     weights = mesh.place(make_weights(), {"in": P(), "table": P("tensor")}, devices)
     batch = mesh.place(batch, P("data"), devices)
@@ -52,9 +61,15 @@ def inside(devices, batch):
     @jax.jit
     def train(weights, batch):
         value, gradients = jax.value_and_grad(loss)(weights, batch)
-        return optax.apply_updates(weights, jax.tree.map(lambda g: -0.5 * g, gradients)), value
+        return optax.apply_updates(
+            weights, jax.tree.map(lambda g: -0.5 * g, gradients)
+        ), value
 
-    print(certificate.table(certificate.read(train.lower(weights, batch).compile(), devices)))
+    print(
+        certificate.table(
+            certificate.read(train.lower(weights, batch).compile(), devices)
+        )
+    )
     losses = []
     for _ in range(STEPS):
         weights, value = jax.block_until_ready(train(weights, batch))
@@ -63,7 +78,8 @@ def inside(devices, batch):
 
 
 def around(devices, batch):
-    """Our step around the plain model, jitted for one device: each device has a part of the batch."""
+    """Our step around the plain model, jitted for one device: each device has a part of
+    the batch."""
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))
@@ -84,9 +100,15 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
     devices = mesh.make(data=4, tensor=2)
-    batch = jax.random.normal(jax.random.key(1), (BATCH, WIDTH)), jnp.arange(BATCH, dtype=jnp.int32)
+    batch = (
+        jax.random.normal(jax.random.key(1), (BATCH, WIDTH)),
+        jnp.arange(BATCH, dtype=jnp.int32),
+    )
     print("What a step of the jitted model with our loss sends:")
     curves = [inside(devices, batch), around(devices, batch)]
     print(f"loss of step 1: {curves[0][0]:.6f}, of step {STEPS}: {curves[0][-1]:.6f}")
-    apart = max(abs(a - b) / b for a, b in zip(*curves, strict=True))
-    print(f"Ours inside jit and jit inside our step differ by {apart:.1e} of the loss at most.")
+    difference = max(abs(a - b) / b for a, b in zip(*curves, strict=True))
+    print(
+        "Ours inside jit and jit inside our step differ by "
+        f"{difference:.1e} of the loss at most."
+    )

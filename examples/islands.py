@@ -1,10 +1,14 @@
-# On the back of the envelope: a GPT-2 of 0.13 M numbers and 32 x 64 bytes a step are 6 x 0.13 M x 2048 = 1.6 GFLOP, 4 ms at the
-# 450 GFLOP/s of two cores; messages between virtual devices take ten times that. 5 x 250 steps: 60 s, and 40 s to compile.
-"""GPT-2 on two islands of four devices that talk every 10 steps, beside plain data parallelism on the same text.
+"""GPT-2 on two islands of four devices that talk every 10 steps, beside plain data
+parallelism on the same text.
 
-Run: python examples/islands.py, or with --quick for a few steps. All loss curves are drawn in out/islands/losses.png. All runs
-begin with one model, which data parallelism has trained: one that has learnt nothing yet loses more by islands.
+Run: python examples/islands.py, or with --quick for a few steps. All loss curves are
+drawn in out/islands/losses.png. All runs begin with one model, which data parallelism
+has trained: one that has learnt nothing yet loses more by islands.
 """
+
+# Estimate: a GPT-2 of 0.13 M numbers and 32 x 64 bytes a step are 6 x 0.13 M x 2048 =
+# 1.6 GFLOP, 4 ms at the 450 GFLOP/s of two cores; messages between virtual devices take
+# ten times that. 5 x 250 steps: 60 s, and 40 s to compile.
 
 import argparse
 import functools
@@ -27,9 +31,6 @@ TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 CONFIG = gpt2.Config(layers=2, heads=4, width=64, context=64, vocabulary=256)
 BATCH, EVERY, ISLANDS = 32, 10, 2
 RATE = 3e-3
-BY_XLA = decoder.Compute(
-    axes={"data": "data", "stage": "stage", "tensor": "tensor"}
-)  # plain names: XLA moves the data
 
 
 def everywhere(steps):
@@ -40,7 +41,6 @@ def everywhere(steps):
         *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices),
         batch=BATCH,
         key=jax.random.key(0),
-        compute=BY_XLA,
     )
     return devices, prepared, lambda state: state.model
 
@@ -53,7 +53,6 @@ def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
         *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices),
         batch=BATCH // ISLANDS,
         key=jax.random.key(0),
-        compute=BY_XLA,
     )
     prepared = on_islands.train_step(
         local, islands.outer_nesterov(0.7, 0.6), every=EVERY, axis=axis
@@ -66,30 +65,32 @@ def adamw(steps):
 
 
 def train(devices, prepared, model_of, *, steps, tokens, held_out, model=None, first=0):
-    """The held-out losses by step, the bytes that a device sends to the other island each time that it does, and the model."""
+    """The held-out losses by step, the bytes that a device sends to the other island
+    each time that it does, and the model."""
     window = functools.partial(data.batch, seed=0, length=CONFIG.context)
-    loss = jax.jit(
-        lambda model: gpt2.loss(
-            model, (jnp.asarray(window(held_out, step=0, size=8 * BATCH)), None)
-        )
-    )
-    evaluated = lambda state: float(loss(jax.device_put(model_of(state), jax.devices()[0])))
+    evaluated_on = jnp.asarray(window(held_out, step=0, size=8 * BATCH))
+
+    def whole(state):
+        return jax.device_put(model_of(state), jax.devices()[0])
+
+    @jax.jit
+    def loss(model):
+        return gpt2.loss(model, (evaluated_on, None))
+
+    shape = jnp.zeros((BATCH, CONFIG.context + 1), jnp.int32)
+    compiled = prepared.train.lower(prepared.shapes, shape).compile()
+    entries = certificate.read(compiled, devices)
+    sent = sum(entry.bytes for entry in entries if "island" in entry.axes)
+
     state = prepared.init(model)
-    compiled = prepared.train.lower(
-        prepared.shapes, jnp.zeros((BATCH, CONFIG.context + 1), jnp.int32)
-    ).compile()
-    sent = sum(
-        entry.bytes for entry in certificate.read(compiled, devices) if "island" in entry.axes
-    )
-    losses = {0: evaluated(state)}
+    losses = {0: float(loss(whole(state)))}
     for i in range(1, steps + 1):
+        # Virtual devices share threads, so a step ends before the next one begins.
         windows = jnp.asarray(window(tokens, step=first + i, size=BATCH))
-        state, _ = jax.block_until_ready(
-            prepared.train(state, windows)
-        )  # virtual devices share threads
+        state, _ = jax.block_until_ready(prepared.train(state, windows))
         if i % EVERY == 0:
-            losses[i] = evaluated(state)
-    return losses, sent, jax.device_put(model_of(state), jax.devices()[0])
+            losses[i] = float(loss(whole(state)))
+    return losses, sent, whole(state)
 
 
 if __name__ == "__main__":
@@ -97,35 +98,39 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="20 steps")
     steps = 2 * EVERY if parser.parse_args().quick else 250
     jax.config.update("jax_num_cpu_devices", 8)
-    texts = dict(
-        zip(
-            ("tokens", "held_out"),
-            data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer())),
-            strict=True,
-        )
-    )
+    tokens, held_out = data.split(corpus.encode_file(TEXT, corpus.bytes_tokenizer()))
+    texts = {"tokens": tokens, "held_out": held_out}
+
+    # The first model learns from batches that no other run takes.
+    before = everywhere(2 * steps)
+    _, _, model = train(*before, steps=2 * steps, first=10**6, **texts)
+
     runs = {
         "data parallelism": everywhere(steps),
         f"islands, every {EVERY} steps": apart(steps),
         "islands, int8": apart(steps, ErrorFeedback("island")),
     }
-    *_, model = train(
-        *everywhere(2 * steps), steps=2 * steps, first=10**6, **texts
-    )  # batches that no other run takes
-    found = {name: train(*run, model=model, steps=steps, **texts) for name, run in runs.items()}
-    plain, *others = found
-    numbers = CONFIG.parameters * 4  # what data parallelism moves between two halves, in each step
+    results = {}
+    for name, run in runs.items():
+        results[name] = train(*run, model=model, steps=steps, **texts)
+
     print(
-        f"{steps} steps of {BATCH} x {CONFIG.context} bytes; {ISLANDS} islands of {8 // ISLANDS} devices\n"
+        f"{steps} steps of {BATCH} x {CONFIG.context} bytes; {ISLANDS} islands of "
+        f"{8 // ISLANDS} devices\n"
     )
-    print(f"{'':<26}held-out loss   bytes between islands, a device and step")
-    print(f"{plain:<26}{found[plain][0][steps]:13.4f}   {numbers:>12,}")
-    for name in others:
-        losses, sent, _ = found[name]
-        ratio = losses[steps] / found[plain][0][steps] - 1
+    print(f"{'':<26}held-out loss   bytes between islands, per device and step")
+    plain, *with_islands = results
+    plain_loss = results[plain][0][steps]
+    in_each_step = CONFIG.parameters * 4  # that data parallelism moves between halves
+    print(f"{plain:<26}{plain_loss:13.4f}   {in_each_step:>12,}")
+    for name in with_islands:
+        losses, sent, _ = results[name]
+        fewer, ratio = in_each_step * EVERY / sent, losses[steps] / plain_loss - 1
         print(
-            f"{name:<26}{losses[steps]:13.4f}   {sent // EVERY:>12,}   1/{numbers * EVERY / sent:.1f}; loss {ratio:+.2%}"
+            f"{name:<26}{losses[steps]:13.4f}   {sent // EVERY:>12,}   "
+            f"1/{fewer:.1f}; loss {ratio:+.2%}"
         )
-    print(
-        f"\nThe curves are drawn in {pictures.losses('islands/losses', {name: run[0] for name, run in found.items()})}."
-    )
+
+    curves = {name: losses for name, (losses, _, _) in results.items()}
+    path = pictures.losses("islands/losses", curves)
+    print(f"\nThe curves are drawn in {path}.")

@@ -1,11 +1,16 @@
-# On the back of the envelope: a digit of 8 x 8 pixels takes 0.18 MFLOP forward and twice that backward, so an epoch of 1,440 is
-# 0.8 GFLOP, 2 ms at the 450 GFLOP/s of two cores. Small convolutions reach a hundredth of that: 0.1 to 0.2 s an epoch. Data
-# parallelism adds one message a step, the 11 k gradients (88 kB, of which a device sends 2 * 7/8), in 14 hops on 8 devices.
-# Virtual devices share the same two cores, so they are not faster than one: on real ones the 1,440 digits would be divided.
-"""LeNet on real handwritten digits: 1 device against 2 and 8, the same accuracy curve, and the seconds of an epoch.
+"""LeNet on real handwritten digits: 1 device against 2 and 8, the same accuracy curve,
+and the seconds of an epoch.
 
-Run: python examples/lenet.py [FOLDER]. With a folder of MNIST's or Fashion-MNIST's four IDX files, on those.
+Run: python examples/lenet.py [FOLDER]. With a folder of MNIST's or Fashion-MNIST's four
+IDX files, on those.
 """
+
+# Estimate: a digit of 8 x 8 pixels takes 0.18 MFLOP forward and twice that backward, so
+# an epoch of 1,440 is 0.8 GFLOP, 2 ms at the 450 GFLOP/s of two cores. Small
+# convolutions reach a hundredth of that: 0.1 to 0.2 s an epoch. Data parallelism adds
+# one message a step, the 11 k gradients (88 kB, of which a device sends 2 * 7/8), in 14
+# hops on 8 devices. Virtual devices share the same two cores, so they are not faster
+# than one: on real ones the 1,440 digits would be divided.
 
 import functools
 import sys
@@ -29,7 +34,8 @@ optimizer = optax.adam(4e-3)
 
 
 class LeNet(eqx.Module):
-    """Two convolutions, after each the mean of 2 x 2 pixels, then two dense layers (LeCun et al., 1998)."""
+    """Two convolutions, after each the mean of 2 x 2 pixels, then two dense layers
+    (LeCun et al., 1998)."""
 
     convolutions: list[eqx.nn.Conv2d]
     dense: eqx.nn.Linear
@@ -47,7 +53,9 @@ class LeNet(eqx.Module):
         x = image[None].astype(self.out.weight.dtype)
         for convolution in self.convolutions:
             x = jnp.tanh(convolution(x))
-            x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2).mean((2, 4))
+            x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2).mean(
+                (2, 4)
+            )
         return self.out(jnp.tanh(self.dense(x.ravel())))
 
 
@@ -63,8 +71,11 @@ def accuracy(model, images, labels):
     return jnp.mean(jnp.argmax(jax.vmap(model)(images), axis=1) == labels)
 
 
-def run(n: int, learn: digits.Digits, held_out: digits.Digits) -> tuple[list[float], float]:
-    """The held-out accuracy after each epoch on `n` devices, and the median seconds of an epoch."""
+def run(
+    n: int, learn: digits.Digits, held_out: digits.Digits
+) -> tuple[list[float], float]:
+    """The held-out accuracy after each epoch on `n` devices, and the median seconds of
+    an epoch."""
     devices = mesh.make(data=n, devices=jax.devices()[:n])
     make_model = functools.partial(LeNet, *learn.images.shape[1:], jax.random.key(0))
     state, specs = step.init(make_model, optimizer, rules.match("**", P()), devices)
@@ -86,9 +97,13 @@ def run(n: int, learn: digits.Digits, held_out: digits.Digits) -> tuple[list[flo
         start = time.perf_counter()
         for i in range(steps):
             batch = learn.batch(0, epoch * steps + i, BATCH)
-            state, _ = jax.block_until_ready(train(state, batch))  # virtual devices share threads
+            state, _ = jax.block_until_ready(
+                train(state, batch)
+            )  # virtual devices share threads
         seconds.append(time.perf_counter() - start)
-        curve.append(float(accuracy(jax.device_put(state.model, jax.devices()[0]), *held_out)))
+        curve.append(
+            float(accuracy(jax.device_put(state.model, jax.devices()[0]), *held_out))
+        )
     return curve, float(np.median(seconds))
 
 
@@ -99,18 +114,27 @@ if __name__ == "__main__":
     )  # in float32, rounding alone may turn a digit that is in doubt
     learn, held_out = digits.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     print(
-        f"{len(learn.labels):,} digits to learn, {len(held_out.labels)} held out; {EPOCHS} epochs in batches of {BATCH}"
+        f"{len(learn.labels):,} digits to learn, {len(held_out.labels)} held out; "
+        f"{EPOCHS} epochs in batches of {BATCH}"
     )
     curves, seconds = {}, {}
     for n in (1, 2, 8):
         curves[n], seconds[n] = run(n, learn, held_out)
-        shown = ", ".join(f"{epoch}: {curves[n][epoch - 1]:.2%}" for epoch in (1, 4, 8, 16, EPOCHS))
-        print(
-            f"devices: {n}  held-out digits told right after epoch {shown}; {seconds[n]:.2f} s an epoch"
+        shown = (", ").join(
+            f"{epoch}: {curves[n][epoch - 1]:.2%}" for epoch in (1, 4, 8, 16, EPOCHS)
         )
-    apart = max(abs(a - b) for n in (2, 8) for a, b in zip(curves[1], curves[n], strict=True))
-    named = lambda values: {f"{n} device{'s'[: n > 1]}": value for n, value in values.items()}
+        print(
+            f"devices: {n}  test accuracy after epoch {shown}; "
+            f"{seconds[n]:.2f} s per epoch"
+        )
+    apart = max(
+        abs(a - b) for n in (2, 8) for a, b in zip(curves[1], curves[n], strict=True)
+    )
+    named = lambda values: {
+        f"{n} device{'s'[: n > 1]}": value for n, value in values.items()
+    }
     path = pictures.curves("lenet/accuracy", named(curves), named(seconds))
     print(
-        f"The curves of 2 and of 8 devices differ from that of one by {apart:.1e} at most. The picture is {path}."
+        f"The curves of 2 and of 8 devices differ from that of one by {apart:.1e} at "
+        f"most. The picture is {path}."
     )

@@ -1,10 +1,14 @@
-# On the back of the envelope: the T x T scores of 2 heads are 4 x 2 x 8192^2 = 0.5 GB in float32, for each layer, forward alone;
-# tiles of 512 x 512 are 2 MB. A device of 4 holds 2,048 tokens: a quarter of what is kept. Two layers of width 32 on 2 sequences
-# are 2 x 2 x 7 x 2 x 32 x 8192^2 / 2 = 60 GFLOP a step, some seconds on two cores with their exponentials.
-"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2: memory against T, and the balance of work.
+"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2:
+memory against T, and the balance of work.
 
-Run: python examples/long_context.py [--quick]. Speeches are packed into windows: no token sees another speech.
+Run: python examples/long_context.py [--quick]. Speeches are packed into windows: no
+token sees another speech.
 """
+
+# Estimate: the T x T scores of 2 heads are 4 x 2 x 8192^2 = 0.5 GB in float32, for each
+# layer, forward alone; tiles of 512 x 512 are 2 MB. A device of 4 holds 2,048 tokens: a
+# quarter of what is kept. Two layers of width 32 on 2 sequences are 2 x 2 x 7 x 2 x 32
+# x 8192^2 / 2 = 60 GFLOP a step, some seconds on two cores with their exponentials.
 
 import argparse
 from pathlib import Path
@@ -26,7 +30,8 @@ ALONE, RING = Layout(), Layout(context=4)
 
 
 def tokens():
-    """The text's bytes, each speech closed by `END`: those of other speeches are not seen."""
+    """The text's bytes, each speech closed by `END`: those of other speeches are not
+    seen."""
     text = TEXT.read_text(encoding="utf-8").replace("\n\nMr. ", chr(END) + "Mr. ")
     return data.split(corpus.bytes_tokenizer().encode(text))[0]
 
@@ -39,39 +44,57 @@ def prepared(layout, T, batch, optimizer, **compute):
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     compute = decoder.Compute(documents=SPEECHES, **compute)
     options = {"batch": batch, "key": jax.random.key(0), "compute": compute}
-    return decoder.train_step(llama.FAMILY, config, optimizer, layout, devices, **options)
+    return decoder.train_step(
+        llama.FAMILY, config, optimizer, layout, devices, **options
+    )
 
 
 def temporary(layout, T, **compute):
-    """MB that a device needs beside its arguments in a step of one sequence, as the compiled program says."""
+    """MB that a device needs beside its arguments in a step of one sequence, as the
+    compiled program says."""
     step = prepared(layout, T, 1, optax.sgd(0.1), **compute)
-    program = step.train.lower(step.shapes, jax.ShapeDtypeStruct((1, T + 1), jnp.int32)).compile()
+    program = step.train.lower(
+        step.shapes, jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
+    ).compile()
     return program.memory_analysis().temp_size_in_bytes / 1e6
 
 
 def memory(lengths):
-    """A line for each T: one device with T x T scores, with tiles of scores, and one of four of the ring."""
+    """A line for each T: one device with T x T scores, with tiles of scores, and one of
+    four of the ring."""
     print(
-        f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB of temporaries, one sequence"
+        f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB "
+        "of temporaries, one sequence"
     )
     for T in lengths:
         scores = 4 * 2 * T**2 / 1e6
-        tiles, ring = temporary(ALONE, T, attention=context.blockwise), temporary(RING, T)
+        tiles, ring = (
+            temporary(ALONE, T, attention=context.blockwise),
+            temporary(RING, T),
+        )
         print(
-            f"{T:6,}  {'above ' + format(scores, ',.0f'):>14}  {tiles:14.1f}  {ring:16.1f}   1/{tiles / ring:.1f}",
+            f"{T:6,}  {'above ' + format(scores, ',.0f'):>14}  {tiles:14.1f}  "
+            f"{ring:16.1f}   1/{tiles / ring:.1f}",
             flush=True,
         )
 
 
 def balance():
-    """Blocks of scores that each device of four computes, and how many of them a causal sequence needs."""
-    for name, order in {"zigzag": context.zigzag, "contiguous": context.contiguous}.items():
+    """Blocks of scores that each device of four computes, and how many of them a causal
+    sequence needs."""
+    for name, order in {
+        "zigzag": context.zigzag,
+        "contiguous": context.contiguous,
+    }.items():
         table = context.block_pairs(order, 4)
         diagonal = table.chunks / 2  # half of a block on the diagonal is needed
-        of = lambda i, t=table, d=diagonal: d + t.own.shape[1] + int(t.hops[:, i, :, 2].sum())
+        of = lambda i, t=table, d=diagonal: (
+            d + t.own.shape[1] + int(t.hops[:, i, :, 2].sum())
+        )
         needed = ", ".join(f"{of(i):g}" for i in range(4))
         print(
-            f"{name}: every device computes {table.blocks} blocks, of which the four need {needed}"
+            f"{name}: every device computes {table.blocks} blocks, of which the four "
+            f"need {needed}"
         )
 
 
@@ -85,7 +108,8 @@ def train(T, steps):
     )
     print(f"Layout {layout}: {T // 4:,} tokens of each sequence on a device")
     print(
-        f"{1 - documents.visible_share(numbers):.1%} of the pairs that are computed cross a cut between speeches, and are masked"
+        f"{1 - documents.visible_share(numbers):.1%} of the pairs that are computed "
+        "cross a cut between speeches, and are masked"
     )
     state = step.init()
     for number in range(steps):
@@ -95,7 +119,9 @@ def train(T, steps):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short sequences, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help=("short sequences, to see that it runs")
+    )
     quick = parser.parse_args().quick
     jax.config.update("jax_num_cpu_devices", 8)
     lengths = (256,) if quick else (2048, 4096, 8192)

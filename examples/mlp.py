@@ -1,6 +1,8 @@
-"""Train an `eqx.nn.MLP` on one device and on eight, with data parallelism: the same losses.
+"""Train an `eqx.nn.MLP` on one device and on eight, with data parallelism: the same
+losses.
 
-A step sends the gradients of 5,313 parameters once, 37 kB from each of the eight devices.
+A step sends the gradients of 5,313 parameters once, 37 kB from each of the eight
+devices.
 
 Run: python examples/mlp.py
 """
@@ -31,7 +33,9 @@ def losses(devices):
     state, specs = step.init(make_model, optimizer, rules.match("**", P()), devices)
 
     train = step.make(grad, optimizer)
-    train = mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    train = mesh.spmd(
+        train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
+    )
     train = eqx.filter_jit(train, donate="all")
 
     for i in range(100):
@@ -46,4 +50,5 @@ if __name__ == "__main__":
     eight = list(losses(mesh.make(data=8)))
     for i in (0, 9, 99):
         print(f"step {i + 1:3}  one device {one[i]:.5f}  eight devices {eight[i]:.5f}")
-    print(f"largest difference {max(abs(a - b) for a, b in zip(one, eight, strict=True)):.1e}")
+    difference = max(abs(a - b) for a, b in zip(one, eight, strict=True))
+    print(f"largest difference {difference:.1e}")

@@ -1,4 +1,5 @@
-"""The pictures of the examples, written to out/NAME/ under the folder in which an example is run."""
+"""The pictures of the examples, written to out/NAME/ under the folder in which an
+example is run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,11 +7,17 @@ from pathlib import Path
 import numpy as np
 
 COLOURS = ("#c8d9ec", "#5b8fc7", "#b0413e")
-WIDTHS = (8, 4, 1.3)  # the first curve shows on both sides of the second, and that of the third
+WIDTHS = (
+    8,
+    4,
+    1.3,
+)  # the first curve shows on both sides of the second, and that of the third
 
 
-def curves(name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, float]) -> Path:
-    """Shares told right by epoch, in per cent, drawn over each other, beside the seconds that an epoch took."""
+def curves(
+    name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, float]
+) -> Path:
+    """Test accuracies by epoch, drawn over each other, and the seconds per epoch."""
     figure, (left, right) = _subplots(1, 2, figsize=(9, 4), width_ratios=(2, 1))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
         left.plot(
@@ -21,13 +28,15 @@ def curves(name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, f
             label=label,
         )
     left.set(
-        xlabel="epochs", ylabel="held-out digits told right (%)", title="one curve over the other"
+        xlabel="epochs",
+        ylabel="test accuracy (%)",
+        title=("one curve over the other"),
     )
     left.legend(frameon=False, loc="lower right")
     left.grid(alpha=0.25)
     bars = right.bar(list(seconds), list(seconds.values()), color=COLOURS, width=0.6)
     right.bar_label(bars, fmt="%.2f s")
-    right.set(ylabel="seconds an epoch (median)", title="on the same cores")
+    right.set(ylabel="seconds per epoch (median)", title="on the same cores")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return _saved(figure, name)
@@ -38,7 +47,9 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
     figure, axes = _subplots(len(rows), 1, figsize=(9, 0.95 * len(rows)))
     for strip, (title, row) in zip(axes, rows.items(), strict=True):
         strip.imshow(
-            np.hstack([np.pad(np.asarray(image), 1, constant_values=0.5) for image in row]),
+            np.hstack(
+                [np.pad(np.asarray(image), 1, constant_values=0.5) for image in row]
+            ),
             cmap="gray",
             vmin=0,
             vmax=1,
@@ -48,8 +59,11 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
     return _saved(figure, name)
 
 
-def memory(name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, float]) -> Path:
-    """The bytes on one device while each step runs, for each run, above the levels of what is `kept` from step to step."""
+def memory(
+    name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, float]
+) -> Path:
+    """The bytes on one device while each step runs, for each run, above the levels of
+    what is `kept` from step to step."""
     figure, axes = _subplots(1, len(runs), figsize=(4.8 * len(runs), 4), sharey=True)
     for panel, (label, during) in zip(axes, runs.items(), strict=True):
         steps = range(1, len(during) + 1)
@@ -79,8 +93,11 @@ def memory(name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, fl
 
 
 def loads(name: str, by_step: np.ndarray) -> Path:
-    """The load of each expert, [steps, layers, experts], as a multiple of the mean: a panel for each layer, 1 is even."""
-    figure, axes = _subplots(1, by_step.shape[1], figsize=(9, 3.6), sharey=True, squeeze=False)
+    """The load of each expert, [steps, layers, experts], as a multiple of the mean: a
+    panel for each layer, 1 is even."""
+    figure, axes = _subplots(
+        1, by_step.shape[1], figsize=(9, 3.6), sharey=True, squeeze=False
+    )
     for layer, panel in enumerate(axes[0]):
         panel.plot(range(1, len(by_step) + 1), by_step[:, layer], linewidth=1.1)
         panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
@@ -96,7 +113,13 @@ def losses(name: str, of: Mapping[str, Mapping[int, float]]) -> Path:
     """Held-out losses by step, one curve over the other."""
     figure, axes = _subplots(1, 1, figsize=(7, 4))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
-        axes.plot(list(curve), list(curve.values()), linewidth=width, color=colour, label=label)
+        axes.plot(
+            list(curve),
+            list(curve.values()),
+            linewidth=width,
+            color=colour,
+            label=label,
+        )
     axes.set(xlabel="steps", ylabel="held-out loss (nats a token)")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)

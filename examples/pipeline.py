@@ -1,8 +1,12 @@
-"""A model of your own as a pipeline: a U-shaped net of skip connections over 4 stages, data-parallel beside it.
+"""A model of your own as a pipeline: a U-shaped net of skip connections over 4 stages,
+data-parallel beside it.
 
-Run: python examples/pipeline.py. On the back of the envelope: 4 stages and 16 microbatches take (16 + 3)(F + B) = 57 units of
-time instead of 48, where a forward is 1 and a backward 2; and a stage holds at most 2 * 4 - 1 = 7 microbatches.
+Run: python examples/pipeline.py
 """
+
+# Estimate: 4 stages and 16 microbatches take (16 + 3)(F + B) = 57 units of time instead
+# of 48, where a forward is 1 and a backward 2. A stage holds at most 2 * 4 - 1 = 7
+# microbatches.
 
 import equinox as eqx
 import jax
@@ -19,59 +23,62 @@ class Net(eqx.Module):
 
     embed: jax.Array
     gate: jax.Array  # shared by all stages, and trained
-    blocks: jax.Array  # [chunks, layers, width, width]: the layers are dealt out over the stages
+    # [chunks, layers, width, width]: the layers are split over the stages.
+    blocks: jax.Array
     out: jax.Array
 
 
-def embed(
-    net, part
-):  # what goes from stage to stage is any tree: here the stream, and what the way down leaves for the way up
+def embed(net, part):
+    """Any tree goes from stage to stage: here the stream, and a place for each skip."""
     x = part[0] @ net.embed
     return {"x": x, "skips": jnp.zeros((4, *x.shape))}
 
 
-def stage(
-    net, at, part, position
-):  # stages 0 and 1 leave their result behind; 3 and 2 add what 0 and 1 left
-    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), at["x"], net.blocks)[0]
+def layer(x, weight):
+    return x + jnp.tanh(x @ weight), None
+
+
+def stage(net, at, part, position):
+    """Stages 3 and 2 add the results of stages 0 and 1, over skip connections."""
+    x, _ = jax.lax.scan(layer, at["x"], net.blocks)
     x = x + net.gate * jnp.where(position >= 2, at["skips"][3 - position], 0.0)
-    return pipeline.Output(
-        {"x": x, "skips": at["skips"].at[position].set(x)}, aux={"size": jnp.mean(x**2)}
-    )
+
+    result = {"x": x, "skips": at["skips"].at[position].set(x)}
+    return pipeline.Output(result, aux={"size": jnp.mean(x**2)})
 
 
-def head(net, at, part):  # the loss, on the last stage
+def head(net, at, part):
+    """The loss, on the last stage."""
     return jnp.mean((at["x"] @ net.out - part[1]) ** 2)
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    devices, plan = (
-        mesh.make(data=2, stage=4),
-        schedule.one_f_one_b_lockstep(stages=4, microbatches=16),
-    )
+    devices = mesh.make(data=2, stage=4)
+    plan = schedule.one_f_one_b_lockstep(stages=4, microbatches=16)
     print(draw.summary(plan), draw.text(plan), sep="\n")
 
     normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
-    net = Net(normal(0, 16, 32), jnp.ones(32), normal(1, 1, 8, 32, 32), normal(2, 32, 1))
+    net = Net(
+        normal(0, 16, 32), jnp.ones(32), normal(1, 1, 8, 32, 32), normal(2, 32, 1)
+    )
     inputs = normal(3, 256, 16)
     targets = jnp.sin(10 * inputs[:, :1])
 
-    grad = grads.averaged(
-        pipeline.value_and_grad(embed, stage, head, plan, ring("stage")), ring("data")
-    )
+    grad = pipeline.value_and_grad(embed, stage, head, plan, ring("stage"))
+    grad = grads.averaged(grad, ring("data"))
+
     rule = rules.first(rules.match("blocks", P(None, "stage")), rules.match("**", P()))
     state, specs = step.init(lambda: net, optax.adam(1e-2), rule, devices)
     train = step.make(grad, optax.adam(1e-2))
     train = jax.jit(
-        mesh.spmd(train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        mesh.spmd(
+            train, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
+        )
     )
     for i in range(101):
-        state, info = jax.block_until_ready(
-            train(state, (inputs, targets))
-        )  # virtual devices share threads
+        # Virtual devices share threads, so a step ends before the next one begins.
+        state, info = jax.block_until_ready(train(state, (inputs, targets)))
         if i % 20 == 0:
-            print(
-                f"step {i:3d}  loss {info.loss:.4f}  stages",
-                *(f"{size:.2f}" for size in info.aux.stages["size"]),
-            )
+            sizes = " ".join(f"{size:.2f}" for size in info.aux.stages["size"])
+            print(f"step {i:3d}  loss {info.loss:.4f}  stages {sizes}")

@@ -1,11 +1,16 @@
-# On the back of the envelope: 64 x 256, 256 x 16, 8 x 256 and 256 x 64 are 39 k weights, so a step of 120 digits is 28 MFLOP, or
-# 0.06 ms at the 450 GFLOP/s of two cores. Over data 4 x tensor 2 a device sends, in float64, 36 kB over tensor (2 * 1/2 of four
-# activations: [30, 16] and [30, 64] forward, [30, 64] and [30, 8] backward) and 0.24 MB over data (2 * 3/4 of its half of the
-# gradients): some 14 messages, a few ms on virtual devices. 500 steps, here and on one device: 10 s with compiling.
-"""A variational autoencoder whose encoder and decoder are split column then row, trained on data 4 x tensor 2.
+"""A variational autoencoder whose encoder and decoder are split column then row,
+trained on data 4 x tensor 2.
 
-Run: python examples/tensor_parallel_vae.py. It learns handwritten digits, beside the same model on one device.
+Run: python examples/tensor_parallel_vae.py. It learns handwritten digits, beside the
+same model on one device.
 """
+
+# Estimate: 64 x 256, 256 x 16, 8 x 256 and 256 x 64 are 39 k weights, so a step of 120
+# digits is 28 MFLOP, or 0.06 ms at the 450 GFLOP/s of two cores. Over data 4 x tensor 2
+# a device sends, in float64, 36 kB over tensor (2 * 1/2 of four activations: [30, 16]
+# and [30, 64] forward, [30, 64] and [30, 8] backward) and 0.24 MB over data (2 * 3/4 of
+# its half of the gradients): some 14 messages, a few ms on virtual devices. 500 steps,
+# here and on one device: 10 s with compiling.
 
 import functools
 
@@ -24,7 +29,8 @@ PIXELS, HIDDEN, LATENT, BATCH, STEPS = 64, 256, 8, 120, 500
 
 
 class Pair(eqx.Module):
-    """Two dense layers: `up` is split by columns and `down` by rows, so that between them nothing moves."""
+    """Two dense layers: `up` is split by columns and `down` by rows, so that between
+    them nothing moves."""
 
     up: jax.Array  # [inputs, hidden]
     up_bias: jax.Array
@@ -49,18 +55,23 @@ class Pair(eqx.Module):
 
 
 class VAE(eqx.Module):
-    """Images of `PIXELS` numbers to the mean and log-variance of `LATENT` ones, and from those to the images' logits."""
+    """Images of `PIXELS` numbers to the mean and log-variance of `LATENT` ones, and
+    from those to the images' logits."""
 
     encoder: Pair
     decoder: Pair
 
     def __init__(self, key):
         first, second = jax.random.split(key)
-        self.encoder, self.decoder = Pair(PIXELS, 2 * LATENT, first), Pair(LATENT, PIXELS, second)
+        self.encoder, self.decoder = (
+            Pair(PIXELS, 2 * LATENT, first),
+            Pair(LATENT, PIXELS, second),
+        )
 
 
 def loss(model, batch, axis=()):
-    """Minus the evidence lower bound, in nats a digit (Kingma and Welling, arXiv 1312.6114)."""
+    """Minus the evidence lower bound, in nats a digit (Kingma and Welling, arXiv
+    1312.6114)."""
     images, noise = batch
     mean, log_variance = jnp.split(model.encoder(images, axis), 2, axis=1)
     logits = model.decoder(mean + jnp.exp(log_variance / 2) * noise, axis)
@@ -94,27 +105,37 @@ if __name__ == "__main__":
         in_specs=(specs, P("data")),
         out_specs=(specs, P()),
     )
-    train, train_alone = jax.jit(train), jax.jit(step.make(jax.value_and_grad(loss), optimizer))
+    train, train_alone = (
+        jax.jit(train),
+        jax.jit(step.make(jax.value_and_grad(loss), optimizer)),
+    )
     alone = jax.device_put(state, jax.devices()[0])
     print("nats a digit     8 devices      1 device    difference")
     apart = []
     for i in range(STEPS):
         images, _ = learn.batch(0, i, BATCH)
         batch = flat(images), jax.random.normal(jax.random.key(i), (BATCH, LATENT))
-        state, info = jax.block_until_ready(train(state, batch))  # virtual devices share threads
+        state, info = jax.block_until_ready(
+            train(state, batch)
+        )  # virtual devices share threads
         alone, info_alone = train_alone(alone, batch)
         apart.append(abs(float(info.loss) / float(info_alone.loss) - 1))
         if (i + 1) % 100 == 0 or i == 0:
             print(
-                f"step {i + 1:3d}     {info.loss:12.8f}  {info_alone.loss:12.8f}       {apart[-1]:.1e}"
+                f"step {i + 1:3d}     {info.loss:12.8f}  {info_alone.loss:12.8f}       "
+                f"{apart[-1]:.1e}"
             )
     model, shown = jax.device_put(state.model, jax.devices()[0]), held_out.images[:14]
-    weights = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), model, alone.model)
-    print(
-        f"The loss on 8 devices is that on one: {max(apart):.1e} of it apart at most, in {STEPS} steps of training;"
+    weights = jax.tree.map(
+        lambda a, b: float(jnp.max(jnp.abs(a - b))), model, alone.model
     )
     print(
-        f"after them the weights, some of which are about 1, are {max(jax.tree.leaves(weights)):.1e} apart at most."
+        f"The loss on 8 devices is that on one: {max(apart):.1e} of it apart at most, "
+        f"in {STEPS} steps of training;"
+    )
+    print(
+        "after them the weights, some of which are about 1, are "
+        f"{max(jax.tree.leaves(weights)):.1e} apart at most."
     )
     drawn = lambda codes: jax.nn.sigmoid(model.decoder(codes, ())).reshape(-1, 8, 8)
     codes, noise = (
@@ -127,5 +148,6 @@ if __name__ == "__main__":
         "decoded from noise": drawn(noise),
     }
     print(
-        f"Digits, what is left of them, and new ones are in {pictures.images('tensor_parallel_vae/digits', rows)}."
+        "Digits, what is left of them, and new ones are in "
+        f"{pictures.images('tensor_parallel_vae/digits', rows)}."
     )

@@ -1,11 +1,15 @@
-# On the back of the envelope: 8 layers of 64 x 256 and back are 262 k weights, 2.1 MB in float64; the batch is 128 rows of 64. In
-# one pass over 8 devices each sends: by data, all gradients round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; by layer, two sums of the
-# [128, 64] activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; by network, 8 rows to and fro in 16 + 7 ticks, 0.19 MB, and it
-# rests in 7 of 23 ticks. All do 6 * 262 k * 128 = 0.2 GFLOP, nothing. What takes 10 s is compiling.
-"""One net split by data, by layer (tensor) and by network (pipeline): what a device holds, what moves, and that all agree.
+"""One net split by data, by layer (tensor) and by network (pipeline): what a device
+holds, what moves, and that all agree.
 
 Run: python examples/three_ways_to_split.py
 """
+
+# Estimate: 8 layers of 64 x 256 and back are 262 k weights, 2.1 MB in float64; the
+# batch is 128 rows of 64. In one pass over 8 devices each sends: by data, all gradients
+# round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; by layer, two sums of the [128, 64]
+# activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; by network, 8 rows to and fro in
+# 16 + 7 ticks, 0.19 MB, and it rests in 7 of 23 ticks. All do 6 * 262 k * 128 = 0.2
+# GFLOP, nothing. What takes 10 s is compiling.
 
 import functools
 from typing import Any
@@ -55,7 +59,9 @@ def head(net, x, part):
 
 
 def loss(net, batch, axis=()):
-    return pipeline.unpipelined(embed, functools.partial(stage, axis=axis), head)(net, batch)
+    return pipeline.unpipelined(embed, functools.partial(stage, axis=axis), head)(
+        net, batch
+    )
 
 
 GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times
@@ -65,21 +71,31 @@ GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times
         embed, stage, head, schedule.one_f_one_b_lockstep(N, M), ring("stage")
     ),
 }
-UP, DOWN, WHOLE = P(None, None, None, "tensor"), P(None, None, "tensor"), rules.match("**", P())
+UP, DOWN, WHOLE = (
+    P(None, None, None, "tensor"),
+    P(None, None, "tensor"),
+    rules.match("**", P()),
+)
 HELD = {  # by each device, in words and as a rule for the weights
     "data": ("the whole net, 16 of 128 rows", WHOLE),
     "tensor": (
         "1/8 of each layer",
-        rules.first(rules.match("blocks.up", UP), rules.match("blocks.down", DOWN), WHOLE),
+        rules.first(
+            rules.match("blocks.up", UP), rules.match("blocks.down", DOWN), WHOLE
+        ),
     ),
-    "stage": ("one of the 8 layers", rules.first(rules.match("blocks.*", P(None, "stage")), WHOLE)),
+    "stage": (
+        "one of the 8 layers",
+        rules.first(rules.match("blocks.*", P(None, "stage")), WHOLE),
+    ),
 }
 
 
 def predicted(net: Net) -> dict[str, int]:
     """The bytes that a device sends in one pass, by formula."""
     summed = lambda tree: sum(
-        cost.of(ring.all_reduce, leaf.nbytes, N, itemsize=8).sent for leaf in jax.tree.leaves(tree)
+        cost.of(ring.all_reduce, leaf.nbytes, N, itemsize=8).sent
+        for leaf in jax.tree.leaves(tree)
     )
     value, x = (
         jnp.zeros(()),
@@ -88,7 +104,11 @@ def predicted(net: Net) -> dict[str, int]:
     stages = 2 * (M + N - 1) * x.nbytes // M + summed(
         (value, net.embed, net.out)
     )  # microbatches to and fro, and what all have
-    return {"data": summed((value, net)), "tensor": 2 * LAYERS * summed(x), "stage": stages}
+    return {
+        "data": summed((value, net)),
+        "tensor": 2 * LAYERS * summed(x),
+        "stage": stages,
+    }
 
 
 if __name__ == "__main__":
@@ -96,7 +116,9 @@ if __name__ == "__main__":
     jax.config.update(
         "jax_enable_x64", True
     )  # so that a difference would be a mistake, and not rounding
-    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
+    normal = lambda i, *shape: (
+        jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
+    )
     blocks = {
         "up": normal(1, 1, LAYERS, WIDTH, HIDDEN),
         "down": normal(2, 1, LAYERS, HIDDEN, WIDTH),
@@ -111,7 +133,8 @@ if __name__ == "__main__":
         leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
     )
     print(
-        f"A net of {LAYERS} layers, {size(net) / 1e6:.2f} MB in float64, {ROWS} rows. One device: loss {alone[0]:.15f}"
+        f"A net of {LAYERS} layers, {size(net) / 1e6:.2f} MB in float64, {ROWS} rows. "
+        f"One device: loss {alone[0]:.15f}"
     )
     for axis, grad in GRADS.items():
         sizes: dict[str, Any] = {axis: N}
@@ -123,12 +146,16 @@ if __name__ == "__main__":
         specs = rules.specs(net, rule, devices)
         held = mesh.place(net, specs, devices), mesh.place(batch, rows, devices)
         program: Any = jax.jit(
-            mesh.spmd(grad, mesh=devices, in_specs=(specs, rows), out_specs=(P(), specs))
+            mesh.spmd(
+                grad, mesh=devices, in_specs=(specs, rows), out_specs=(P(), specs)
+            )
         )
         program = program.lower(*held).compile()
         value, gradients = jax.block_until_ready(program(*held))
         apart = jax.tree.map(
-            lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), gradients, alone[1]
+            lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))),
+            gradients,
+            alone[1],
         )
         moved, worked = (
             compiled.certificate.read(program, devices),
@@ -136,14 +163,20 @@ if __name__ == "__main__":
         )
         print(f"\nsplit over {N} devices along {axis!r}: loss {value:.15f}")
         print(
-            f"  each holds   {words}: {size(held[0]) / 1e6:.2f} MB of weights; it works in {worked / 1e6:.2f} MB"
+            f"  each holds   {words}: {size(held[0]) / 1e6:.2f} MB of weights; it "
+            f"works in {worked / 1e6:.2f} MB"
         )
         print(
-            f"  each sends   {predicted(net)[axis]:,} bytes by formula; {sum(e.bytes for e in moved):,} in the compiled program,"
+            f"  each sends   {predicted(net)[axis]:,} bytes by formula; "
+            f"{sum(e.bytes for e in moved):,} in the compiled program,"
         )
         print(
-            f"               {', '.join(f'{e.count} {e.kind}s, {e.hops} one after another' for e in moved)}"
+            "               "
+            + ", ".join(
+                f"{e.count} {e.kind}s, {e.hops} one after another" for e in moved
+            )
         )
         print(
-            f"  gradients    differ from one device's by {max(jax.tree.leaves(apart)):.1e} of the largest in a leaf, at most"
+            "  gradients    differ from one device's by "
+            f"{max(jax.tree.leaves(apart)):.1e} of the largest in a leaf, at most"
         )

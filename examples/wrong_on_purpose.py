@@ -1,10 +1,14 @@
-# On the back of the envelope: 8 devices, 256 rows, a net of 64 hidden units. A replica that trains 8 units of its own learns 1/8
-# of a net. Rows and units on one axis make 1/8 of the products. The sum of 8 gradients for their mean is a step 8 times too long.
-# And a message that 4 of 8 devices send never comes: 5 s are spent on waiting for it here, of some 15 s in all.
-"""Four mistakes that JAX runs without a word: what each does to the numbers, and what catches it.
+"""Four mistakes that JAX runs without a word: what each does to the numbers, and what
+catches it.
 
 Run: python examples/wrong_on_purpose.py
 """
+
+# Estimate: 8 devices, 256 rows, a net of 64 hidden units. A replica that trains 8 units
+# of its own learns 1/8 of a net. Rows and units on one axis make 1/8 of the products.
+# The sum of 8 gradients for their mean is a step 8 times too long. And a message that 4
+# of 8 devices send never comes: 5 s are spent on waiting for it here, of some 15 s in
+# all.
 
 import os
 import textwrap
@@ -18,7 +22,11 @@ from jax.sharding import PartitionSpec as P
 from parallax import grads, lint, mesh, rules, tensor
 from parallax.collectives import ring, send_next
 
-STEPS, RATE, PATIENCE = 200, 0.1, 5.0  # of training, and seconds to wait for what will not come
+STEPS, RATE, PATIENCE = (
+    200,
+    0.1,
+    5.0,
+)  # of training, and seconds to wait for what will not come
 BY_HAND = {
     "up": P(None, "data"),
     "down": P("data"),
@@ -31,17 +39,22 @@ def loss(net, batch):
 
 
 def trained(grad, specs, net, batch):
-    """The loss that is reported after some gradient descent over 8 devices, and the net."""
+    """The loss that is reported after some gradient descent over 8 devices, and the
+    net."""
 
     def step(net, batch):
         value, gradients = grad(net, batch)
         return jax.tree.map(lambda w, g: w - RATE * g, net, gradients), value
 
     step = jax.jit(
-        mesh.spmd(step, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        mesh.spmd(
+            step, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
+        )
     )
     for _ in range(STEPS):
-        net, value = jax.block_until_ready(step(net, batch))  # virtual devices share threads
+        net, value = jax.block_until_ready(
+            step(net, batch)
+        )  # virtual devices share threads
     return float(value), jax.device_put(net, jax.devices()[0])
 
 
@@ -76,8 +89,14 @@ if __name__ == "__main__":
 
     reported, made = trained(averaged, BY_HAND, net, batch)
     rule = rules.first(*(rules.match(name, spec) for name, spec in BY_HAND.items()))
-    harm = f"training reports a loss of {reported:.3f}; the net that it made has {loss(made, batch):.3f}."
-    why = "Each replica trained 8 of the 64 hidden units alone, on rows of its own. Ask rules.specs for the specs."
+    harm = (
+        f"training reports a loss of {reported:.3f}; the net that it made has "
+        f"{loss(made, batch):.3f}."
+    )
+    why = (
+        "Each replica trained 8 of the 64 hidden units alone, on rows of its own. Ask "
+        "rules.specs for the specs."
+    )
     tell(
         "1. Weights split over the data axis",
         harm=harm,
@@ -94,8 +113,14 @@ if __name__ == "__main__":
     )
     column = lambda net, x: tensor.column(x, net["up"], None, ring("data"))
     off = jnp.linalg.norm(wrong - right) / jnp.linalg.norm(right)
-    harm = f"256 rows go in and {len(wrong)} come out, which are {off:.0%} off the right ones."
-    why = "Parts of 8 different rows were added up. Rows on an axis of their own, weights on another: data x tensor."
+    harm = (
+        f"256 rows go in and {len(wrong)} come out, which are {off:.0%} off the right "
+        "ones."
+    )
+    why = (
+        "Parts of 8 different rows were added up. Rows on an axis of their own, "
+        "weights on another: data x tensor."
+    )
     tell(
         "2. Rows and weights split over one axis",
         harm=harm,
@@ -108,9 +133,15 @@ if __name__ == "__main__":
     times = jnp.linalg.norm(jax.jit(once)(net, batch)[1]["up"]) / jnp.linalg.norm(
         jax.grad(loss)(net, batch)["up"]
     )
-    harm = f"the gradient is {times:.1f} times that of one device, and the loss ends at {trained(meant, P(), net, batch)[0]:.3f} "
+    harm = (
+        f"the gradient is {times:.1f} times that of one device, and the loss ends at "
+        f"{trained(meant, P(), net, batch)[0]:.3f} "
+    )
     harm += f"instead of {trained(averaged, P(), net, batch)[0]:.3f}."
-    why = "The weights are the same on all devices, so jax.grad sums over them already, and the mean of 8 equal sums is the sum. "
+    why = (
+        "The weights are the same on all devices, so jax.grad sums over them already, "
+        "and the mean of 8 equal sums is the sum. "
+    )
     why += "grads.averaged keeps gradients local until it takes their mean."
     tell(
         "3. A sum where a mean belongs",
@@ -124,7 +155,9 @@ if __name__ == "__main__":
     )
     some = mesh.spmd(some, mesh=devices, in_specs=(P("data"),), out_specs=P("data"))
     compiled = jax.jit(some).lower(x).compile()
-    waiting = threading.Thread(target=lambda: jax.block_until_ready(compiled(x)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: jax.block_until_ready(compiled(x)), daemon=True
+    )
     waiting.start()
     waiting.join(PATIENCE)
     end = (
@@ -133,7 +166,10 @@ if __name__ == "__main__":
         else "it had come back, with numbers that mean nothing"
     )
     harm = f"after {PATIENCE:.0f} s {end}."
-    why = "A permute waits for all devices of the program, whoever its message is for. Run it on all, and mask with jnp.where."
+    why = (
+        "A permute waits for all devices of the program, whoever its message is for. "
+        "Run it on all, and mask with jnp.where."
+    )
     tell(
         "4. A collective that only some devices reach",
         harm=harm,

@@ -18,7 +18,7 @@ from test_llama_weights import FIXTURE, KINDS, fixture
 
 from parallax import mesh, rules
 from parallax.models import gpt2, llama
-from parallax.models.sampling import sampled
+from parallax.models.sampling import Writer, sampled
 
 KEY, V = jax.random.key(0), 61
 LLAMA = llama.Config(
@@ -64,10 +64,9 @@ def both(name, window, tokens):
     def without(model, prompt, temperature, top_p, key):
         logits = functools.partial(kind.logits, model)
         return sampled(
-            logits,
+            Writer(logits, window),
             prompt,
             tokens=tokens,
-            window=window,
             temperature=temperature,
             top_p=top_p,
             key=key,

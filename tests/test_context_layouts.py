@@ -216,13 +216,13 @@ def lowered(family, config, layout, **compute):
 
 
 REFUSED = {
-    "Bare's family has no `context_attention`, so that a token would see those of its own "
-    "device alone": (
+    "Bare's family has no `context_attention`, so that a token would see only those of its own "
+    "device": (
         bare.FAMILY,
         bare.Config(),
         {},
     ),
-    "context=2, and Compute has `attention` alone": (
+    "context=2, and Compute has only `attention`": (
         gpt2.FAMILY,
         KINDS["gpt2"][1],
         {"attention": gpt2.attention},

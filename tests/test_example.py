@@ -167,7 +167,9 @@ def test_metrics_hold_a_record_for_each_step(finished):
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "held_out" in record] == [4, 6]
     for record in records:
-        assert set(record) - {"held_out"} == {
+        assert ("one_device" in record) == (record["step"] <= 3)
+        assert record.get("one_device", record["loss"]) == pytest.approx(record["loss"], rel=1e-5)
+        assert set(record) - {"held_out", "one_device"} == {
             "step",
             "loss",
             "gradient_norm",
@@ -206,6 +208,9 @@ def test_the_plan_stands_before_the_first_step(finished):
     ):
         assert said in plan
     assert max(map(len, plan.splitlines())) <= 120
+    assert re.search(
+        r"^step 3: loss (\S+), on one device (\S+): difference \d\.\de-\d\d$", plan, re.MULTILINE
+    )
     for said in (
         "step 6/6",
         "held-out",
@@ -237,6 +242,7 @@ def test_the_report_has_all_sections_and_pictures(finished):
     text = (finished[0] / "out/gpt2" / "report.html").read_text()
     headings = re.findall(r"<h2>(.*)</h2>", text)
     assert headings == [
+        "The same as one device",
         "The run",
         "Losses",
         "Sample",

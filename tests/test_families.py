@@ -16,7 +16,7 @@ from reference import EXACT, FLOAT64, assert_close
 from parallax import mesh, rules, schedule, tensor
 from parallax.layout import Layout
 from parallax.models import decoder
-from parallax.models.sampling import sampled
+from parallax.models.sampling import Writer, sampled
 from parallax.run.checkpoint import Checkpoints
 
 BATCH, KEY, CONFIG = 16, jax.random.key(0), bare.Config()
@@ -144,8 +144,8 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     np.testing.assert_allclose(found + last, losses, rtol=EXACT)
     model = decoder.joined(bare.FAMILY, second, jax.device_get(state.model))
     close(model, models[3])
-    logits = lambda model: functools.partial(bare.FAMILY.logits, model)
-    write = lambda model: sampled(logits(model), jnp.arange(3), tokens=12, window=8, key=KEY)
+    writer = lambda model: Writer(functools.partial(bare.FAMILY.logits, model), window=8)
+    write = lambda model: sampled(writer(model), jnp.arange(3), tokens=12, key=KEY)
     np.testing.assert_array_equal(
         write(jax.tree.map(lambda w: jnp.asarray(w) if mesh.is_array(w) else w, model)),
         write(models[3]),

@@ -126,7 +126,7 @@ def test_each_mistake_has_a_number_and_a_message(printed):
 def test_lenet_learns_the_same_on_1_2_and_8_devices(printed):
     text = printed("lenet")
     assert numbers(text, "differ from that of one by # at most")[0] <= 1e-5
-    last = [numbers(text, rf"devices: {n}  .* 24: #%; # s an epoch")[0] for n in (1, 2, 8)]
+    last = [numbers(text, rf"devices: {n}  .* 24: #%; # s per epoch")[0] for n in (1, 2, 8)]
     assert min(last) >= 95
 
 
@@ -168,7 +168,7 @@ def test_a_model_of_ones_own_goes_on_with_the_same_bits(printed):
         "Both end with the same bits in all weights and moments; of the copies on other devices 0 "
         "differ." in text
     )
-    assert numbers(text, "step 120 .* told right #%")[0] > 90
+    assert numbers(text, "step 120 .* test accuracy #%")[0] > 90
 
 
 @pytest.mark.programs
@@ -185,7 +185,7 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
         assert sent == pytest.approx(2 * 7 / 8 * 4 * count, rel=0.01)  # and of the loss
     before, after = (
         numbers(whole, "in a mirror #%")[0],
-        numbers(factors, "in a mirror told right: #%")[0],
+        numbers(factors, "test accuracy in a mirror: #%")[0],
     )
     assert before < 50
     assert after > 90
@@ -246,6 +246,14 @@ def test_an_mlp_on_eight_devices_has_the_losses_of_one(printed):
     text = printed("mlp")
     assert numbers(text, "largest difference #")[0] < 1e-5  # float32
     assert numbers(text, "step 100  one device #")[0] < numbers(text, "step   1  one device #")[0]
+
+
+@pytest.mark.programs
+def test_a_resnet_on_eight_devices_has_the_losses_of_one_by_statistics_over_devices(printed):
+    text = printed("resnet")
+    assert numbers(text, "statistics over devices: largest difference #")[0] < 1e-4  # float32
+    assert numbers(text, "statistics of own rows: largest difference #")[0] > 0.01
+    assert numbers(text, "test accuracy with the running statistics: #%")[0] > 80
 
 
 def test_mnists_files_are_read_and_a_wrong_one_is_told(tmp_path):

@@ -599,7 +599,7 @@ def test_a_sample_sees_the_last_window_and_no_more():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 10, "heads": 4}, r"width=10 must divide by heads=4. Take heads=2"),
+        ({"width": 10, "heads": 4}, r"width=10 must divide by heads=4. Use heads=2"),
         ({"layers": 0}, r"needs layers of 1 or more; got 0"),
         ({"vocabulary_multiple": 0}, r"needs vocabulary_multiple of 1 or more; got 0"),
         ({"dropout": 1.0}, r"needs dropout from 0 up to, not including, 1; got 1.0"),

@@ -123,7 +123,7 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
     shapes = jax.eval_shape(lambda: llama.Llama(config, key=KEY))
     with pytest.raises(
         ValueError,
-        match=r"llama: 6 heads of keys and values and 4 devices .* Take 3 devices, or groups=4",
+        match=r"llama: 6 heads of keys and values and 4 devices .* Use 3 devices, or groups=4",
     ):
         rules.specs(
             shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4])
@@ -143,14 +143,14 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"groups": 3}, r"heads=4 must divide by groups=3\. Take groups=2"),
-        ({"width": 18}, r"width=18 must divide by heads=4\. Take heads=3, or give head_width"),
+        ({"groups": 3}, r"heads=4 must divide by groups=3\. Use groups=2"),
+        ({"width": 18}, r"width=18 must divide by heads=4\. Use heads=3"),
         ({"width": 18, "heads": 6, "groups": 1}, r"an even head_width, whose halves turn; got 3"),
         ({"head_width": 5}, r"an even head_width, whose halves turn; got 5"),
         ({"hidden": 0}, r"needs hidden of 1 or more; got 0"),
         ({"theta": 0.0}, r"needs theta of more than 0; got 0"),
         ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),
-        ({"vocabulary_multiple": 2**21}, r"vocabulary_multiple of 2\^20 or less"),
+        ({"vocabulary_multiple": 2**21}, r"vocabulary_multiple of 1048576 or less"),
     ],
     ids=str,
 )

@@ -186,7 +186,7 @@ def test_sizes_agree_with_theirs(config, name, theirs, tmp_path):
     import transformers
 
     fields = llama.FORMATS["llama"].fields
-    stated = fields.write(llama.FORMATS["llama"].numbers(config), {}, "float32")
+    stated = fields.write(llama.FORMATS["llama"].numbers(config), (), "float32")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**stated))
     assert sum(weight.numel() for weight in model.parameters()) == config.parameters

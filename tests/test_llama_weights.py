@@ -256,7 +256,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"rope_scaling": {"rope_type": "default"}},
-            r"rope_scaling and rope_parameters must agree",
+            r"rope_type must be the same in both places",
         ),
         (
             "llama",

@@ -309,7 +309,7 @@ def configured(**fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"heads": 10**9}, r"width=768 must divide by heads=1000000000. Take heads=768"),
+        ({"heads": 10**9}, r"width=768 must divide by heads=1000000000. Use heads=768"),
         ({"layers": 2**31}, r"needs layers of 2147483647 or less; got 2147483648"),
         (
             {"layers": 10**5000},
@@ -318,7 +318,7 @@ def configured(**fields):
         ({"layers": 2.0}, r"needs layers as a whole number; got 2\.0"),
         ({"layers": True}, r"needs layers as a whole number; got True"),
         ({"layers": "2"}, r"needs layers as a whole number; got '2'"),
-        ({"vocabulary_multiple": 2**21}, r"needs vocabulary_multiple of 2\^20 or less"),
+        ({"vocabulary_multiple": 2**21}, r"needs vocabulary_multiple of 1048576 or less"),
         ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),
         ({"epsilon": float("nan")}, r"needs epsilon of 0 or more; got nan"),
         ({"epsilon": "1e-5"}, r"needs epsilon of 0 or more; got '1e-5'"),

@@ -266,7 +266,7 @@ REFUSED = {
     "stage=2,microbatches=2": ({"reduce_in_backward": True}, SUMS),
     "tensor=2": (
         {"comms": sequence.overlapping},
-        "decoder: Compute(comms=...) says how blocks join whose tokens are split over",
+        "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over",
     ),
 }
 

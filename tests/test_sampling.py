@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, rules
 from parallax.models import gpt2
-from parallax.models.sampling import filtered, sampled
+from parallax.models.sampling import Writer, filtered, sampled
 
 KEY, V = jax.random.key(0), 13
 TABLE = np.sin(3.0 * np.arange(V)[:, None] + np.arange(V) ** 2)
@@ -33,7 +33,7 @@ def logits(tokens):
 @functools.partial(jax.jit, static_argnames=("top_k", "tokens"))
 def drawn(prompt, temperature, top_p, key, *, top_k=None, tokens=12):
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
-    return sampled(logits, prompt, tokens=tokens, window=4, **options)
+    return sampled(Writer(logits, 4), prompt, tokens=tokens, **options)
 
 
 def greedily(token, tokens):
@@ -107,7 +107,7 @@ def test_filtered_equals_transformers():
 def test_temperature_0_is_greedy_and_a_small_one_too():
     for temperature in (0, 0.0, 1e-30, 5e-324):
         assert drawn(np.array([3]), temperature, None, KEY).tolist() == greedily(3, 12)
-    assert sampled(logits, [3], tokens=12, window=4, temperature=0, key=KEY).tolist() == greedily(
+    assert sampled(Writer(logits, 4), [3], tokens=12, temperature=0, key=KEY).tolist() == greedily(
         3, 12
     )
     assert drawn(np.array([3]), 1.0, None, KEY, top_k=1).tolist() == greedily(3, 12)
@@ -138,7 +138,7 @@ def test_a_token_outside_is_refused_or_no_token_follows(bad):
     with pytest.raises(
         ValueError, match=rf"sample needs tokens from 0 to 12; got {bad} at \[0, 1\]"
     ):
-        sampled(logits, prompt, tokens=3, window=4, key=KEY)
+        sampled(Writer(logits, 4), prompt, tokens=3, key=KEY)
     assert drawn(prompt, 1.0, None, KEY).tolist() == [-1] * 12  # though the window leaves it behind
     assert drawn(np.array([bad, 3, 3, 3, 3]), 0.0, None, KEY).tolist() == greedily(
         3, 12
@@ -149,7 +149,7 @@ def test_no_token_follows_one_that_is_none():
     wrapped = lambda tokens: logits(
         tokens % V
     )  # a family whose embedding takes -1 for the last row
-    with_jit = jax.jit(lambda prompt: sampled(wrapped, prompt, tokens=3, window=4, key=KEY))
+    with_jit = jax.jit(lambda prompt: sampled(Writer(wrapped, 4), prompt, tokens=3, key=KEY))
     assert with_jit(np.array([3, V])).tolist() == [-1] * 3
 
 
@@ -159,7 +159,7 @@ def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
         ValueError,
         match=rf"sample needs as temperature a finite number, .*; got {re.escape(str(value))}\.",
     ):
-        sampled(logits, [3], tokens=3, window=4, temperature=value, key=KEY)
+        sampled(Writer(logits, 4), [3], tokens=3, temperature=value, key=KEY)
     assert drawn(np.array([3]), value, None, KEY).tolist() == [-1] * 12
 
 
@@ -168,7 +168,7 @@ def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
     with pytest.raises(
         ValueError, match=rf"sample needs as top_p a number from 0 to 1; got {value}\."
     ):
-        sampled(logits, [3], tokens=3, window=4, top_p=value, key=KEY)
+        sampled(Writer(logits, 4), [3], tokens=3, top_p=value, key=KEY)
     assert drawn(np.array([3]), 1.0, value, KEY).tolist() == [-1] * 12
 
 
@@ -194,16 +194,16 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
     ids=str,
 )
 def test_sampled_refuses(wrong, message):
+    options = {"prompt": [3], "tokens": 3, "window": 4, "key": KEY} | wrong
     with pytest.raises(ValueError, match=message):
-        sampled(logits, **{"prompt": [3], "tokens": 3, "window": 4, "key": KEY} | wrong)
+        sampled(Writer(logits, options.pop("window")), **options)
 
 
 def test_numbers_may_be_numpys_and_prompts_lists():
     expected = sampled(
-        logits,
+        Writer(logits, 4),
         jnp.asarray([3, 4]),
         tokens=5,
-        window=4,
         temperature=0.5,
         top_k=3,
         top_p=0.5,
@@ -212,9 +212,9 @@ def test_numbers_may_be_numpys_and_prompts_lists():
     for kind in (np.uint8, np.int16, np.uint64, list):
         prompt = [3, 4] if kind is list else np.array([3, 4], kind)
         options = {"temperature": np.float32(0.5), "top_k": np.int64(3), "top_p": np.float64(0.5)}
-        found = sampled(logits, prompt, tokens=np.int32(5), window=np.array(4), **options, key=KEY)
+        found = sampled(Writer(logits, np.array(4)), prompt, tokens=np.int32(5), **options, key=KEY)
         np.testing.assert_array_equal(found, expected)
-    assert sampled(logits, [3], tokens=0, window=4, key=KEY).shape == (0,)
+    assert sampled(Writer(logits, 4), [3], tokens=0, key=KEY).shape == (0,)
 
 
 def test_a_split_model_writes_what_one_device_writes():
@@ -282,13 +282,14 @@ def test_ids_outside_make_the_loss_nan_unless_nothing_that_counts_sees_them():
     )
 
 
-@pytest.mark.parametrize(
-    "of", [gpt2.loss, gpt2.logits, functools.partial(gpt2.sample, tokens=2, key=jax.random.key(0))]
-)
+WRITE = functools.partial(gpt2.sample, tokens=2, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("of", [gpt2.loss, gpt2.logits, WRITE], ids=["loss", "logits", "sample"])
 def test_a_model_that_lacks_a_leaf_is_refused_by_its_path(of):
     model, _ = compiled()
     half = eqx.tree_at(lambda model: model.blocks.mlp.up.weight, model, None)
-    prompt = jnp.asarray(WINDOWS[0] if isinstance(of, functools.partial) else WINDOWS)
+    prompt = jnp.asarray(WINDOWS[0] if of is WRITE else WINDOWS)
     with pytest.raises(
         ValueError, match=r"gpt2\.\w+: \.blocks\.mlp\.up\.weight is None, where an array was needed"
     ):

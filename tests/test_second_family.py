@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from test_gpt2_weights import assert_same
 
 from parallax.models import files
-from parallax.models.files import Fields, Format, Free, Leaf, Number, Origin
+from parallax.models.files import Fields, Format, Leaf, Number, Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ LLAMA = Fields(
         "pretraining_tp": (1,),
     },
     derived=lambda numbers: {"head_dim": (numbers["width"] // numbers["heads"], None)},
-    free={"bos_token_id": Free(1, (int,)), "eos_token_id": Free(2, (int,))},
+    new=lambda numbers: {"bos_token_id": 1, "eos_token_id": 2},
 )
 MIXTRAL = Fields(
     model_type="mixtral",
@@ -100,7 +100,7 @@ MIXTRAL = Fields(
         "router_jitter_noise": (0.0,),
     },
     derived=lambda numbers: {"head_dim": (None, numbers["width"] // numbers["heads"])},
-    free={"output_router_logits": Free(False), "router_aux_loss_coef": Free(0.001)},
+    free={"output_router_logits": (bool,), "router_aux_loss_coef": (float,)},
 )
 
 

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
         "stage": 1,
         "tensor": 1,
     },
-    **{"evaluate_every": 1, "evaluate_tokens": 64, "checkpoint_every": 2},
+    **{"evaluate_every": 1, "evaluate_tokens": 64, "checkpoint_every": 2, "compare": 0},
 }
 
 

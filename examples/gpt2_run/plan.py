@@ -1,4 +1,5 @@
-"""A run, worked out and checked before a device computes: sizes, layout, text, what it costs, and what its numbers depend on."""
+"""A run, worked out and checked before a device computes: sizes, layout, text, what it
+costs, and what its numbers depend on."""
 
 import contextlib
 import dataclasses
@@ -28,7 +29,11 @@ from parallax.run import kept, lock, metrics, processes
 from parallax.run import record as records
 from parallax.schedule import Schedule
 
-SETTINGS, PARTIAL, CHECKPOINTS = "settings.json", ".settings.json.partial", "checkpoints"
+SETTINGS, PARTIAL, CHECKPOINTS = (
+    ("settings.json"),
+    ".settings.json.partial",
+    "checkpoints",
+)
 DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 ALGORITHMS = {"ring": ring, "psum": xla}
 TOKENIZERS = {
@@ -39,7 +44,8 @@ TOKENIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings, checked and worked out, and the text: all that is known before a device computes."""
+    """Settings, checked and worked out, and the text: all that is known before a device
+    computes."""
 
     settings: Settings
     job: processes.Job
@@ -59,16 +65,26 @@ class Plan:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the losses depend on, by the names of the flags: the layout is not among it."""
+        """What the losses depend on, by the names of the flags: the layout is not among
+        it."""
         s, c = self.settings, self.config
-        flags = ("model", "batch", "steps", "learning_rate", "seed", "precision", "dropout")
+        flags = (
+            "model",
+            "batch",
+            "steps",
+            "learning_rate",
+            "seed",
+            "precision",
+            "dropout",
+        )
         begun = {} if self.begins_with is None else {"from": checksum(self.begins_with)}
+        text_checksum = zlib.crc32(self.train.tobytes())
         return {name: getattr(s, name) for name in flags} | {
             "layers": c.layers,
             "heads": c.heads,
             "width": c.width,
             "length": self.length,
-            "text": f"{len(self.train)} {self.unit}s, crc32 {zlib.crc32(self.train.tobytes()):08x}",
+            "text": f"{len(self.train)} {self.unit}s, crc32 {text_checksum:08x}",
             "dtype": str(DTYPE()),
             **begun,
         }
@@ -93,10 +109,13 @@ class Plan:
 
 
 def prepare(settings: Settings, job: processes.Job) -> Plan:
-    """The plan of a run, on every rank. Raises `ValueError`, `OSError` or `ImportError`, to be read by the user."""
+    """The plan of a run, on every rank. Raises `ValueError`, `OSError` or
+    `ImportError`, to be read by the user."""
     tokenizer = TOKENIZERS[settings.tokenizer]()
     begins_with = None if settings.source is None else loaded(settings.source)
-    text = functools.cache(lambda: data.split(corpus.encode_file(settings.text, tokenizer)))
+    text = functools.cache(
+        lambda: data.split(corpus.encode_file(settings.text, tokenizer))
+    )
     config, length, layout, table = fitting.fitted(
         settings,
         fitting.World(
@@ -111,21 +130,30 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
 
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):
-        raise ValueError("--prompt must have a character or more; got none. Give it a space.")
+        raise ValueError(
+            "--prompt must have a character or more; got none. Give it a space."
+        )
     train, held_out = text()
     data.batch(
         train, seed=settings.seed, step=0, size=settings.batch, length=length
     )  # refuses a text that is too short
-    # A multiple of the batch divides over every layout that the batch divides over, so all evaluate on the same tokens.
-    # It is as large as keeps a batch's logits at 8 MB, where one batch does.
+    # A multiple of the batch divides over every layout that the batch divides over, so
+    # all evaluate on the same tokens. It is as large as keeps a batch's logits at 8 MB,
+    # where one batch does.
     step_tokens = settings.batch * length
-    size = settings.batch * max(1, min(2**21 // config.rows, len(held_out) - 1) // step_tokens)
+    size = settings.batch * max(
+        1, min(2**21 // config.rows, len(held_out) - 1) // step_tokens
+    )
     limit = max(1, settings.evaluate_tokens // (size * length))
-    batches = list(data.held_out_batches(held_out, size=size, length=length, limit=limit))
+    batches = list(
+        data.held_out_batches(held_out, size=size, length=length, limit=limit)
+    )
     evaluated = len(batches) * size * length
     lines = {
         "uniform": math.log(tokenizer.vocabulary),
-        "unigram": corpus.unigram(train, held_out[1 : evaluated + 1], tokenizer.vocabulary),
+        "unigram": corpus.unigram(
+            train, held_out[1 : evaluated + 1], tokenizer.vocabulary
+        ),
         "bigram": corpus.bigram(train, held_out[: evaluated + 1], tokenizer.vocabulary),
     }
     told = profiled(settings)
@@ -150,7 +178,8 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
 
 
 def loaded(folder: Path) -> gpt2.GPT2:
-    """The model in `folder`, in the host's memory, from which each device gets its part."""
+    """The model in `folder`, in the host's memory, from which each device gets its
+    part."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return gpt2.load(folder, dtype=DTYPE())
 
@@ -164,21 +193,27 @@ def checksum(model: gpt2.GPT2) -> str:
 
 
 def check_folder(plan: Plan) -> None:
-    """Refuse with a `ValueError` a folder of results that is not empty and not this run's, or that has lost its checkpoints.
+    """Refuse with a `ValueError` a folder of results that is not empty and not this
+    run's, or that has lost its checkpoints.
 
-    A run that was killed as it began leaves a folder with nothing in it to lose, which is taken.
+    A run that was killed as it began leaves a folder with nothing in it to lose, which
+    is taken.
     """
     out, stored, written = plan.settings.out, checkpoints_of(plan.settings.out), {}
     if (out / SETTINGS).exists():
         if not (written := settings_in(out / SETTINGS)) and not stored:
             raise ValueError(
-                f"{out / SETTINGS}: needed the settings of a run, found something else: it is damaged, and no checkpoint says "
-                "whose folder this is. Choose another --out."
+                f"{out / SETTINGS}: needed the settings of a run, found something "
+                "else: it is damaged, and no checkpoint says whose folder this is. "
+                "Choose another --out."
             )
         # Where they are damaged, the checkpoints know whose they are.
-        if written and (differing := records.differences(written["numbers"], plan.numbers)):
+        if written and (
+            differing := records.differences(written["numbers"], plan.numbers)
+        ):
             raise ValueError(
-                f"{out} holds another run, with {differing}. Choose another --out, or set them so to go on with it."
+                f"{out} holds another run, with {differing}. Choose another --out, or "
+                "set them so to go on with it."
             )
     elif (
         not stored
@@ -186,22 +221,32 @@ def check_folder(plan: Plan) -> None:
         and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}
     ):
         raise ValueError(
-            f"{out}: needed an empty folder or that of a run, found other files. Choose another --out."
+            f"{out}: needed an empty folder or that of a run, found other files. "
+            "Choose another --out."
         )
-    reached = max((record["step"] for record in metrics.recorded(out / "metrics.jsonl")), default=0)
+    reached = max(
+        (record["step"] for record in metrics.recorded(out / "metrics.jsonl")),
+        default=0,
+    )
     # A save begins every half of these steps, and waits for the one before.
-    lost_at_most = written.get("flags", {}).get("checkpoint_every", plan.settings.checkpoint_every)
+    lost_at_most = written.get("flags", {}).get(
+        "checkpoint_every", plan.settings.checkpoint_every
+    )
     if not stored and reached > lost_at_most:
         raise ValueError(
-            f"{out / 'metrics.jsonl'} speaks of step {reached:,}, and {out / CHECKPOINTS} holds no checkpoint: they are lost. "
-            "Put them back, or choose another --out to begin again."
+            f"{out / 'metrics.jsonl'} speaks of step {reached:,}, and "
+            f"{out / CHECKPOINTS} holds no checkpoint: they are lost. Put them back, "
+            "or choose another --out to begin again."
         )
 
 
 def checkpoints_of(out: Path) -> bool:
-    """Whether a checkpoint was ever finished in this folder of results, as far as can be seen."""
+    """Whether a checkpoint was ever finished in this folder of results, as far as can
+    be seen."""
     folder = out / CHECKPOINTS
-    return folder.is_dir() and bool(kept.finished(folder) or (folder / kept.NEWEST).exists())
+    return folder.is_dir() and bool(
+        kept.finished(folder) or (folder / kept.NEWEST).exists()
+    )
 
 
 def settings_in(path: Path) -> dict[str, Any]:
@@ -216,11 +261,14 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def claim_folder(plan: Plan) -> None:
-    """Make the folder of results, and write into it whose it is: what its numbers depend on, and all flags."""
+    """Make the folder of results, and write into it whose it is: what its numbers
+    depend on, and all flags."""
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
     written = json.dumps(
-        {"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)}, default=str, indent=2
+        {"numbers": plan.numbers, "flags": dataclasses.asdict(plan.settings)},
+        default=str,
+        indent=2,
     )
     write_whole(out / SETTINGS, written + "\n")
 
@@ -232,8 +280,11 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int) -> str:
-    """The plan in words, and what it costs: `sent` is what a device sends in a step, by axis; `first` steps are done."""
+def describe(
+    plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int
+) -> str:
+    """The plan in words, and what it costs: `sent` is what a device sends in a step, by
+    axis; `first` steps are done."""
     s, c, layout = plan.settings, plan.config, plan.layout
     per_step = s.batch * plan.length
     flops = report.step_flops(c, per_step, plan.length)
@@ -246,15 +297,18 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
     rows = [
         (
             "model",
-            f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width {c.width}, context {c.context}",
+            f"{c.parameters:,} parameters: {c.layers} layers, {c.heads} heads, width "
+            f"{c.width}, context {c.context}",
         ),
         (
             "text",
-            f"{s.text.name}: {len(plan.train):,} {plan.unit}s to train on; {plan.held_out_tokens:,} held out to evaluate on",
+            f"{s.text.name}: {len(plan.train):,} {plan.unit}s to train on; "
+            f"{plan.held_out_tokens:,} held out to evaluate on",
         ),
         (
             "run",
-            f"{s.steps:,} steps of {per_step:,} {plan.unit}s: {s.steps * per_step / len(plan.train):.2f} epochs, seed {s.seed}",
+            f"{s.steps:,} steps of {per_step:,} {plan.unit}s: "
+            f"{s.steps * per_step / len(plan.train):.2f} epochs, seed {s.seed}",
         ),
         ("mesh", f"{plan.axes}: {n} {kind}"),
         *([("processes", str(plan.job))] if plan.job.processes > 1 else []),
@@ -265,8 +319,8 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         ),
         (
             "batch",
-            f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes {s.batch // layout.data}, in "
-            f"{layout.microbatches} microbatches",
+            f"{s.batch} sequences of {plan.length} {plan.unit}s; a replica takes "
+            f"{s.batch // layout.data}, in {layout.microbatches} microbatches",
         ),
         ("split", report.split(layout)),
         *report.sending(said(plan), sent),
@@ -274,7 +328,8 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
         ("matrix rate", f"{quantity(rate, 'FLOP/s')} ({measured}):"),
         (
             "",
-            f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix products at that rate",
+            f"a step would take {flops / rate * 1000:.3g} ms if it were all matrix "
+            "products at that rate",
         ),
         (
             "to beat",
@@ -287,23 +342,30 @@ def describe(plan: Plan, sent: dict[str, int], rate: float, measured: str, first
 
 
 def optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine; only the blocks' matrices decay, not embeddings, norms or biases."""
+    """AdamW with warm-up and cosine; only the blocks' matrices decay, not embeddings,
+    norms or biases."""
     peak, warm_up = settings.learning_rate, min(100, settings.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, warm_up, settings.steps, peak / 10)
+    rate = optax.warmup_cosine_decay_schedule(
+        peak / 10, peak, warm_up, settings.steps, peak / 10
+    )
     decays = lambda path: path.endswith("weight") and "norm" not in path
-    mask = lambda tree: jax.tree.map_with_path(lambda path, _: decays(mesh.dotted(path)), tree)
+    mask = lambda tree: jax.tree.map_with_path(
+        lambda path, _: decays(mesh.dotted(path)), tree
+    )
     return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
 
 
 def said(plan: Plan) -> str:
-    """Who moves data, in words: stages with a job of their own each use `jax.lax` over tensor, whatever was asked for."""
+    """Who moves data, in words: stages with a job of their own each use `jax.lax` over
+    tensor, whatever was asked for."""
     asked = plan.settings.all_reduce
     alone = plan.schedule.per_stage and plan.layout.tensor > 1 and asked != "psum"
     return f"{asked} (psum over tensor)" if alone else asked
 
 
 def chosen(plan: Plan) -> dict[str, Axis]:
-    """Each axis of the mesh, with who moves data along it. `auto` races all all-reduces on each axis, and prints its choice."""
+    """Each axis of the mesh, with who moves data along it. `auto` races all all-reduces
+    on each axis, and prints its choice."""
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
         both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []
@@ -312,5 +374,10 @@ def chosen(plan: Plan) -> dict[str, Axis]:
             print(why, flush=True)
     else:
         algorithm = ALGORITHMS[plan.settings.all_reduce]
-    inside = xla if plan.schedule.per_stage else algorithm  # rings need all stages at once
-    return {name: (inside if name == "tensor" else algorithm)(name) for name in plan.layout.axes}
+    inside = (
+        xla if plan.schedule.per_stage else algorithm
+    )  # rings need all stages at once
+    return {
+        name: (inside if name == ("tensor") else algorithm)(name)
+        for name in plan.layout.axes
+    }

@@ -1,6 +1,8 @@
-"""What a run tells: the plan before it, a line while it goes on, a JSONL and a picture of its losses.
+"""What a run tells: the plan before it, a line while it goes on, a JSONL and a picture
+of its losses.
 
-Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T tokens of a sequence, n devices on an axis.
+Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T
+tokens of a sequence, n devices on an axis.
 """
 
 import functools
@@ -10,12 +12,10 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from parallax import step
 from parallax.compiled import certificate
@@ -28,21 +28,24 @@ from parallax.run import fingerprint, processes
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """One row a line, the names in a column of their own; a row without a name continues the one above it."""
+    """One row a line, the names in a column of their own; a row without a name
+    continues the one above it."""
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
 
 def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
     """The model's flops in a step of `tokens` tokens: (6 N + 12 L D T) each.
 
-    6 N is a multiplication and an addition for every parameter, once forward and twice backward; 12 L D T is the same for
-    attention's two products, the causal mask not deducted. What `--remat` computes again does not count.
+    6 N is a multiplication and an addition for every parameter, once forward and twice
+    backward; 12 L D T is the same for attention's two products, the causal mask not
+    deducted. What `--remat` computes again does not count.
     """
     return (6 * config.parameters + 12 * config.layers * config.width * length) * tokens
 
 
 def sent(entries: list[certificate.Entry]) -> dict[str, int]:
-    """The bytes that one device sends in a step, by mesh axis: of permutes exactly, of XLA's own collectives their results."""
+    """The bytes that one device sends in a step, by mesh axis: of permutes exactly, of
+    XLA's own collectives their results."""
     axes: dict[str, int] = {}
     for entry in entries:
         if entry.axes:  # along none, each device is alone, and sends nothing
@@ -57,13 +60,22 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
         return [("collectives", "none: the compiled program sends nothing")]
     total = quantity(sum(by_axis.values()), "B")
     return [
-        ("collectives", f"{all_reduce}: a device sends {total} a step (in the compiled program),"),
-        ("", ", ".join(f"{quantity(size, 'B')} over {axis}" for axis, size in by_axis.items())),
+        (
+            "collectives",
+            f"{all_reduce}: a device sends {total} a step (in the compiled program),",
+        ),
+        (
+            "",
+            ", ".join(
+                f"{quantity(size, 'B')} over {axis}" for axis, size in by_axis.items()
+            ),
+        ),
     ]
 
 
 def split(layout: Layout) -> str:
-    """What the devices split besides batch, layers and vocabulary, what the model computes in, and what it computes again."""
+    """What the devices split besides batch, layers and vocabulary, what the model
+    computes in, and what it computes again."""
     sharded = (
         "nothing",
         "optimizer state",
@@ -75,18 +87,26 @@ def split(layout: Layout) -> str:
         split += "; residual stream by tokens"
     if layout.split_sends:
         split += "; sends split over tensor"
-    return f"{split}; computes in {layout.precision} precision; computed again: {layout.remat}"
+    return (
+        f"{split}; computes in {layout.precision} precision; computed again: "
+        f"{layout.remat}"
+    )
 
 
 def copies(state: step.State, every: int) -> str:
-    """A sentence: how many arrays are compared between devices, how often, and which have no copy."""
+    """A sentence: how many arrays are compared between devices, how often, and which
+    have no copy."""
     number, alone = len(jax.tree.leaves(state)), fingerprint.uncompared(state)
     without = f"; {len(alone)} have no copy, such as {alone[0]}" if alone else ""
-    return f"copies of {number - len(alone)} of {number} arrays are compared every {every} steps and before each save{without}"
+    return (
+        f"copies of {number - len(alone)} of {number} arrays are compared every "
+        f"{every} steps and before each save{without}"
+    )
 
 
 def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:
-    """The flops per second of the best of many float32 matrix products, for all devices of the job, and what was measured."""
+    """The flops per second of the best of many float32 matrix products, for all devices
+    of the job, and what was measured."""
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
     size = 1024 if on_cpu else 8192
@@ -99,7 +119,9 @@ def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:
         product(x, x).block_until_ready()
         best = min(best, time.perf_counter() - start)
     # The virtual devices of a machine share its cores.
-    times = job.processes // (job.local_processes or 1) if on_cpu else jax.device_count()
+    times = (
+        job.processes // (job.local_processes or 1) if on_cpu else jax.device_count()
+    )
     share = "one virtual device, which has all the cores" if on_cpu else "one device"
     share += f", times {times}" if times > 1 else ""
     return times * 2 * size**3 / best, f"float32 {size} x {size}, measured on {share}"
@@ -107,7 +129,11 @@ def matrix_rate(job: processes.Job, seconds: float = 1.0) -> tuple[float, str]:
 
 def cores() -> int:
     """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 # While it goes on
@@ -119,7 +145,8 @@ def printer(job: processes.Job) -> Callable[[str], Any]:
 
 
 class Progress:
-    """The state of a run in one line: rewritten in place on a terminal; elsewhere a line an evaluation.
+    """The state of a run in one line: rewritten in place on a terminal; elsewhere a
+    line an evaluation.
 
     Args:
         steps: of the whole run.
@@ -128,7 +155,9 @@ class Progress:
         live: whether to rewrite one line in place.
     """
 
-    def __init__(self, steps: int, first: int, say: Callable[[str], Any], *, live: bool):
+    def __init__(
+        self, steps: int, first: int, say: Callable[[str], Any], *, live: bool
+    ):
         self.steps, self.first, self._say = steps, first, say
         self.held_out = ""
         self._live = live
@@ -136,16 +165,21 @@ class Progress:
         self._start = time.perf_counter()
 
     def show(self, record: Mapping) -> None:
-        """Print the line for the newest record; the rates are the mean of the last twenty steps."""
+        """Print the line for the newest record; the rates are the mean of the last
+        twenty steps."""
         step, evaluated = record["step"], "held_out" in record
         if evaluated:
             self.held_out = f"  held-out {record['held_out']:.3f}"
         self._recent.append(record)
         if not (self._live or evaluated):
             return
-        mean = lambda field: sum(each[field] for each in self._recent) / len(self._recent)
+        mean = lambda field: (
+            sum(each[field] for each in self._recent) / len(self._recent)
+        )
         left = round(
-            (time.perf_counter() - self._start) / (step - self.first) * (self.steps - step)
+            (time.perf_counter() - self._start)
+            / (step - self.first)
+            * (self.steps - step)
         )
         loss = (
             "skipped"
@@ -154,11 +188,14 @@ class Progress:
         )
         line = (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}{self.held_out}  "
-            f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix rate  {left // 60}:{left % 60:02} left"
+            f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix "
+            f"rate  {left // 60}:{left % 60:02} left"
         )
         if self._live:
             print(
-                "\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1], end="", flush=True
+                "\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1],
+                end=(""),
+                flush=True,
             )
         else:
             self._say(line)
@@ -167,74 +204,3 @@ class Progress:
         """Leave the line as it stands."""
         if self._live:
             print()
-
-
-# After it
-
-
-def picture(
-    path: Path,
-    records: list[dict],
-    lines: Mapping[str, float],
-    *,
-    tokens_per_step: int,
-    unit: str,
-    title: str,
-) -> None:
-    """The curve of the losses against what needs no model, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
-    finite = [record for record in records if "loss" in record]
-    steps = [record["step"] for record in finite]
-    held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
-    axes.plot(
-        steps,
-        [record["loss"] for record in finite],
-        color="#7aa6d6",
-        linewidth=0.8,
-        label="train, one batch",
-    )
-    axes.plot(
-        *zip(*held_out, strict=True),
-        color="#12467f",
-        linewidth=2.4,
-        marker="o",
-        markersize=4,
-        label="held-out",
-    )
-    last, loss = held_out[-1]
-    axes.annotate(
-        f"{loss:.3f}",
-        (last, loss),
-        (7, 0),
-        textcoords="offset points",
-        va="center",
-        color="#12467f",
-        weight="bold",
-    )
-    for (name, value), style in zip(lines.items(), (":", "--", "-"), strict=True):
-        axes.axhline(value, color="#b0413e", linewidth=1.1, linestyle=style)
-        axes.annotate(
-            f"{name} {value:.3f}", (1, value), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-            ha="right", color="#b0413e", fontsize=9,
-        )  # fmt: skip
-    axes.set(xlabel="steps", ylabel=f"loss (nats a {unit})", xlim=(0, max(steps)))
-    axes.set_title(title, fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines["right"].set_visible(False)
-    thousands = tokens_per_step / 1000
-    tokens = axes.secondary_xaxis(
-        "top",
-        functions=(
-            lambda steps: np.multiply(steps, thousands),
-            lambda tokens: np.divide(tokens, thousands),
-        ),
-    )
-    tokens.set_xlabel(f"{unit}s seen in training (thousands)")
-    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.93), frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -1,4 +1,5 @@
-"""What the loop of `examples/gpt2.py` works with: its counts, where its numbers go, its checkpoints, and the way back to one."""
+"""What the loop of `examples/gpt2.py` works with: its counts, where its numbers go, its
+checkpoints, and the way back to one."""
 
 import dataclasses
 import hashlib
@@ -19,7 +20,8 @@ from parallax.run.watchdog import Watchdog
 
 
 def sinks(plan: Plan, first: int) -> metrics.Sink:
-    """Where the numbers of each step go: rank 0 alone writes. What was measured after `first`, and lost, is dropped."""
+    """Where the numbers of each step go: rank 0 alone writes. What was measured after
+    `first`, and lost, is dropped."""
     s = plan.settings
     if plan.job.rank > 0:
         return metrics.to_all()
@@ -33,7 +35,8 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
 
 
 def limited(spikes: Spikes | None) -> tuple[Any, ...]:
-    """What the step takes behind the batch: no weights, and the limit of the guard; nothing without one."""
+    """What the step takes behind the batch: no weights, and the limit of the guard;
+    nothing without one."""
     return () if spikes is None else (None, np.float32(spikes.limit))
 
 
@@ -52,6 +55,7 @@ class Session:
     spikes: Spikes | None  # the guard, where there is one
     described: str  # what the run said before its first step
     program: Any  # the compiled step as it is read, whatever `train` wraps round it
+    one_device: list[float]  # the losses of the first steps on one device
     skipped: metrics.Skipped = dataclasses.field(init=False)
     clock: metrics.Clock = dataclasses.field(init=False)
     sink: metrics.Sink = dataclasses.field(init=False)
@@ -69,9 +73,13 @@ class Session:
         self.clock = metrics.Clock(note.get("clock"))
         self.sink = sinks(plan, first)
         if self.spikes is not None:
-            self.spikes = Spikes(self.spikes.factor, self.spikes.budget, note.get("spikes"))
+            self.spikes = Spikes(
+                self.spikes.factor, self.spikes.budget, note.get("spikes")
+            )
         live = sys.stdout.isatty() and plan.job.processes == 1
-        self.progress = report.Progress(s.steps, first, report.printer(plan.job), live=live)
+        self.progress = report.Progress(
+            s.steps, first, report.printer(plan.job), live=live
+        )
 
     @property
     def past(self) -> int:
@@ -95,14 +103,16 @@ class Session:
             self.checkpoints.save(i, state, note, evaluated=evaluated)
 
     def compare(self, i: int, state: step.State, *, saves: bool) -> None:
-        """Raise `CopiesDiffer` where they do: every so many steps, and before each save, so that no checkpoint holds a fault."""
+        """Raise `CopiesDiffer` where they do: every so many steps, and before each
+        save, so that no checkpoint holds a fault."""
         every = self.plan.settings.fingerprint_every
         if every and (saves or i % every == 0):
             with self.clock("fingerprints"):
                 fingerprint.check(i, state)
 
     def back(self, error: fingerprint.CopiesDiffer | Spiked) -> tuple[step.State, int]:
-        """A checkpoint's state and step, to go on from: the last one where copies differ, one from before where losses spike.
+        """A checkpoint's state and step, to go on from: the last one where copies
+        differ, one from before where losses spike.
 
         After `--rollback-budget` times the run ends.
         """
@@ -116,12 +126,14 @@ class Session:
                 else ("Copies differed", "Leave that device out")
             )
             self.end(
-                f"{error} {what} at the steps {self.rollbacks}, and --rollback-budget is {s.rollback_budget}. {cure}. "
-                f"{s.out} holds the checkpoints from before, and the same command goes on from the last."
+                f"{error} {what} at the steps {self.rollbacks}, and --rollback-budget "
+                f"is {s.rollback_budget}. {cure}. {s.out} holds the checkpoints from "
+                "before, and the same command goes on from the last."
             )
         self.progress.done()
         restored = self.checkpoints.restore(
-            self.prepared.shapes, before=error.first if isinstance(error, Spiked) else None
+            self.prepared.shapes,
+            before=error.first if isinstance(error, Spiked) else None,
         )
         first, note = (0, {}) if restored is None else (restored.step, restored.note)
         guard = self.spikes
@@ -129,7 +141,9 @@ class Session:
         words = "its last checkpoint"
         if spiked and guard is not None:
             self.spikes = guard.back(error.step, first, note.get("spikes"))
-            words = f"step {first}, and past the batches of the steps up to {error.step}"
+            words = (
+                f"step {first}, and past the batches of the steps up to {error.step}"
+            )
         report.printer(self.plan.job)(f"{error} The run goes back to {words}.")
         return self.prepared.init(
             self.plan.begins_with
@@ -140,7 +154,9 @@ class Session:
         self.progress.done()
         raise SystemExit(f"error: {error}")
 
-    def measured(self, i: int, state: step.State, info: step.Info, took: float) -> dict[str, Any]:
+    def measured(
+        self, i: int, state: step.State, info: step.Info, took: float
+    ) -> dict[str, Any]:
         """The numbers of step `i`; ends the run where they say that it is lost."""
         s, loss = self.plan.settings, float(info.loss)
         spike = self.spikes is not None and self.spikes.count(i, loss)
@@ -156,12 +172,15 @@ class Session:
             self.save(i, state)
             self.checkpoints.wait()
             self.end(
-                f"{error} Now --learning-rate is {s.learning_rate} and --skip-budget {s.skip_budget}. {s.out} holds the metrics, "
-                "and a checkpoint from which a larger --skip-budget goes on."
+                f"{error} Now --learning-rate is {s.learning_rate} and --skip-budget "
+                f"{s.skip_budget}. {s.out} holds the metrics, and a checkpoint from "
+                "which a larger --skip-budget goes on."
             )
         found: dict[str, Any] = {"skipped": True}
         if not skip:
             found = {"loss": loss, "gradient_norm": float(info.gradient_norm)}
+        if i <= len(self.one_device):
+            found["one_device"] = self.one_device[i - 1]
         if i % s.evaluate_every == 0 or i == s.steps:
             with self.clock("evaluation"):
                 found["held_out"] = self.held_out(state.model)
@@ -169,8 +188,9 @@ class Session:
             if not math.isfinite(found["held_out"]):
                 self.compare(i, state, saves=True)
                 self.end(
-                    f"step {i}: the held-out loss is {found['held_out']}, so the model is lost. Lower --learning-rate (now "
-                    f"{s.learning_rate}) and give --out another folder. The steps before are in {s.out}."
+                    f"step {i}: the held-out loss is {found['held_out']}, so the model "
+                    f"is lost. Lower --learning-rate (now {s.learning_rate}) and give "
+                    f"--out another folder. The steps before are in {s.out}."
                 )
         tokens = s.batch * self.plan.length
         flops = report.step_flops(self.plan.config, tokens, self.plan.length)

@@ -1,6 +1,8 @@
-"""The flags of the example, each with its default, its meaning and its range: `python examples/gpt2.py --help` prints them.
+"""The flags of the example, each with its default, its meaning and its range:
+`python examples/gpt2.py --help` prints them.
 
-A wrong flag is reported at once, since JAX is imported only where another layout must be proposed.
+A wrong flag is reported at once, since JAX is imported only where another layout must
+be proposed.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ class Settings:
     model: Literal["tiny", "small", "medium", "large", "xl"] = "tiny"
     """The sizes to start from; `small` to `xl` are the published ones."""
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Start from the GPT-2 in this folder, of safetensors and `config.json`: its sizes and weights, with this run's dropout."""
+    """Start from the GPT-2 in this folder, of safetensors and `config.json`: its sizes
+    and weights, with this run's dropout."""
     layers: int | None = None
     """Layers, instead of the model's."""
     heads: int | None = None
@@ -39,47 +42,68 @@ class Settings:
     """What a token is: a byte, or one of GPT-2's 50,257 pieces of words."""
 
     data: int | None = None
-    """Replicas, among which the batch is split. By default all the devices that the other axes leave."""
+    """Replicas, among which the batch is split. By default all the devices that the
+    other axes leave."""
     stage: int | None = None
-    """Pipeline stages, among which the layers are split. By default 2 where no axis is given and four divides the devices."""
+    """Pipeline stages, among which the layers are split. By default 2 where no axis is
+    given and four divides the devices."""
     tensor: int | None = None
-    """Devices that share each layer. By default 2 where no axis is given and the devices are even in number."""
+    """Devices that share each layer. By default 2 where no axis is given and the
+    devices are even in number."""
     context: int = 1
-    """Devices among which the tokens of each sequence are split; attention goes round them."""
+    """Devices among which the tokens of each sequence are split; attention goes round
+    them."""
     devices: int = 8
-    """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead, all of them."""
+    """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead,
+    all of them."""
     all_reduce: Literal["ring", "psum", "auto"] = "ring"
-    """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives, or at each size what is fastest here."""
+    """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives,
+    or at each size what is fastest here."""
     microbatches: int = 4
-    """Parts of each replica's batch, one after another, or one behind another in the pipeline; gradients are accumulated."""
+    """Parts of each replica's batch, one after another, or one behind another in the
+    pipeline; gradients are accumulated."""
     schedule: str = "one_f_one_b_lockstep"
-    """The pipeline's: `gpipe`, `one_f_one_b` or `zero_bubble`, these two with `_lockstep`, `interleaved`, or your FILE.csv."""
+    """The pipeline's: `gpipe`, `one_f_one_b` or `zero_bubble`, these two with
+    `_lockstep`, `interleaved`, or your FILE.csv."""
     chunks: int | None = None
-    """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved pipeline."""
+    """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved
+    pipeline."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of gradients too, 3 the parameters too."""
+    """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of
+    gradients too, 3 the parameters too."""
     sequence: bool = False
     """Split the residual stream by tokens over the tensor axis."""
     split_sends: bool = False
-    """Let each device of the tensor axis send its part of what goes from stage to stage: for stages on different machines."""
+    """Let each device of the tensor axis send its part of what goes from stage to
+    stage: for stages on different machines."""
     precision: Literal["full", "bfloat16", "float16"] = "full"
-    """What the model computes in, beside parameters in float32; float16 scales the loss."""
-    remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = "none"
-    """What the backward pass computes again: what was gathered, attention, all but products, or all of a block or a stage."""
+    """What the model computes in, beside parameters in float32; float16 scales the
+    loss."""
+    remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = (
+        "none"
+    )
+    """What the backward pass computes again: what was gathered, attention, all but
+    products, or all of a block or a stage."""
 
-    steps: int = 700
+    steps: int = 350
     """Optimizer steps."""
+    compare: int | None = None
+    """First steps that one device computes too, to compare the losses. By default 3 for
+    the model `tiny`, and 0 for larger ones."""
     batch: int = 16
     """Sequences in a step, on all devices together."""
     length: int | None = None
     """Tokens in a sequence. By default the model's context; more lengthens that."""
     learning_rate: float = 3e-3
-    """The peak of the schedule: a tenth of the steps of warm-up, at most 100, then a cosine down to a tenth."""
+    """The peak of the schedule: a tenth of the steps of warm-up, at most 100, then a
+    cosine down to a tenth."""
     seed: int = 0
-    """Of the weights, the order of the text, dropout and the sample. The same seed gives the same losses, on any layout."""
+    """Of the weights, the order of the text, dropout and the sample. The same seed
+    gives the same losses, on any layout."""
 
     skip_budget: int = 10
-    """Steps that may be skipped, since their loss or gradient was not finite, before the run stops."""
+    """Steps that may be skipped, since their loss or gradient was not finite, before
+    the run stops."""
     evaluate_every: int = 50
     """Steps from one held-out loss to the next; there is one at the end in any case."""
     evaluate_tokens: int = 65536
@@ -87,25 +111,33 @@ class Settings:
     prompt: str = "My fellow Americans, "
     """What the sample at the end goes on from."""
     out: Path = Path("out/gpt2")
-    """Folder for checkpoints, metrics and pictures. One that holds this run goes on from its last checkpoint."""
+    """Folder for checkpoints, metrics and pictures. One that holds this run goes on
+    from its last checkpoint."""
     checkpoint_every: int = 100
-    """The most steps that a run killed at any moment has to compute again; saves begin twice as often."""
+    """The most steps that a run killed at any moment has to compute again; saves begin
+    twice as often."""
     keep: int = 2
     """How many of the newest checkpoints stay."""
     keep_every: int | None = None
     """The checkpoints of steps that are multiples of this one stay for good."""
     fingerprint_every: int = 0
-    """Steps from one comparison of the devices' copies of the state to the next, to find a bit that turned; 0 makes none."""
+    """Steps from one comparison of the devices' copies of the state to the next, to
+    find a bit that turned; 0 makes none."""
     rollback_budget: int = 3
-    """Times that the run goes back to a checkpoint, since copies differ or losses spike, before it stops."""
+    """Times that the run goes back to a checkpoint, since copies differ or losses
+    spike, before it stops."""
     spike_factor: float | None = None
-    """A loss above this many times its running median is a spike, and its step is skipped. By default none is."""
+    """A loss above this many times its running median is a spike, and its step is
+    skipped. By default none is."""
     spike_budget: int = 3
-    """Spikes in 64 steps after which the run goes back to a checkpoint from before, and past their batches."""
+    """Spikes in 64 steps after which the run goes back to a checkpoint from before, and
+    past their batches."""
     watchdog: float = 600.0
-    """Seconds that a step may take before the rank that holds it up is named and the job ends."""
+    """Seconds that a step may take before the rank that holds it up is named and the
+    job ends."""
     connect: float | None = None
-    """Seconds that all processes may take to meet; by default 60 on one machine, and 900 on several."""
+    """Seconds that all processes may take to meet; by default 60 on one machine, and
+    900 on several."""
     start_up: float = 1800.0
     """Seconds that may pass from there to the second step."""
     profile: str | None = None
@@ -121,13 +153,25 @@ LARGE = 2**20  # beyond every size that was published
 # The least and the most that each number may be, both allowed.
 RANGES = {
     **dict.fromkeys(
-        ("layers", "heads", "width", "length", "batch", "data", "stage", "tensor", "context"),
+        (
+            "layers",
+            "heads",
+            "width",
+            "length",
+            "batch",
+            "data",
+            "stage",
+            "tensor",
+            "context",
+        ),
         (1, LARGE),
     ),
     **dict.fromkeys(("microbatches", "chunks"), (1, LARGE)),
     "devices": (1, 1024),
     "seed": (0, 2**32 - 1),
-    **dict.fromkeys(("skip_budget", "fingerprint_every", "rollback_budget"), (0, MANY)),
+    **dict.fromkeys(
+        ("skip_budget", "fingerprint_every", "rollback_budget", "compare"), (0, MANY)
+    ),
     "checkpoint_every": (2, MANY),
     **dict.fromkeys(
         ("steps", "evaluate_every", "evaluate_tokens", "keep", "keep_every"), (1, MANY)
@@ -157,11 +201,20 @@ FIT = (
     "devices",
 )
 FIT += ("context", "dropout")
-FIT += ("microbatches", "schedule", "chunks", "zero", "sequence", "split_sends", "remat")
+FIT += (
+    "microbatches",
+    "schedule",
+    "chunks",
+    "zero",
+    "sequence",
+    "split_sends",
+    "remat",
+)
 
 
 def check(settings: Settings) -> None:
-    """Refuse with a `ValueError` what is wrong with the flags by themselves, before anything is written."""
+    """Refuse with a `ValueError` what is wrong with the flags by themselves, before
+    anything is written."""
     found = list(faults(settings))
     if found:
         needed, change = found[0]
@@ -172,7 +225,8 @@ def check(settings: Settings) -> None:
 
 
 def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All that is wrong with the flags by themselves, and what they may be instead, by name."""
+    """All that is wrong with the flags by themselves, and what they may be instead, by
+    name."""
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
@@ -183,20 +237,30 @@ def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
                 if value > most
                 else f"from {least} to {most}"
             )
-            yield f"{flag(name)} must be {bound}; got {value}.", {name: getattr(Settings, name)}
+            yield (
+                (f"{flag(name)} must be {bound}; got {value}."),
+                {name: getattr(Settings, name)},
+            )
     steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
     if steps is None or (settings.profile and int(steps[2]) < int(steps[1])):
-        needed = f"--profile must be FIRST:LAST, two steps such as 10:12; got {settings.profile}."
+        needed = (
+            "--profile must be FIRST:LAST, two steps such as 10:12; got "
+            f"{settings.profile}."
+        )
         yield needed, {"profile": "10:12"}
     for name in ("layers", "heads", "width", "model"):
-        if settings.source is not None and getattr(settings, name) != getattr(Settings, name):
+        if settings.source is not None and getattr(settings, name) != getattr(
+            Settings, name
+        ):
             yield (
-                f"--from {settings.source} has its own sizes; got {flag(name)} too. Leave {flag(name)} out.",
+                f"--from {settings.source} has its own sizes; got {flag(name)} too. "
+                f"Leave {flag(name)} out.",
                 {},
             )
     if os.path.lexists(settings.out) and not os.path.isdir(settings.out):
         yield (
-            f"{settings.out}: needed a folder for the results, found a file. Choose another --out.",
+            f"{settings.out}: needed a folder for the results, found a file. Choose "
+            "another --out.",
             {},
         )
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
@@ -227,11 +291,16 @@ def _cure(change: Mapping[str, Any]) -> str:
     left_out = " ".join(flag(name) for name, value in change.items() if value is None)
     if not left_out:
         return f"Take {given}."
-    return f"Take {given} and leave out {left_out}." if given else f"Leave out {left_out}."
+    return (
+        (f"Take {given} and leave out {left_out}.")
+        if given
+        else f"Leave out {left_out}."
+    )
 
 
 def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
-    """`change`, with what else has to change for virtual CPU devices; None where nothing near works."""
+    """`change`, with what else has to change for virtual CPU devices; None where
+    nothing near works."""
     after = dataclasses.replace(settings, **change)
     if next(faults(after), None) is not None or after.source is not None:
         return None

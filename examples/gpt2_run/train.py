@@ -1,6 +1,8 @@
-"""The loop of `examples/gpt2.py`, and what is around it: the model, prepared or restored, then the steps, then the sample."""
+"""The loop of `examples/gpt2.py`, and what is around it: the model, prepared or
+restored, then the steps, then the sample."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2_run import page, report
+from gpt2_run import one_device, page, report
 from gpt2_run.plan import (
     CHECKPOINTS,
     DTYPE,
@@ -18,7 +20,6 @@ from gpt2_run.plan import (
     describe,
     optimizer,
     prepare,
-    said,
     write_whole,
 )
 from gpt2_run.session import Session, limited
@@ -35,19 +36,28 @@ from parallax.run.watchdog import Watchdog
 SAMPLED = 300  # tokens of text at the end
 
 
-def held_out_loss(plan: Plan, compute: decoder.Compute):
-    """A function from the model to its mean loss over the plan's held-out batches, on the same devices, without dropout."""
-    one: Any = decoder.loss_step(gpt2.FAMILY, plan.config, plan.layout, plan.mesh, compute=compute)
-    placed = lambda windows: jax.make_array_from_callback(
-        windows.shape, plan.windows.sharding, lambda rows: windows[rows]
+def held_out_loss(plan: Plan, compute: decoder.Compute) -> Callable[[gpt2.GPT2], float]:
+    """A function from the model to its mean loss over the plan's held-out batches, on
+    the same devices, without dropout."""
+    loss: Any = decoder.loss_step(
+        gpt2.FAMILY, plan.config, plan.layout, plan.mesh, compute=compute
     )
-    return lambda model: float(
-        np.mean([one(model, placed(windows)).block_until_ready() for windows in plan.held_out])
-    )
+
+    def batch_loss(model, windows):
+        placed = jax.make_array_from_callback(
+            windows.shape, plan.windows.sharding, lambda rows: windows[rows]
+        )
+        return loss(model, placed).block_until_ready()
+
+    def mean_loss(model):
+        return float(np.mean([batch_loss(model, windows) for windows in plan.held_out]))
+
+    return mean_loss
 
 
 def run(plan: Plan, started: float) -> None:
-    """Train from where the folder's checkpoints end, evaluate, sample, and say where things are."""
+    """Train from where the folder's checkpoints end, evaluate, sample, and say where
+    things are."""
     s, seconds = plan.settings, {"start": time.perf_counter() - started}
     with Watchdog(plan.job, seconds=s.watchdog, first=s.start_up) as watch:
         session, state, first = begin(plan, watch, seconds, started)
@@ -55,22 +65,25 @@ def run(plan: Plan, started: float) -> None:
             return
         state = steps(session, state, first)
     session.progress.done()
+
     say = report.printer(plan.job)
     if int(state.step) < s.steps:
-        done = f"saved step {state.step:,} of {s.steps:,} in {s.out}"
-        say(f"told to end ({session.told}): {done}. The same command goes on from there.")
-        return
-    if session.skipped.steps:
+        saved = f"saved step {state.step:,} of {s.steps:,} in {s.out}"
         say(
-            f"{len(session.skipped.steps)} steps were skipped, since they were not finite: {session.skipped.steps}"
+            f"told to end ({session.told}): {saved}. The same command goes on from "
+            "there."
         )
+        return
+    if skipped := session.skipped.steps:
+        say(f"{len(skipped)} steps were skipped, since they were not finite: {skipped}")
     finish(session, state.model, seconds, started)
 
 
 def begin(
     plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
 ) -> tuple[Session | None, Any, int]:
-    """All that comes before the first step of this process; no session where the run is finished already.
+    """All that comes before the first step of this process; no session where the run is
+    finished already.
 
     Args:
         seconds: what each part took is added here.
@@ -82,45 +95,36 @@ def begin(
     compute = decoder.Compute(
         axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE()
     )
-    prepared = decoder.train_step(
-        gpt2.FAMILY,
-        plan.config,
-        optimizer(s),
-        plan.layout,
-        plan.mesh,
-        batch=s.batch,
-        key=jax.random.key(s.seed),
-        compute=compute,
-    )
-    form: dict[str, Any] = decoder.stored(gpt2.FAMILY, plan.layout, schedule=plan.schedule)
-    checkpoints = Checkpoints(
-        s.out / CHECKPOINTS,
-        settings=plan.numbers,
-        lose_at_most=s.checkpoint_every,
-        keep=s.keep,
-        keep_every=s.keep_every,
-        **form,
-    )
+    prepared = prepared_step(plan, compute)
+
     watch.phase("restore", waits=True)
+    checkpoints = checkpoints_of_run(plan)
     restored = checkpoints.restore(prepared.shapes)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
     if first == s.steps and (s.out / "sample.txt").exists():
         say(
-            f"{s.out} holds this run, and it is finished, after {first:,} steps. To train again, give --out another folder."
+            f"{s.out} holds this run, and it is finished, after {first:,} steps. To "
+            "train again, give --out another folder."
         )
         return None, None, first
     if job.rank == 0:
         claim_folder(plan)
+
     watch.phase("compile", waits=True)
     start = time.perf_counter()
     spikes = None if s.spike_factor is None else Spikes(s.spike_factor, s.spike_budget)
     shapes = prepared.shapes, plan.windows, *limited(spikes)
     train: Any = prepared.train.lower(*shapes).compile()  # pyright: ignore[reportFunctionMemberAccess]
     seconds["compile"] = time.perf_counter() - start
-    described = describe(
-        plan, report.sent(certificate.read(train, plan.mesh)), rate, measured, first
-    )
+    sent = report.sent(certificate.read(train, plan.mesh))
+    described = describe(plan, sent, rate, measured, first)
     say(described)
+
+    watch.phase("compare", waits=True)
+    start = time.perf_counter()
+    one_device_losses = one_device.losses(plan) if first == 0 else []
+    seconds["one device"] = time.perf_counter() - start
+
     state = prepared.init(plan.begins_with) if restored is None else restored.state
     if plan.schedule.stages > 1 and job.rank == 0:
         draw.timeline(plan.schedule, s.out / "schedule.png")
@@ -136,6 +140,7 @@ def begin(
         spikes,
         described,
         train,
+        one_device_losses,
     )
     session.begin(first, note)
     if s.fingerprint_every:
@@ -145,26 +150,63 @@ def begin(
     return session, state, first
 
 
+def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
+    """The train step of the plan, ready to compile."""
+    return decoder.train_step(
+        gpt2.FAMILY,
+        plan.config,
+        optimizer(plan.settings),
+        plan.layout,
+        plan.mesh,
+        batch=plan.settings.batch,
+        key=jax.random.key(plan.settings.seed),
+        compute=compute,
+    )
+
+
+def checkpoints_of_run(plan: Plan) -> Checkpoints:
+    """The checkpoints in the folder of the run, which any layout can read."""
+    s = plan.settings
+    form: dict[str, Any] = decoder.stored(
+        gpt2.FAMILY, plan.layout, schedule=plan.schedule
+    )
+    return Checkpoints(
+        s.out / CHECKPOINTS,
+        settings=plan.numbers,
+        lose_at_most=s.checkpoint_every,
+        keep=s.keep,
+        keep_every=s.keep_every,
+        **form,
+    )
+
+
 def steps(session: Session, state: step.State, first: int) -> step.State:
-    """The state after the loop, which begins again from a checkpoint where copies differ, or losses spike."""
+    """The state after the loop, which begins again from a checkpoint where copies
+    differ, or losses spike."""
     with processes.preemption() as preempted, session.checkpoints:
         while True:
             try:
                 return loop(session, state, first, preempted)
             except (fingerprint.CopiesDiffer, Spiked) as error:
-                found = error.with_traceback(
-                    None
-                )  # which holds the state, and its memory is for the one that is restored
-            state, first = session.back(found)
+                # The traceback holds the state; its memory is for the restored one.
+                reason = error.with_traceback(None)
+            state, first = session.back(reason)
 
 
-def loop(session: Session, state: step.State, first: int, preempted: processes.Told) -> step.State:
-    """The state after the last step, or after the one at which all processes were told to end."""
-    plan, s, job, watch = session.plan, session.plan.settings, session.plan.job, session.watch
-    past, sizes = session.past, {"size": s.batch, "length": plan.length}
-    batch = lambda i: prefetch.placed(
-        plan.train, plan.windows.sharding, seed=s.seed, step=i + past, **sizes
-    )
+def loop(
+    session: Session, state: step.State, first: int, preempted: processes.Told
+) -> step.State:
+    """The state after the last step, or after the one at which all processes were told
+    to end."""
+    plan, job, watch = session.plan, session.plan.job, session.watch
+    s, past = plan.settings, session.past
+    sizes = {"size": s.batch, "length": plan.length}
+
+    def batch(i):
+        return prefetch.placed(
+            plan.train, plan.windows.sharding, seed=s.seed, step=i + past, **sizes
+        )
+
     traced = plan.profiled if job.rank == 0 else range(0)
     with (
         metrics.profiler(s.out / "profile", traced) as trace,
@@ -176,8 +218,9 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
             start = time.perf_counter()
             placed = next(batches)
             watch.phase("train", waits=True)
-            # Wait for every device, not only for the loss: on virtual CPU devices, programs in flight together can take all of
-            # XLA's threads and wait for each other for ever.
+            # Wait for every device, not only for the loss: on virtual CPU devices,
+            # programs in flight together can take all of XLA's threads and wait for
+            # each other for ever.
             with session.clock("steps"):
                 state, info = jax.block_until_ready(session.one_step(state, placed))
             took = time.perf_counter() - start
@@ -185,6 +228,9 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
             record = session.measured(i, state, info, took)
             session.sink(i, record)
             session.progress.show({"step": i} | record)
+            if i == len(session.one_device) and "loss" in record:
+                session.progress.done()
+                report.printer(job)(one_device.summary({"step": i} | record))
             watch.phase("checkpoint", waits=True)
             session.checkpoints.check()
             stop = preempted(i)
@@ -198,77 +244,81 @@ def loop(session: Session, state: step.State, first: int, preempted: processes.T
     return state
 
 
-def finish(session: Session, model: gpt2.GPT2, seconds: dict[str, float], started: float) -> None:
-    """The sample, the pictures, and the last lines: rank 0's work, for which the others bring their shards."""
-    plan, clock = session.plan, session.clock
-    s, start, device = plan.settings, time.perf_counter(), jax.local_devices()[0]
+def finish(
+    session: Session, model: gpt2.GPT2, seconds: dict[str, float], started: float
+) -> None:
+    """The sample, the pictures, and the last lines: rank 0's work, for which the others
+    bring their shards."""
+    plan, s, start = session.plan, session.plan.settings, time.perf_counter()
     if plan.job.processes > 1:
         model = multihost_utils.process_allgather(model, tiled=True)
     if plan.job.rank > 0:
         return
-    whole = decoder.joined(
-        gpt2.FAMILY, plan.layout, jax.device_put(model, device), schedule=plan.schedule
-    )
-    write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
-    key = jax.random.fold_in(jax.random.key(s.seed), s.steps)
-    ids = np.asarray(
-        write(
-            whole,
-            jnp.asarray(plan.prompt),
-            tokens=SAMPLED,
-            window=plan.length,
-            temperature=0.8,
-            key=key,
-        )
-    )
-    drawn = ids[ids >= 0]  # -1: the logits were nan
-    text = plan.tokenizer.decode(np.concatenate([plan.prompt, drawn]))
-    print(f"\nsample, {len(drawn)} {plan.unit}s at temperature 0.8:\n{text}\n")
+    model = jax.device_put(model, jax.local_devices()[0])
+    whole = decoder.joined(gpt2.FAMILY, plan.layout, model, schedule=plan.schedule)
+    text = sample(plan, whole)
+    write_whole(s.out / "sample.txt", text + "\n")
     seconds["sample"], start = time.perf_counter() - start, time.perf_counter()
 
     records = metrics.recorded(s.out / "metrics.jsonl")
-    title = f"GPT-2, {plan.config.parameters:,} parameters, {plan.axes}, {said(plan)} all-reduce: {s.text.name}"
-    report.picture(
-        s.out / "loss.png",
-        records,
-        plan.lines,
-        tokens_per_step=s.batch * plan.length,
-        unit=plan.unit,
-        title=title,
-    )
+    page.curve(s.out / "loss.png", records, plan)
     saved = gpt2.save(whole, s.out / "model")
     if plan.unit == "byte":  # a tokenizer that has no files
         saved = f"{s.out / 'model'} holds the model."
-    write_whole(s.out / "sample.txt", text + "\n")
     seconds["picture"] = time.perf_counter() - start
-    took = seconds | clock.seconds
+    parts = seconds | session.clock.seconds
     page.write(
         s.out / "report.html",
         plan,
         session.program,
         described=session.described,
+        comparison=one_device.table(records),
         sample=text,
-        seconds=took,
+        seconds=parts,
     )
-    print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in took.items()))
+    print("seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in parts.items()))
     loss, bigram = records[-1]["held_out"], plan.lines["bigram"]
     verdict = "below" if loss < bigram else "NOT below"
+    goodput = session.clock.goodput()
     print(
-        f"held-out loss {loss:.3f} nats a {plan.unit}, {verdict} the bigram line of {bigram:.3f}; "
-        f"{time.perf_counter() - started:.0f} s in all, {clock.goodput():.0%} of the run's time in steps; checkpoints, "
-        f"metrics.jsonl, loss.png and sample.txt are in {s.out}; report.html there shows all of it. {saved}"
+        f"held-out loss {loss:.3f} nats per {plan.unit}, {verdict} the bigram line of "
+        f"{bigram:.3f}\n"
+        f"{time.perf_counter() - started:.0f} s in all, {goodput:.0%} of the run's "
+        "time in steps\n"
+        f"{s.out / 'report.html'} shows all of the run; loss.png, sample.txt, "
+        "metrics.jsonl and the checkpoints are beside it\n"
+        f"{saved}"
     )
+
+
+def sample(plan: Plan, model: gpt2.GPT2) -> str:
+    """Text that the model writes after the prompt; it is printed too."""
+    write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
+    key = jax.random.fold_in(jax.random.key(plan.settings.seed), plan.settings.steps)
+    options = {"tokens": SAMPLED, "window": plan.length, "temperature": 0.8, "key": key}
+    ids = np.asarray(write(model, jnp.asarray(plan.prompt), **options))
+
+    drawn = ids[ids >= 0]  # -1: the logits were nan
+    text = plan.tokenizer.decode(np.concatenate([plan.prompt, drawn]))
+    print(f"\nsample, {len(drawn)} {plan.unit}s at temperature 0.8:\n{text}\n")
+    return text
 
 
 def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
-    """Meet the other processes, and train; a mistake is told in a line, and leaves the folder as it was.
+    """Meet the other processes, and train; a mistake is told in a line, and leaves the
+    folder as it was.
 
     Args:
-        claim: the lock on the folder, on rank 0; `None` where JAX alone knows which rank that is.
+        claim: the lock on the folder, on rank 0; `None` where JAX alone knows which
+            rank that is.
         started: when the program began, by `time.perf_counter`.
     """
     claims = [claim] if claim else []
-    free = lambda: [each.release() for each in claims]
+
+    def free():
+        for lock_of_folder in claims:
+            lock_of_folder.release()
+
     try:
         job = processes.initialize(
             cpu_devices=settings.devices,
@@ -293,7 +343,8 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
             if processes.of_peers(error):
                 raise
             raise SystemExit(
-                f"error: {error} {settings.out} is as it was before; the same command goes on from there."
+                f"error: {error} {settings.out} is as it was before; the same command "
+                "goes on from there."
             ) from error
 
     processes.run(train, job)

@@ -60,10 +60,7 @@ def grouped(
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     sees = columns <= rows + first
-    sees = (
-        sees
-        if segments is None
-        else sees & (segments[:, :, None] == segments[:, None, :])[:, None, None]
-    )
+    if segments is not None:
+        sees = sees & (segments[:, :, None] == segments[:, None, :])[:, None, None]
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, H, K)

@@ -2,47 +2,80 @@
 
 import math
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from parallax.models.files.texts import short
 
-LARGEST = 2**31 - 1  # what int32 counts
+LARGEST = 2**31 - 1  # the largest int32
+LARGEST_MULTIPLE = 2**20
 
 
-def whole(needs: str, value: Any, *, least: int = 1) -> int:
-    """`value` as a whole number from `least` on. Raises `ValueError` for another: `needs` says for
-    what.
+class Bound(NamedTuple):
+    """The numbers that a field may have, and their name in an error."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+RATE = Bound("from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+NOT_NEGATIVE = Bound("of 0 or more", lambda value: 0 <= value < math.inf)
+POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
+
+
+class Checked(NamedTuple):
+    """Checks the fields of a frozen configuration, and stores them as Python's numbers.
+
+    Each method raises `ValueError` with a sentence that names the field.
+
+    Attributes:
+        name: of the configuration, for errors: "gpt2.Config".
+        config: the configuration.
     """
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or not least <= found <= LARGEST:
-        bound = (
-            "as a whole number"
-            if found is None
-            else f"of {least} or more"
-            if found < least
-            else f"of {LARGEST} or less"
-        )
-        raise ValueError(f"{needs} {bound}; got {short(value)}.")
-    return found
 
+    name: str
+    config: Any
 
-def real(needs: str, value: Any, *, below: float = math.inf) -> float:
-    """`value` as a float from 0 up to `below`, which it must not reach. Raises `ValueError` for
-    another.
-    """
-    try:
-        found = math.nan if isinstance(value, str | bytes | bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not 0 <= found < below:
-        raise ValueError(f"{needs}; got {short(value)}.")
-    return found
+    def whole(self, *fields: str, least: int = 1, most: int = LARGEST) -> None:
+        """Whole numbers from `least` to `most`."""
+        for field in fields:
+            value = getattr(self.config, field)
+            needs = f"{self.name} needs {field}"
+            try:
+                number = None if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                number = None
+            if number is None:
+                raise ValueError(f"{needs} as a whole number; got {short(value)}.")
+            if number < least:
+                raise ValueError(f"{needs} of {least} or more; got {short(value)}.")
+            if number > most:
+                raise ValueError(f"{needs} of {most} or less; got {short(value)}.")
+            object.__setattr__(self.config, field, number)
+
+    def real(self, *fields: str, bound: Bound) -> None:
+        """Real numbers within a bound."""
+        for field in fields:
+            value = getattr(self.config, field)
+            try:
+                number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if not bound.holds(number):
+                raise ValueError(f"{self.name} needs {field} {bound.text}; got {short(value)}.")
+            object.__setattr__(self.config, field, number)
+
+    def divides(self, size: str, parts: str) -> None:
+        """The field `parts` divides the field `size`."""
+        total, number = getattr(self.config, size), getattr(self.config, parts)
+        if total % number:
+            raise ValueError(
+                f"{self.name}: {size}={total} must divide by {parts}={number}. Use "
+                f"{parts}={divisor(total, number)}."
+            )
 
 
 def divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is not above `most`."""
-    pairs = ((low, number // low) for low in range(1, math.isqrt(number) + 1) if number % low == 0)
-    return max(each for pair in pairs for each in pair if each <= most)
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return max(n for n in (*low, *(number // n for n in low)) if n <= most)

@@ -27,7 +27,8 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from parallax import mesh as meshes
 from parallax import pipeline, rules, zero
-from parallax._typing import PyTree
+from parallax._typing import PyTree, Specs
+from parallax.collectives import Axis
 from parallax.layout import Layout
 from parallax.models import decoder_taps, recipe
 from parallax.models.family import Batch, Configuration, Family
@@ -188,34 +189,17 @@ def local_step(
     layout.check(**config.sizes, batch=batch)
     _check(family, layout, mesh, compute)
     weights_key, dropout_key = jax.random.split(key)
-    split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
-    rule, state_rule = recipe.rules_of(family, layout)
-    state = planned(
-        lambda: split_blocks(family.model(config, key=weights_key, dtype=compute.dtype)),
-        optimizer,
-        rule,
-        mesh,
-        optimizer_rule=state_rule,
-        scale=recipe.first_scale(layout),
-        trainable=compute.trainable,
-        batch_axes=layout.batch_axes,
-    )
-
-    def init(model=None):
-        return state.init() if model is None else state.init(split_blocks(model))
-
-    axes = recipe.axes_with_algorithms(layout, compute)
-    # Gradients and optimizer work on shards where the state is split, whether or not the
-    # parameters are.
-    specs = rules.specs(state.shapes.model, state_rule, mesh)
-    functions = recipe.functions_of(family, config, layout, specs, axes, compute, platform_of(mesh))
+    state, specs = _planned_state(family, config, optimizer, layout, mesh, weights_key, compute)
+    axes, functions = _axes_and_functions(family, config, layout, mesh, compute, specs)
     compose = compute.grad_of or recipe.grad_of
 
     def grad_of(scale):
         grad = compose(functions, layout, family, specs, axes, compute, scale)
-        return decoder_taps.gradients(
-            lambda model, batch: grad(model, recipe.weighted(batch, axes, compute)), specs
-        )
+
+        def weighted_grad(model, batch):
+            return grad(model, recipe.weighted(batch, axes, compute))
+
+        return decoder_taps.gradients(weighted_grad, specs)
 
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, recipe.along(axes, recipe.SHARDED_OVER), specs)
@@ -228,13 +212,47 @@ def local_step(
     )
 
     def keys(number, sequences):
-        return (
-            sequence_keys(dropout_key, number, sequences) if family.uses_dropout(config) else None
-        )
+        if not family.uses_dropout(config):
+            return None
+        return sequence_keys(dropout_key, number, sequences)
 
-    return LocalStep(
-        step, state._replace(init=init), keys, mesh, batch, layout.batch_axes, compute.trainable
+    return LocalStep(step, state, keys, mesh, batch, layout.batch_axes, compute.trainable)
+
+
+def _planned_state(
+    family: Family,
+    config: Configuration,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    mesh: meshes.AnyMesh,
+    key: Key[Array, ""],
+    compute: Compute,
+) -> tuple[Planned, Specs]:
+    """The state of a step, and the specs of the shards that gradients and optimizer work on.
+
+    They work on shards where the state is split, whether or not the parameters are.
+    """
+    split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
+    rule, state_rule = recipe.rules_of(family, layout)
+
+    def make_model():
+        return split_blocks(family.model(config, key=key, dtype=compute.dtype))
+
+    state = planned(
+        make_model,
+        optimizer,
+        rule,
+        mesh,
+        optimizer_rule=state_rule,
+        scale=recipe.first_scale(layout),
+        trainable=compute.trainable,
+        batch_axes=layout.batch_axes,
     )
+
+    def init(model=None):
+        return state.init() if model is None else state.init(split_blocks(model))
+
+    return state._replace(init=init), rules.specs(state.shapes.model, state_rule, mesh)
 
 
 def compiled(
@@ -313,13 +331,14 @@ def loss_step(
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
-    model = eqx.filter_eval_shape(
-        lambda: split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
-    )
+
+    def make_model():
+        return split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
+
+    model = eqx.filter_eval_shape(make_model)
     rule, _ = recipe.rules_of(family, layout)
     specs = rules.specs(model, rule, mesh)
-    axes = recipe.axes_with_algorithms(layout, compute)
-    functions = recipe.functions_of(family, config, layout, specs, axes, compute, platform_of(mesh))
+    axes, functions = _axes_and_functions(family, config, layout, mesh, compute, specs)
     loss = recipe.loss_of(functions, layout, family, specs, axes, compute)
 
     def local(model, batch):
@@ -420,11 +439,25 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        return (
-            eqx.tree_at(family.where, leaf, change(family.where(leaf))) if is_model(leaf) else leaf
-        )
+        if not is_model(leaf):
+            return leaf
+        return eqx.tree_at(family.where, leaf, change(family.where(leaf)))
 
     return lambda tree: jax.tree.map(changed, tree, is_leaf=is_model)
+
+
+def _axes_and_functions(
+    family: Family,
+    config: Configuration,
+    layout: Layout,
+    mesh: meshes.AnyMesh,
+    compute: Compute,
+    specs: Specs,
+) -> tuple[dict[str, Axis], recipe.Functions]:
+    """Each axis of the layout with its algorithm, and the model's functions over them."""
+    axes = recipe.axes_with_algorithms(layout, compute)
+    platform = platform_of(mesh)
+    return axes, recipe.functions_of(family, config, layout, specs, axes, compute, platform)
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
@@ -439,29 +472,24 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             )
     by_family = family.context_attention is not None and compute.attention is None
     if layout.context > 1 and compute.context_attention is None and not by_family:
-        who = (
-            f"{family.model.__name__}'s family has no `context_attention`"
-            if compute.attention is None
-            else "Compute has `attention` alone"
-        )
+        missing = "Compute has only `attention`"
+        if compute.attention is None:
+            missing = f"{family.model.__name__}'s family has no `context_attention`"
         raise ValueError(
-            f"decoder: the layout splits tokens over context={layout.context}, and {who}, so that "
-            "a token would see those of its "
-            "own device alone. Use Compute(context_attention=context.causal_attention) where "
-            "attention is "
+            f"decoder: the layout splits tokens over context={layout.context}, and {missing}, so "
+            "that a token would see only those of its own device. Use "
+            "Compute(context_attention=context.causal_attention) where attention is "
             "softmax(q k^T / sqrt(K)) v, or context.ulysses."
         )
     if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(
             "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are "
-            "made, so it "
-            f"needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it out: "
-            "gradients are then "
-            "reduced once, or by zero=3 where they are made."
+            f"made, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it "
+            "out: gradients are then reduced once, or by zero=3 where they are made."
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(
-            "decoder: Compute(comms=...) says how blocks join whose tokens are split over the "
-            "tensor axis, so it needs "
-            f"sequence=True; got Layout({layout}). Set it, or leave `comms` out."
+            "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over "
+            f"the tensor axis, so it needs sequence=True; got Layout({layout}). Set it, or leave "
+            "`comms` out."
         )

@@ -1,9 +1,8 @@
-"""A decoder put together of its parts: an embedding, a layer and a head make the loss, and the
-three functions of a pipeline.
+"""A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
 
-Each family has one record of them. Its vocabulary is shared out over stages and tensor devices:
-each stage holds 1/P of the rows, so each does 1/P of the head on what the last stage hands out, and
-none is slower than the others.
+The families here differ in their blocks and in their positions. The embedding, the head and the
+loss are the same, and are here. The vocabulary is split over stages and tensor devices: each stage
+holds 1/P of the rows, so each computes 1/P of the head, and none is slower than the others.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from parallax import argument_checks, cross_entropy, pipeline, tensor
 from parallax.collectives import AxisLike
@@ -24,58 +23,113 @@ from parallax.models.family import Batch, run_blocks, seen
 from parallax.pipeline.checks import output
 from parallax.remat import none
 
+ONE_DEVICE = tensor.comms(())
+
+
+def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
+    return x
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
 
 class DecoderParts(NamedTuple):
-    """What a family's model is made of. The model's `config` has the vocabulary, and its `blocks` a
-    first dim of layers.
+    """The functions in which a family differs from another.
+
+    Its models have `blocks`, with a first dim of layers; `norm`, of what leaves them; `embedding`
+    and `unembedding`, [V, D]; and a `config` with `vocabulary`, `context` and `epsilon`.
 
     Attributes:
         name: of the family, for errors.
-        embed: `(model, tokens, keys, *, first, weights, comms, across)` to what enters the first
-            block. `first` is the place of the first token in its sequence; `across` takes what the
-            devices that share the vocabulary found to those that go on.
         layer: `(config, *, positions, comms, attend)` to one block, `(weights, x, keys, layer) ->
-            x`, for tokens at these places; one with auxiliary values returns a `pipeline.Output`.
-        head: `(model, x, targets, *, weights, comms, across)` to the loss.
-        unembed: `(model, x)` to the logits of a whole model.
+            x`, for tokens at these positions; one with auxiliary values returns a
+            `pipeline.Output`.
+        add_positions: `(model, x, keys, *, first, comms)` to the embeddings `x` of the tokens with
+            those of their positions, of which the first is `first`.
     """
 
     name: str
-    embed: Callable[..., Any]
     layer: Callable[..., Callable[..., Any]]
-    head: Callable[..., Float[Array, ""]]
-    unembed: Callable[..., Float[Array, "batch tokens vocabulary"]]
+    add_positions: Callable[..., Any] = _without_positions
+
+
+def loss_and_aux(
+    parts: DecoderParts,
+    model: Any,
+    batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
+    *,
+    attend: Callable[..., Any],
+    axis: AxisLike = (),
+    comms: Callable[..., Any] = tensor.comms,
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> tuple[Float[Array, ""], Any]:
+    """The `loss`, and the auxiliary values of the blocks, [L, ...] each, or None.
+
+    Arguments and errors are those of `loss`.
+    """
+    batch = batch if isinstance(batch, Batch) else Batch(*batch)
+    name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
+    argument_checks.check_not_deleted(name, model)
+    argument_checks.check_tokens(name, batch.windows, vocabulary, weights=batch.weights)
+    options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
+    embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
+    out = output(stage(model, embed_part(model, batch), batch, 0))
+    value = head_of_part(model, out.x, batch)
+    return value if out.loss is None else value + out.loss, out.aux
 
 
 def loss(
     parts: DecoderParts,
     model: Any,
-    batch: Batch | tuple[Any, ...],
+    batch: Batch | tuple[Int[Array, "batch window"], Key[Array, " batch"] | None],
     *,
-    axis: AxisLike,
-    comms: Callable[..., Any],
     attend: Callable[..., Any],
-    remat: Callable[..., Any],
-    unroll: int,
-) -> tuple[Float[Array, ""], Any]:
-    """The mean cross-entropy of the token after each in the windows of `batch`, in nats: as
-    `gpt2.loss` says, for any family.
+    axis: AxisLike = (),
+    comms: Callable[..., Any] = tensor.comms,
+    remat: Callable[..., Any] = none,
+    unroll: int = 1,
+) -> Float[Array, ""]:
+    """The mean cross-entropy, in nats per token, of each token after the first in `batch`'s windows
+    of T + 1 tokens; auxiliary losses of the blocks are added.
 
-    With the blocks' terms of the loss added; beside it are their auxiliary values, [L, ...] each,
-    or None.
+    With `context.comms`, the mean over this device's tokens.
+
+    Args:
+        parts: the family's.
+        model: whole, or a shard of it along `axis`.
+        batch: a `Batch`. Dropout depends only on a sequence's key, the layer and the head, so it is
+            the same under every layout.
+        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and
+            values, [B, T, G, K], where G divides H; on a GPU
+            `functools.partial(jax.nn.dot_product_attention, is_causal=True,
+            implementation="cudnn")`, say. With attention dropout GPT-2 uses its own.
+        axis: the axis or axes that the weights are split over.
+        comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each;
+            `sequence.comms` with the tokens split over them; `context.comms` with the tokens split
+            over another axis; `experts.comms` with experts split.
+        remat: wraps each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or
+            one that first gathers the weights (`zero.gathered`).
+        unroll: blocks written out one after another in the loop's body, so that the gathers of one
+            may overlap another.
+
+    Raises:
+        ValueError: T is more than the model's context; there is no token to predict; or, outside
+            `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
+            deleted. Inside, such a token makes the loss nan. Or the heads of keys and values of
+            this shard are not those that its queries attend to.
     """
-    windows, keys, weights, segments = batch if isinstance(batch, Batch) else Batch(*batch)
-    argument_checks.check_not_deleted(f"{parts.name}.loss", model)
-    argument_checks.check_tokens(
-        f"{parts.name}.loss", windows, model.config.vocabulary, weights=weights
-    )
-    made = comms(axis)
-    x = parts.embed(model, windows[:, :-1], keys, weights=weights, comms=made)
-    own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
-    apply = parts.layer(model.config, positions=own, comms=_apart(made, segments), attend=attend)
-    out = output(run_blocks(model.blocks, x, keys, apply, remat=remat, unroll=unroll))
-    value = parts.head(model, out.x, windows[:, 1:], weights=weights, comms=made)
-    return value if out.loss is None else value + out.loss, out.aux
+    return loss_and_aux(
+        parts,
+        model,
+        batch,
+        attend=attend,
+        axis=axis,
+        comms=comms,
+        remat=remat,
+        unroll=unroll,
+    )[0]
 
 
 def logits(
@@ -85,16 +139,18 @@ def logits(
     *,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits after each token, of a whole model on one device, without dropout: as
-    `gpt2.logits` says, for any family.
+    """The logits after each token, of a whole model on one device, without dropout.
+
+    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes
+    those after it nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
-    x = parts.embed(model, tokens, None)
+    x = embed(parts, model, tokens, None)
     apply = parts.layer(
-        model.config, positions=positions(x, tokens.shape[1]), comms=tensor.comms(()), attend=attend
+        model.config, positions=positions(x, tokens.shape[1]), comms=ONE_DEVICE, attend=attend
     )
-    return parts.unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
+    return unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
 def stages(
@@ -115,119 +171,125 @@ def stages(
         config: the model's sizes and rates.
         stage_axis: the axis of the stages; `()` without a pipeline.
         axis: the tensor axis inside each stage.
-        comms: how the devices of `axis` come together.
+        comms: how the devices of `axis` communicate.
         attend: the attention function.
         remat: wraps each block.
         unroll: blocks in the loop's body.
     """
 
-    def embed(model, part):
+    def embed_part(model, part):
         windows, keys, weights, _ = Batch(*part)
-        across = functools.partial(tensor.copy_to, axis=stage_axis)
-        made = comms(axis, shared=stage_axis)
-        return parts.embed(model, windows[:, :-1], keys, weights=weights, comms=made, across=across)
+        return embed(
+            parts,
+            model,
+            windows[:, :-1],
+            keys,
+            weights=weights,
+            comms=comms(axis, shared=stage_axis),
+            across=functools.partial(tensor.copy_to, axis=stage_axis),
+        )
 
     def stage(model, x, part, position):
         windows, keys, _, segments = Batch(*part)
-        made = comms(axis)
-        own = made.context_tokens(positions(x, windows.shape[1] - 1), dim=0)
-        apply = parts.layer(config, positions=own, comms=_apart(made, segments), attend=attend)
+        on_axis = comms(axis)
+        apply = parts.layer(
+            config,
+            positions=on_axis.context_tokens(positions(x, windows.shape[1] - 1), dim=0),
+            comms=_with_segments(on_axis, segments),
+            attend=attend,
+        )
         first = position * jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(
             model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll
         )
 
-    def head(model, x, part):
-        across = functools.partial(pipeline.from_last, axis=stage_axis)
+    def head_of_part(model, x, part):
         windows, _, weights, _ = Batch(*part)
-        return parts.head(
+        return head(
             model,
             x,
             windows[:, 1:],
             weights=weights,
             comms=comms(axis, shared=stage_axis),
-            across=across,
+            across=functools.partial(pipeline.from_last, axis=stage_axis),
         )
 
-    return embed, stage, head
+    return embed_part, stage, head_of_part
 
 
-def _apart(comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None) -> tensor.Comms:
-    """`comms` whose attention gets the documents of the tokens that it attends with, where there
-    are any.
+def embed(
+    parts: DecoderParts,
+    model: Any,
+    tokens: Int[Array, "batch tokens"],
+    keys: Key[Array, " batch"] | None,
+    *,
+    first: int | Int[Array, ""] = 0,
+    weights: Float[Array, "batch tokens"] | None = None,
+    comms: tensor.Comms = ONE_DEVICE,
+    across: Callable[..., Any] = _unchanged,
+) -> Float[Array, "batch tokens_shard width"]:
+    """The input of the first block: the embeddings of this device's part of the tokens and of their
+    positions, of which the first is `first`.
+
+    `comms` sums the rows that the devices sharing the vocabulary have; `across` takes the sum to
+    the devices that go on with it. A token outside the vocabulary gives nan, unless those after it
+    have `weights` of 0. Raises `ValueError` for windows longer than the model's context, or empty.
     """
-    if segments is None:
-        return comms
-    own = comms.context_tokens(segments, dim=1)
-    return comms._replace(
-        wrap_attention=lambda attend: functools.partial(comms.wrap_attention(attend), segments=own)
+    _check_tokens(parts.name, tokens, model.config.context)
+    attended = seen(weights)
+    rows = tensor.embed_partial(
+        model.embedding,
+        comms.context_tokens(tokens, dim=1),
+        comms.everywhere,
+        weights=None if attended is None else comms.context_tokens(attended, dim=1),
+        vocabulary=model.config.vocabulary,
     )
+    x = across(comms.sum_partials(rows))
+    x = parts.add_positions(model, x, keys, first=first, comms=comms)
+    return decoder_taps.residual(x, "embedding", comms)
+
+
+def unembed(
+    model: Any, x: Float[Array, "batch tokens width"]
+) -> Float[Array, "batch tokens vocabulary"]:
+    """The logits of a whole model, from the output of its last block."""
+    rows = model.norm(x, model.config.epsilon) @ model.unembedding.T
+    return rows[..., : model.config.vocabulary]
+
+
+def head(
+    model: Any,
+    x: Float[Array, "batch tokens_shard width"],
+    targets: Int[Array, "batch tokens"],
+    *,
+    weights: Float[Array, "batch tokens"] | None = None,
+    comms: tensor.Comms = ONE_DEVICE,
+    across: Callable[..., Any] = _unchanged,
+) -> Float[Array, ""]:
+    """The mean cross-entropy of this device's part of the `targets`, times their `weights`, in nats
+    per token, from the output of the last block.
+
+    `across` takes the normalised activations to all devices that share the vocabulary.
+    """
+    x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
+    value = cross_entropy.mean(
+        decoder_taps.whole(x, "head.in", comms),
+        model.unembedding,
+        comms.context_tokens(targets, dim=1),
+        comms.everywhere,
+        weights=None if weights is None else comms.context_tokens(weights, dim=1),
+        vocabulary=model.config.vocabulary,
+    )
+    return decoder_taps.loss(value)
 
 
 def positions(
     x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0
 ) -> Int[Array, " tokens"]:
-    """The places `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which a
-    pipeline needs.
+    """The positions `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which
+    a pipeline needs.
     """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
-
-
-def looked_up(
-    table: Float[Array, "rows width"],
-    tokens: Int[Array, "batch tokens"],
-    weights: Float[Array, "batch tokens"] | None,
-    comms: tensor.Comms,
-    vocabulary: int,
-) -> Float[Array, "batch tokens_shard width"]:
-    """The rows of the shared `table` for this device's part of the tokens; `weights` are of the
-    tokens after them.
-    """
-    there = seen(weights)
-    there = None if there is None else comms.context_tokens(there, dim=1)
-    found = tensor.embed_partial(
-        table,
-        comms.context_tokens(tokens, dim=1),
-        comms.everywhere,
-        weights=there,
-        vocabulary=vocabulary,
-    )
-    return comms.sum_partials(found)
-
-
-def mean_loss(
-    x: Float[Array, "batch tokens_shard width"],
-    table: Float[Array, "rows width"],
-    targets: Int[Array, "batch tokens"],
-    weights: Float[Array, "batch tokens"] | None,
-    comms: tensor.Comms,
-    vocabulary: int,
-) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats a token, of this device's part of the targets, after a head
-    that is the shared `table`.
-    """
-    targets = comms.context_tokens(targets, dim=1)
-    weights = None if weights is None else comms.context_tokens(weights, dim=1)
-    return decoder_taps.loss(
-        cross_entropy.mean(
-            x, table, targets, comms.everywhere, weights=weights, vocabulary=vocabulary
-        )
-    )
-
-
-def check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
-    """Refuse with a `ValueError` inputs of nothing, and windows longer than the model's context."""
-    if not tokens.size:
-        raise ValueError(
-            f"{name} needs one sequence or more, of a token and the next; got inputs of shape "
-            f"{tokens.shape}."
-        )
-    if tokens.shape[1] > context:
-        raise ValueError(
-            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of "
-            f"{context}. "
-            f"Cut them, or configure context={tokens.shape[1]}."
-        )
 
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
@@ -235,7 +297,11 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     calls.
     """
     keys = iter(jax.random.split(key, count))
-    return lambda *shape, scale=0.02: scale * jax.random.normal(next(keys), shape, dtype)
+
+    def normal(*shape, scale=0.02):
+        return scale * jax.random.normal(next(keys), shape, dtype)
+
+    return normal
 
 
 def vocabulary_rows(
@@ -245,3 +311,31 @@ def vocabulary_rows(
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
     )
+
+
+def _with_segments(
+    comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
+) -> tensor.Comms:
+    """`comms` whose attention gets the documents of this device's tokens, if there are any."""
+    if segments is None:
+        return comms
+    local_segments = comms.context_tokens(segments, dim=1)
+
+    def wrap_attention(attend):
+        return functools.partial(comms.wrap_attention(attend), segments=local_segments)
+
+    return comms._replace(wrap_attention=wrap_attention)
+
+
+def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
+    """Refuse with a `ValueError` empty inputs, and windows longer than the model's context."""
+    if not tokens.size:
+        raise ValueError(
+            f"{name} needs one sequence or more, of a token and the next; got inputs of shape "
+            f"{tokens.shape}."
+        )
+    if tokens.shape[1] > context:
+        raise ValueError(
+            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of "
+            f"{context}. Cut them, or configure context={tokens.shape[1]}."
+        )

@@ -37,12 +37,10 @@ def whole(x: Any, path: str, comms: Comms) -> Any:
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
     """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
+    if not taps.is_on():
+        return x
     names = axes(comms.axis.names)
-    return (
-        x
-        if not taps.is_on()
-        else _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
-    )
+    return _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
 
 
 def loss(value: Any) -> Any:
@@ -80,19 +78,20 @@ def ends(
     def tapped(model, *others):
         if not taps.is_on():
             return f(model, *others)
-        rest = eqx.tree_at(where, model, None)
-        rest = taps.tap_tree(rest, name, specs, without=GATHERED)
-        return f(eqx.tree_at(where, rest, where(model), is_leaf=lambda x: x is None), *others)
+        ends_alone = eqx.tree_at(where, model, None)
+        ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
+        tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
+        return f(tapped_model, *others)
 
     return tapped
 
 
 def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """A grad arrow, with taps of the gradients that the optimizer is given."""
+    """A gradient function, with taps of the gradients that the optimizer gets."""
 
     def tapped(*arguments):
-        value, found = grad(*arguments)
-        return value, taps.tap_tree(found, "gradients", specs, way=taps.AFTER)
+        value, gradient = grad(*arguments)
+        return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)
 
     return tapped
 

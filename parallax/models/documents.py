@@ -50,13 +50,12 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     if numbers.shape != batch.windows.shape or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(
             f"documents needs whole numbers of the windows' shape {list(batch.windows.shape)}, one "
-            "for each token; got "
-            f"{numbers.dtype}{list(numbers.shape)}."
+            f"for each token; got {numbers.dtype}{list(numbers.shape)}."
         )
     same = numbers[:, 1:] == numbers[:, :-1]
-    weights = (
-        jnp.ones(same.shape, jnp.result_type(float)) if batch.weights is None else batch.weights
-    )
+    weights = batch.weights
+    if weights is None:
+        weights = jnp.ones(same.shape, jnp.result_type(float))
     return batch._replace(
         weights=jnp.where(same, weights, jnp.zeros_like(weights)), segments=numbers[:, :-1]
     )
@@ -69,15 +68,16 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(*arguments):
         arrays, static = eqx.partition(arguments, is_array)
-        used = trace(
-            lambda *arrays: eqx.filter(stage(*eqx.combine(arrays, static)), is_array), *arrays
-        ).used
+
+        def array_results(*arrays):
+            return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
+
+        used = trace(array_results, *arrays).used
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those "
-                "of other documents. Attend by "
-                "comms.wrap_attention(attend)(q, k, v, segments=...), as models.decoder_parts "
-                "does, or leave Compute(documents=...) out."
+                "of other documents. Attend by comms.wrap_attention(attend)(q, k, v, "
+                "segments=...), as models.decoder_parts does, or leave Compute(documents=...) out."
             )
         return stage(*arguments)
 

@@ -1,5 +1,4 @@
-"""What the recipe of `decoder` needs to know of a model: a record of functions, and the batch that
-they are given.
+"""The record of functions that the recipe of `decoder` needs from a kind of model, and its batch.
 
 GPT-2's is `gpt2.FAMILY`. Another decoder trains over every layout by a record of its own; nothing
 here is inherited.
@@ -150,12 +149,15 @@ def run_blocks(
     body = remat(block)
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
 
-    def one(x, each):
-        made = body(each[0], x, each[1])
-        return (made.x, (made.loss, made.aux)) if isinstance(made, Output) else (made, None)
+    def next_block(x, weights_and_layer):
+        weights, layer = weights_and_layer
+        result = body(weights, x, layer)
+        if isinstance(result, Output):
+            return result.x, (result.loss, result.aux)
+        return result, None
 
-    x, beside = lax.scan(one, x, (arrays, layers), unroll=unroll)
-    if beside is None:
+    x, stacked = lax.scan(next_block, x, (arrays, layers), unroll=unroll)
+    if stacked is None:
         return x
-    losses, aux = beside
+    losses, aux = stacked
     return Output(x, loss=None if losses is None else jnp.sum(losses), aux=aux)

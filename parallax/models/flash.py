@@ -5,7 +5,7 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -17,11 +17,8 @@ from jaxtyping import Array, Float, Int
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.attention import grouped
 
-BLOCKS = (
-    512,
-    256,
-    128,
-)  # tokens that a kernel takes at once: the largest that divides T; 128 is the least
+# Tokens that a kernel takes at once: the largest that divides T; 128 is the least.
+BLOCKS = (512, 256, 128)
 
 
 def attention(
@@ -44,8 +41,8 @@ def attention(
     sizes = [block for block in BLOCKS if T % block == 0]
     if not sizes or H % G or q.dtype.itemsize > 4 or segments is not None:
         return grouped(q, k, v, segments=segments)
-    k, v = (jnp.repeat(each, H // G, axis=2) for each in (k, v))
-    q, k, v = (jnp.swapaxes(each, 1, 2) for each in (q, k, v))
+    k, v = (jnp.repeat(array, H // G, axis=2) for array in (k, v))
+    q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     return jnp.swapaxes(typed(functools.partial(_kernel, block=sizes[0]))(q, k, v), 1, 2)
 
 
@@ -75,29 +72,30 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return _run(_untyped(f, *arguments), arguments)[0]
 
     def forward(*arguments):
-        found = {}
+        structures = []
 
-        def kept(*arguments):
+        def out_and_residuals(*arguments):
             out, pull = jax.vjp(f, *arguments)
-            leaves, found["tree"] = jax.tree.flatten(pull)
+            leaves, structure = jax.tree.flatten(pull)
+            structures.append(structure)
             return out, *leaves
 
-        program = _untyped(kept, *arguments)
+        program = _untyped(out_and_residuals, *arguments)
         out, *leaves = _run(program, arguments)
-        return out, (leaves, _Pull(found["tree"]))
+        return out, (leaves, _Pull(structures[0]))
 
-    def backward(kept, ct):
-        leaves, pull = kept
-        program = _untyped(
-            lambda ct, *leaves: jax.tree.unflatten(pull.tree, leaves)(ct), ct, *leaves
-        )
-        return tuple(_run(program, (ct, *leaves)))
+    def backward(residuals, ct):
+        leaves, pull = residuals
+
+        def cotangents(ct, *leaves):
+            return jax.tree.unflatten(pull.tree, leaves)(ct)
+
+        return tuple(_run(_untyped(cotangents, ct, *leaves), (ct, *leaves)))
 
     g.defvjp(forward, backward)
 
     def along_all(*arguments):
-        names = tuple(dict.fromkeys(name for each in arguments for name in varying_axes(each)))
-        return g(*(varying(each, names) for each in arguments))
+        return g(*_varying_alike(arguments, arguments))
 
     return along_all
 
@@ -118,7 +116,7 @@ class _Pull:
 
 def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     """The jaxpr of `f`, traced in a thread of its own."""
-    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 
     def trace():
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits alone.
@@ -134,5 +132,10 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _run(program: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    names = tuple(dict.fromkeys(name for each in arguments for name in varying_axes(each)))
-    return [varying(each, names) for each in jaxpr_as_fun(program)(*arguments)]
+    return _varying_alike(jaxpr_as_fun(program)(*arguments), arguments)
+
+
+def _varying_alike(arrays: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """`arrays`, typed as varying along all axes along which an argument varies."""
+    names = tuple(dict.fromkeys(name for array in arguments for name in varying_axes(array)))
+    return [varying(array, names) for array in arrays]

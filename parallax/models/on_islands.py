@@ -102,20 +102,22 @@ def stored(
     """
 
     def on_islands(change):
-        each = eqx.filter_vmap(change)  # of arrays [islands, ...]
+        change_stacked = eqx.filter_vmap(change)  # of arrays [islands, ...]
 
         def changed(state):
             inner = eqx.tree_at(
-                lambda inner: (inner.model, inner.optimizer), state.inner, replace_fn=each
+                lambda inner: (inner.model, inner.optimizer),
+                state.inner,
+                replace_fn=change_stacked,
             )
-            new = islands.State(
+            errors = (None if error is None else change_stacked(error) for error in state.error)
+            return islands.State(
                 inner,
                 change(state.model),
                 change(state.optimizer),
-                tuple(None if error is None else each(error) for error in state.error),
+                tuple(errors),
                 change(state.sent),
             )
-            return new
 
         return changed
 

@@ -1,5 +1,4 @@
-"""The examples stay short, use public names only, and begin with an estimate and with how they are
-run."""
+"""The examples stay short, use public names only, and say how they are run and what they cost."""
 
 import re
 from collections.abc import Iterator
@@ -20,33 +19,28 @@ GALLERY = [
     "long_context",
     "inside_jit",
     "islands",
+    "resnet",
+    "pipeline",
 ]
-ESTIMATE = "# On the back of the envelope: "
 
 
 def check_programs_of_the_gallery() -> Iterator[str]:
-    """Fewer than 160 lines, of public names."""
-    for name in GALLERY:
+    """A docstring with the command, then an estimate; at most 260 lines, of public names."""
+    for name in (*GALLERY, "01_a_ring"):
         text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-        if text.count("\n") >= 160:
-            yield f"{name}.py has {text.count(chr(10))} lines; needed fewer than 160"
-        if not text.startswith(ESTIMATE):
-            yield f"{name}.py does not begin with {ESTIMATE!r}"
-        if f"Run: python examples/{name}.py" not in text:
-            yield f"{name}.py does not say how it is run"
+        docstring, _, code = text.partition('\n"""\n')
+        if text.count("\n") > 260:
+            yield f"{name}.py has {text.count(chr(10))} lines; needed 260 at most"
+        if not docstring.startswith('"""') or f"Run: python examples/{name}.py" not in docstring:
+            yield f"{name}.py does not begin with a docstring that says how it is run"
+        if not code.startswith("\n# Estimate: "):
+            yield f"{name}.py has no '# Estimate: ' after its docstring"
         if re.search(r"(?<!\bos)\._", text):
             yield f"{name}.py uses a private name"
 
 
-def check_the_first_example() -> Iterator[str]:
-    """Shorter still."""
-    text = (EXAMPLES / "01_a_ring.py").read_text(encoding="utf-8")
-    if text.count("\n") >= 80 or not text.startswith(ESTIMATE):
-        yield "01_a_ring.py needs fewer than 80 lines, and to begin with its estimate"
-
-
 def check_from_scratch_takes_nothing_of_the_kit() -> Iterator[str]:
-    """It builds everything by itself, in 260 lines."""
+    """It builds everything by itself, in 280 lines."""
     text = (EXAMPLES / "from_scratch.py").read_text(encoding="utf-8")
-    if len(text.splitlines()) > 260 or "parallax" in text:
-        yield "from_scratch.py needs 260 lines at most, and takes nothing of parallax"
+    if len(text.splitlines()) > 280 or "parallax" in text:
+        yield "from_scratch.py needs 280 lines at most, and takes nothing of parallax"

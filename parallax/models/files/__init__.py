@@ -7,18 +7,16 @@ is here, once. What comes from a file becomes a typed record at the border, or i
 sentence that names the file and the field.
 """
 
-from parallax.models.files.fields import FREE, Fields, Free, Number, Part
+from parallax.models.files.fields import Fields, Number, Part
 from parallax.models.files.format import Format, load, save
 from parallax.models.files.origin import Origin
 from parallax.models.files.tensors import FLOATS, MEANT, Leaf
 
 __all__ = [
     "FLOATS",
-    "FREE",
     "MEANT",
     "Fields",
     "Format",
-    "Free",
     "Leaf",
     "Number",
     "Origin",

@@ -1,9 +1,7 @@
-"""`config.json` as a table: every field that may stand in it, with what it must say. A field that
-no table has is refused.
+"""`config.json` as a table: every field that it may have, and the values that this code computes.
 
-A number is a size of the model. Other fields have the one value that the code computes, or change
-no logits and are free. So whatever transformers obeys is either read, or checked, or known to be
-harmless.
+A field is a size of the model, or it must have the one value that the code computes, or it changes
+no logits. Any other field is refused by name, so nothing that transformers obeys is ignored.
 """
 
 import hashlib
@@ -16,20 +14,18 @@ from typing import Any
 
 from parallax.models.files.texts import read_json, short
 
-ABSENT: Any = type("Absent", (), {})()  # of a field that the file leaves out
-
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the model, and where it stands.
+    """A number of the model, and the fields that state it.
 
     Args:
         names: the fields that state it, which must agree; all are written.
-        aliases: other names of it, which must agree too, and are not written.
+        aliases: other names, which must agree too, and are not written.
         nullable: those of them that may be null, which means that they are left out.
-        kind: `int` or `float`; or `bool`, of a choice.
-        default: what a field of `names` means that is left out, or a function of all fields to
-            that; None: one must be there.
+        kind: `int` or `float`; or `bool`, for a choice.
+        default: the value of a field of `names` that is left out, or a function from all fields to
+            it; None: one field must be present.
     """
 
     names: tuple[str, ...]
@@ -38,35 +34,26 @@ class Number:
     kind: type = int
     default: float | int | bool | Callable[[Mapping[str, Any]], Any] | None = None
 
-    def read(self, fields: Mapping[str, Any], file: Path) -> Any:
-        """The number. Raises `ValueError` for none, for two, or for something else."""
-        first = self.names[0]
-        given = {name: fields[name] for name in (*self.names, *self.aliases) if name in fields}
-        given = {
-            name: value
-            for name, value in given.items()
-            if value is not None or name not in self.nullable
-        }
+    def read(self, fields: Mapping[str, Any]) -> Any:
+        """The number. Raises `ValueError` if it is missing, stated twice, or of another type."""
+        stated: dict[str, Any] = {}
         if self.default is not None:
-            meant = self.default(fields) if callable(self.default) else self.default
-            given = {name: meant for name in self.names} | given
-        kinds = {int: (int,), float: (int, float), bool: (bool,)}[self.kind]
-        fits = lambda value: (
-            isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
-        )
-        if not given or not all(map(fits, given.values())):
+            default = self.default(fields) if callable(self.default) else self.default
+            stated = dict.fromkeys(self.names, default)
+        for name in (*self.names, *self.aliases):
+            if name in fields and not (fields[name] is None and name in self.nullable):
+                stated[name] = fields[name]
+        kinds = (int, float) if self.kind is float else (self.kind,)
+        if not stated or any(type(value) not in kinds for value in stated.values()):
             needed = "true or false" if self.kind is bool else "a number"
+            got = short(stated) if stated else "no such field"
+            raise ValueError(f"the file needs {needed} for {self.names[0]}; got {got}. Correct it.")
+        if len(set(stated.values())) > 1:
             raise ValueError(
-                f"{file} needs {needed} for {first}; got "
-                f"{short(given) if given else 'no such field'}. Correct it."
+                f"{' and '.join(stated)} must agree; got {short(stated)}. The model has one number "
+                "for them."
             )
-        if len(set(given.values())) > 1:
-            raise ValueError(
-                f"{file}: {' and '.join(given)} must agree; got {short(given)}. The model has one "
-                "number for them."
-            )
-        number: Any = next(iter(given.values()))
-        return self.kind(number)
+        return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
         """The fields that state it."""
@@ -75,105 +62,47 @@ class Number:
 
 @dataclass(frozen=True)
 class Part:
-    """What a model has of a form of its own, such as a record, in fields of a form of theirs.
+    """A value of the model that several fields state together, such as a record.
 
     Args:
         names: the fields that it is read from.
-        of: from all fields to the value. It raises `ValueError`; the caller puts the file's name
-            before its message.
-        to: from the value to the fields that are written.
+        read: from all fields to the value. It raises `ValueError`.
+        written: from the value to the fields that are written.
     """
 
     names: tuple[str, ...]
-    of: Callable[[Mapping[str, Any]], Any]
-    to: Callable[[Any], Mapping[str, Any]]
+    read: Callable[[Mapping[str, Any]], Any]
+    written: Callable[[Any], Mapping[str, Any]]
     aliases: tuple[str, ...] = ()
     kind: type = object
 
-    def read(self, fields: Mapping[str, Any], file: Path) -> Any:
-        """The value. Raises `ValueError` as `of` does."""
-        try:
-            return self.of(fields)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
 
-    def written(self, value: Any) -> dict[str, Any]:
-        """The fields that state it."""
-        return dict(self.to(value))
-
-
-@dataclass(frozen=True)
-class Free:
-    """A field that changes no logits.
-
-    Args:
-        default: what a model that was made here is written with, if at all.
-        kinds: the types that its value may have, where transformers takes no others.
-    """
-
-    default: Any = ABSENT
-    kinds: tuple[type, ...] = ()
-
-
-NONE = type(None)
-TOKEN_ID = (int, NONE)  # the types of a token's id
-LATER = Free()
-
-FREE: dict[str, Free] = {  # of every model of transformers
-    **dict.fromkeys(
-        (
-            "architectures",
-            "id2label",
-            "label2id",
-            "num_labels",
-            "problem_type",
-            "task_specific_params",
-        ),
-        LATER,
-    ),
-    **dict.fromkeys(
-        ("_name_or_path", "name_or_path", "_commit_hash", "tokenizer_class", "finetuning_task"),
-        LATER,
-    ),
-    **dict.fromkeys(
-        ("output_hidden_states", "output_attentions", "return_dict", "output_scores"), LATER
-    ),
-    **dict.fromkeys(
-        ("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"), LATER
-    ),
-    **dict.fromkeys(
-        ("torchscript", "gradient_checkpointing", "tf_legacy_loss", "use_bfloat16"), LATER
-    ),
-    **dict.fromkeys(("sep_token_id", "decoder_start_token_id", "prefix"), LATER),
-    # of generation, as old files have them
-    **dict.fromkeys(
-        ("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams"),
-        LATER,
-    ),
-    **dict.fromkeys(
-        ("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
-        LATER,
-    ),
-    **dict.fromkeys(
-        ("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"), LATER
-    ),
-    **dict.fromkeys(
-        ("encoder_no_repeat_ngram_size", "num_return_sequences", "return_dict_in_generate"), LATER
-    ),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"), LATER),
-    **dict.fromkeys(
-        ("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"), LATER
-    ),
-    "use_cache": Free(True, (bool,)),
-    "initializer_range": Free(0.02, (float,)),
-    "bos_token_id": Free(None, TOKEN_ID),
-    "eos_token_id": Free(None, (*TOKEN_ID, list)),
-    "pad_token_id": Free(None, TOKEN_ID),
+# Fields of every model of transformers that change no logits, and the types that transformers
+# takes; () means any type.
+FREE: dict[str, tuple[type, ...]] = {
+    "architectures": (),
+    "id2label": (),
+    "label2id": (),
+    "num_labels": (),
+    "problem_type": (),
+    "finetuning_task": (),
+    "task_specific_params": (),
+    "_name_or_path": (),
+    "tokenizer_class": (),
+    "output_attentions": (),
+    "output_hidden_states": (),
+    "return_dict": (),
+    "torchscript": (),
+    "gradient_checkpointing": (),
+    "_attn_implementation_autoset": (),
+    "use_cache": (bool,),
+    "initializer_range": (float,),
+    "bos_token_id": (int, type(None)),
+    "eos_token_id": (int, type(None), list),
+    "pad_token_id": (int, type(None)),
 }
-
-ONLY: dict[
-    str, tuple
-] = {  # of every model of transformers: what its code obeys, and ours has one value for
+# Fields of every model of transformers that its code obeys, and the values that ours computes.
+ONLY: dict[str, tuple] = {
     "is_causal": (True,),
     "is_decoder": (False, True, None),
     "is_encoder_decoder": (False,),
@@ -183,14 +112,8 @@ ONLY: dict[
     "quantization_config": (None,),
     "transformers_weights": (None,),
     "auto_map": (None,),
-    "per_layer_config": (None,),
 }
-
-OF_THE_FILE = (
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-)  # of a file's own making: written anew
+WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 
 @dataclass(frozen=True)
@@ -200,12 +123,12 @@ class Fields:
     Args:
         model_type: the family's name there.
         title: its name in a sentence.
-        numbers: each argument of the family's configuration that files state, and where it stands.
-        only: values that the code stands for; the first is meant where the field is left out, and
-            written.
-        derived: likewise, of the numbers; not written, since they follow from those.
-        free: fields that change no logits, beside `FREE`.
-        made: of the numbers, fields that a model made here is written with.
+        numbers: each argument of the family's configuration that files state, and its fields.
+        only: the values of a field that the code computes; the first one holds if the field is left
+            out, and a new model is written with it.
+        derived: from the numbers to the same; these follow from the numbers, and are not written.
+        free: fields that change no logits, in addition to `FREE`, and their types.
+        new: from the numbers to the other fields that a new model is written with.
     """
 
     model_type: str
@@ -213,128 +136,93 @@ class Fields:
     numbers: Mapping[str, Number | Part]
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, ...]]] = lambda numbers: {}
-    free: Mapping[str, Free] = field(default_factory=dict)
-    made: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
+    free: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
+    new: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 
-    def read(self, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The numbers that `file` states, and the fields that `write` could not know by itself.
+    def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+        """The numbers that `file` states, and the fields in which it differs from a new model.
 
-        Raises `ValueError` for what is missing, or what the model has no code for.
+        Each of those fields comes with its value as JSON, which is "" if the file leaves it out.
+
+        Raises:
+            ValueError: a field is missing, unknown, or has a value that the model has no code for.
         """
-        fields = read_json(file)
-        self._check_type(fields, file)
-        numbers = {name: number.read(fields, file) for name, number in self.numbers.items()}
-        stays = ONLY | dict(self.only)
-        fixed = stays | dict(self.derived(numbers))
-        for name, values in fixed.items():
-            if not any(_same(fields.get(name, values[0]), value) for value in values):
-                raise ValueError(
-                    f"{file}: {name} must be {' or '.join(map(repr, values))}; it is "
-                    f"{short(fields[name])}, for which this "
-                    f"{self.title} has no code. Load another model."
-                )
-        free = FREE | dict(self.free)
-        self._check_known(fields, {*fixed, *free}, file)
-        for name in fields.keys() & free.keys():
-            kinds, value = free[name].kinds, fields[name]
-            if kinds and (
-                not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-            ):
-                needed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
-                raise ValueError(
-                    f"{file}: {name} must be of type {needed}; it is {short(value)}. Correct the "
-                    "file."
-                )
-        plain = self._plain(numbers)
-        names = {*fields, *(plain.keys() & free.keys())} & {*free, *stays}
-        came = {name: fields.get(name, ABSENT) for name in names}
-        return numbers, {
-            name: value
-            for name, value in came.items()
-            if not _same_text(plain.get(name, ABSENT), value)
-        }
+        fields, stays = read_json(file), ONLY | dict(self.only)
+        try:
+            self._check_values(fields, {"model_type": (self.model_type,)} | stays)
+            numbers = {name: number.read(fields) for name, number in self.numbers.items()}
+            derived = self.derived(numbers)
+            self._check_values(fields, derived)
+            self._check_known(fields, {*stays, *derived})
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        passed_on = {*FREE, *self.free, *stays}
+        came = _as_json({name: fields[name] for name in fields.keys() & passed_on})
+        new = _as_json(self._new(numbers))
+        names = sorted(came.keys() | (new.keys() & {*FREE, *self.free}))
+        differing = (
+            (name, came.get(name, "")) for name in names if came.get(name) != new.get(name)
+        )
+        return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """What a configuration said of its numbers, with the fields of `file` that state them."""
-        named = {
-            name: number
+        """The error of a configuration, with the fields of `file` that state its numbers."""
+        stated = ", ".join(
+            f"{name} is {' and '.join(number.names)}"
             for name, number in self.numbers.items()
             if re.search(rf"\b{name}\b", str(error))
-        }
-        where = ", ".join(
-            f"{name} is {' and '.join(number.names)}" for name, number in named.items()
         )
-        return ValueError(f"{file}: {error} In the file, {where}." if where else f"{file}: {error}")
+        return ValueError(f"{file}: {error}{f' In the file, {stated}.' if stated else ''}")
 
     def write(
-        self, numbers: Mapping[str, Any], kept: Mapping[str, Any], dtype: str
+        self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
-        """The fields of a `config.json` of these numbers, with those that `read` kept."""
-        stated = {
-            name: value
-            for size, number in self.numbers.items()
-            for name, value in number.written(numbers[size]).items()
-        }
-        fields = {
-            "model_type": self.model_type,
-            **self._plain(numbers),
-            **kept,
-            **stated,
-            "torch_dtype": dtype,
-        }
-        return {name: value for name, value in fields.items() if value is not ABSENT}
+        """The fields of a `config.json` of these numbers, with the `differing` ones of `read`."""
+        texts = _as_json(self._new(numbers)) | dict(differing)
+        fields = {name: json.loads(text) for name, text in texts.items() if text}
+        for name, number in self.numbers.items():
+            fields |= number.written(numbers[name])
+        return {"model_type": self.model_type, **fields, "torch_dtype": dtype}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """The sha256 of what the weights mean under these numbers; rates that only training has are
-        left out.
-        """
+        """The sha256 of the numbers that say what the weights mean; dropout rates are left out."""
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
-        return hashlib.sha256(
-            json.dumps([self.model_type, meant], default=vars).encode()
-        ).hexdigest()
+        text = json.dumps([self.model_type, meant], default=vars)
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    def _plain(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """What is written where nothing came in."""
-        defaults = {name: each.default for name, each in self.free.items()}
-        defaults = {name: each.default for name, each in FREE.items()} | defaults
-        written = {name: value for name, value in defaults.items() if value is not ABSENT}
-        return (
-            written
-            | {name: values[0] for name, values in self.only.items()}
-            | dict(self.made(numbers))
-        )
+    def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a new model, without those of its numbers."""
+        return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
-    def _check_type(self, fields: Mapping[str, Any], file: Path) -> None:
-        found = fields.get("model_type", self.model_type)
-        if found != self.model_type:
+    def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
+        for name in fields.keys() & only.keys():
+            value, values = fields[name], only[name]
+            # 1 is not True here, nor 0 False.
+            if not any(type(value) is type(needed) and value == needed for needed in values):
+                raise ValueError(
+                    f"{name} must be {' or '.join(map(repr, values))}; it is {short(value)}, for "
+                    f"which this {self.title} has no code. Load another model."
+                )
+
+    def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
+        free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
+        for number in self.numbers.values():
+            known |= {*number.names, *number.aliases}
+        if unknown := sorted(fields.keys() - known - free.keys()):
             raise ValueError(
-                f"{file}: model_type must be {self.model_type!r}; it is {short(found)}, for which "
-                f"this {self.title} has no "
-                f"code. Load another model."
+                f"{', '.join(map(short, unknown[:5]))} {'is' if len(unknown) == 1 else 'are'} not "
+                "known here, and may change what the model computes. Remove what transformers "
+                "gives the same logits without."
             )
-
-    def _check_known(self, fields: Mapping[str, Any], others: set[str], file: Path) -> None:
-        stated = {
-            name for number in self.numbers.values() for name in (*number.names, *number.aliases)
-        }
-        unknown = sorted(fields.keys() - stated - others - {*OF_THE_FILE, "model_type"})
-        if unknown:
-            raise ValueError(
-                f"{file}: {', '.join(map(short, unknown[:5]))} "
-                f"{'is' if len(unknown) == 1 else 'are'} not known here, and may "
-                f"change what the model computes. Remove {'it' if len(unknown) == 1 else 'them'} "
-                "from the file where "
-                f"transformers gives the same logits without."
-            )
+        for name in fields.keys() & free.keys():
+            if free[name] and type(fields[name]) not in free[name]:
+                kinds = " or ".join(kind.__name__ for kind in free[name])
+                needed = kinds.replace("NoneType", "null")
+                raise ValueError(
+                    f"{name} must be of type {needed}; it is {short(fields[name])}. Correct the "
+                    "file."
+                )
 
 
-def _same(value: Any, other: Any) -> bool:
-    """Whether both mean the same: 1 is not True, nor 0 False."""
-    return type(value) is type(other) and value == other
-
-
-def _same_text(value: Any, other: Any) -> bool:
-    """Whether both are written alike, or both left out."""
-    if value is ABSENT or other is ABSENT:
-        return value is other
-    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)
+def _as_json(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}

@@ -23,6 +23,9 @@ from parallax.models.files.place import CONFIG, place
 from parallax.models.files.swap import replacing
 from parallax.models.files.tensors import FLOATS, MEANT, WEIGHTS, WROTE, Leaf
 
+TYPES = [jnp.dtype(float_type) for float_type in FLOATS.values()]
+TYPE_NAMES = ", ".join(float_type.name for float_type in TYPES)
+
 
 @dataclass(frozen=True)
 class Format:
@@ -60,7 +63,7 @@ class Format:
 
     def shapes(self, config: Any, dtype: Any) -> Any:
         """The model, as shapes and types."""
-        return eqx.filter_eval_shape(lambda: self.model(config, key=jax.random.key(0), dtype=dtype))
+        return eqx.filter_eval_shape(self.model, config, key=jax.random.key(0), dtype=dtype)
 
 
 def load(
@@ -79,12 +82,12 @@ def load(
         dtype: of the weights.
         options: arguments of the configuration that no file states.
     """
-    dtype = _checked(format_, dtype)
+    dtype = _check_dtype(format_, dtype)
     options = dict(options or {})
     folder, file = place(path, f"{format_.name}.load")
     config_file = folder / CONFIG
-    numbers, kept = format_.fields.read(config_file)
-    origin = Origin.of(folder, kept)
+    numbers, differing = format_.fields.read(config_file)
+    origin = Origin.of(folder, differing)
     try:
         config = format_.config(**numbers, **options, origin=origin)
     except ValueError as error:
@@ -102,9 +105,11 @@ def load(
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)
         tensors.check(stored, leaves, config_file, what)
         shapes = format_.shapes(config, dtype)
-        return jax.tree.map_with_path(
-            lambda path, shape: leaves[mesh.dotted(path)].read(shape, stored), shapes
-        )
+
+        def read(path, shape):
+            return leaves[mesh.dotted(path)].read(shape, stored)
+
+        return jax.tree.map_with_path(read, shapes)
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
@@ -115,41 +120,36 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
             f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its "
             "folder."
         )
-    safetensors = tensors.library()
-    found = _tensors(format_, model)
-    config, numbers = model.config, format_.numbers(model.config)
-    origin: Origin = config.origin
-    fields = format_.fields.write(
-        numbers, origin.values, _widest({each.dtype for each in found.values()}).name
-    )
+    arrays = _tensors(format_, model)
+    numbers, origin = format_.numbers(model.config), model.config.origin
+    widest = _widest({array.dtype for array in arrays.values()}).name
+    fields = format_.fields.write(numbers, origin.fields, widest)
+    texts = {CONFIG: fields}
+    if origin.generation is not None:
+        texts[GENERATION] = json.loads(origin.generation)
     tokenizer = origin.tokenizer_files()
-    beside = {file.name for file in tokenizer} | (
-        {GENERATION} if origin.generation is not None else set()
-    )
+    # A later save removes these files, if it does not write them again.
+    written_too = sorted({*texts, *(file.name for file in tokenizer)} - {CONFIG})
+    metadata = {
+        "format": "pt",
+        MEANT: format_.fields.fingerprint(numbers),
+        WROTE: json.dumps(written_too),
+    }
     gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
+    safetensors = tensors.library()
     try:
         with replacing(folder, last=CONFIG, gone=gone) as new:
-            (new / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            metadata = {
-                "format": "pt",
-                MEANT: format_.fields.fingerprint(numbers),
-                WROTE: json.dumps(sorted(beside)),
-            }
-            safetensors.numpy.save_file(found, new / WEIGHTS, metadata=metadata)
-            shutil.copymode(
-                new / CONFIG, new / WEIGHTS
-            )  # safetensors leaves its file readable by its owner alone
-            if origin.generation is not None:
-                (new / GENERATION).write_text(
-                    json.dumps(json.loads(origin.generation), indent=2) + "\n", encoding="utf-8"
-                )
+            for file_name, content in texts.items():
+                (new / file_name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            safetensors.numpy.save_file(arrays, new / WEIGHTS, metadata=metadata)
+            # safetensors leaves a file that only its owner can read.
+            shutil.copymode(new / CONFIG, new / WEIGHTS)
             for file in tokenizer:
                 shutil.copyfile(file, new / file.name)
     except (OSError, safetensors.SafetensorError) as error:
         raise OSError(
             f"{name} could not write {folder}: {error}. What was there before is as it was. Free "
-            "some of the disk, or choose "
-            f"another folder."
+            "some of the disk, or choose another folder."
         ) from error
     return _note(folder, tokenizer)
 
@@ -173,9 +173,8 @@ def _widest(dtypes: set[np.dtype]) -> np.dtype:
     """The type that holds every number of these."""
     size = max(dtype.itemsize for dtype in dtypes)
     largest = [dtype for dtype in dtypes if dtype.itemsize == size]
-    return (
-        largest[0] if len(largest) == 1 else np.dtype(np.float32)
-    )  # of float16 and bfloat16, neither holds the other
+    # Neither of float16 and bfloat16 holds the other.
+    return largest[0] if len(largest) == 1 else np.dtype(np.float32)
 
 
 def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
@@ -201,12 +200,12 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
             f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, "
             "and no other."
         )
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         prefix = "" if leaf.outside else format_.prefix
-        parts = leaf.write(_array(name, path, given[path], needed[path].shape))
-        found |= {f"{prefix}{tensor}": part for tensor, part in parts}
-    return found
+        for tensor, part in leaf.write(_array(name, path, given[path], needed[path].shape)):
+            arrays[f"{prefix}{tensor}"] = part
+    return arrays
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -224,9 +223,9 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
             "Save the whole model, outside "
             f"of mesh.spmd and of pipeline stages."
         )
-    if leaf.dtype not in map(jnp.dtype, FLOATS.values()):
+    if leaf.dtype not in TYPES:
         raise ValueError(
-            f"{name}: {path} must be one of {_float_names()}; it is {leaf.dtype}. Cast it."
+            f"{name}: {path} must be one of {TYPE_NAMES}; it is {leaf.dtype}. Cast it."
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
@@ -245,22 +244,18 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
     return np.asarray(leaf)
 
 
-def _checked(format_: Format, dtype: Any) -> np.dtype:
+def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
+    """`dtype`, of NumPy. Raises `ValueError` for one that no file holds."""
     try:
-        found = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(
-            f"{format_.name}.load needs a dtype among {_float_names()}; got {dtype!r}."
-        ) from error
-    if found not in map(jnp.dtype, FLOATS.values()):
-        raise ValueError(f"{format_.name}.load needs a dtype among {_float_names()}; got {found}.")
-    if found == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked is None or checked not in TYPES:
+        got = repr(dtype) if checked is None else checked.name
+        raise ValueError(f"{format_.name}.load needs a dtype among {TYPE_NAMES}; got {got}.")
+    if checked == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), "
-            "which is off. Or take float32."
+            "which is off. Or use float32."
         )
-    return found
-
-
-def _float_names() -> str:
-    return ", ".join(jnp.dtype(each).name for each in FLOATS.values())
+    return checked

@@ -1,9 +1,9 @@
-"""New files in the place of old ones, all at once: a folder holds the old model, the new one, or
-none that can be read.
+"""Replaces the files of a folder all at once: it holds the old model, the new one, or none that
+can be read.
 
-The files are written into a folder beside, and synced. Then `last` is taken away, without which
-nobody reads the folder; the others are replaced; the new `last` comes last. An error on the way
-puts back what was there. A kill leaves a folder without `last`, with what was there in
+The new files are written into a folder of their own, and synced. Then `last` is removed, without
+which nobody reads the folder; the others are replaced; the new `last` comes last. An error on the
+way restores the old files. A kill leaves a folder without `last`, with the old files in
 `.saving/old`, which the next save clears.
 """
 
@@ -46,13 +46,12 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         shutil.rmtree(stage, ignore_errors=True)
         raise
     _swap(folder, new, old, last, {*gone})
-    shutil.rmtree(
-        stage, ignore_errors=True
-    )  # the new files are in their place, whatever becomes of the old
+    # The new files are in their place, so an old one that cannot be removed is no error.
+    shutil.rmtree(stage, ignore_errors=True)
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
-    made = sorted({file.name for file in new.iterdir()} - {last})
+    written = sorted({file.name for file in new.iterdir()} - {last})
     moved: list[tuple[Path, Path]] = []
 
     def move(source: Path, target: Path) -> None:
@@ -60,11 +59,11 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
         moved.append((source, target))
 
     try:
-        for name in (last, *sorted({*made, *gone} - {last})):
+        for name in (last, *sorted({*written, *gone} - {last})):
             if os.path.lexists(folder / name):
                 move(folder / name, old / name)
                 _files.sync(folder)  # `last` has left the disk before anything else does
-        for name in made:
+        for name in written:
             move(new / name, folder / name)
         _files.sync(folder)
         move(new / last, folder / last)

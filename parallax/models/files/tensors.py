@@ -111,14 +111,13 @@ class Stored(NamedTuple):
         """Its numbers in `dtype`. Raises `ValueError` where a finite one becomes infinite."""
         array = self.array()
         with np.errstate(over="ignore"):
-            found = array.astype(dtype)
-        if np.count_nonzero(~np.isfinite(found)) > np.count_nonzero(~np.isfinite(array)):
+            result = array.astype(dtype)
+        if np.count_nonzero(~np.isfinite(result)) > np.count_nonzero(~np.isfinite(array)):
             raise ValueError(
                 f"{self.place} has numbers up to {np.abs(array[np.isfinite(array)]).max():.3g}, "
-                f"beyond those of {found.dtype}. "
-                f"Load it in {array.dtype}."
+                f"beyond those of {result.dtype}. Load it in {array.dtype}."
             )
-        return found
+        return result
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
@@ -133,11 +132,11 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
         return [folder / WEIGHTS], None
     index = folder / INDEX
     if not index.is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
+        present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(
-            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {found}. Other formats can "
-            "be converted with "
-            f"transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
+            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {present}. Other formats "
+            "can be converted with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
         )
     files = [folder / name for name in sorted(set(weight_map(index).values()))]
     for file in files:
@@ -235,8 +234,7 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
         if meant not in (None, fingerprint):
             raise ValueError(
                 f"{file} was saved with another configuration than {config} states: a copy was cut "
-                "off, or a size was changed by "
-                f"hand. Save or copy both again."
+                "off, or a size was changed by hand. Save or copy both again."
             )
 
 
@@ -252,16 +250,12 @@ def check(
         config: the file that asks for them, for errors.
         what: the model and its sizes, in words: "GPT-2 of n_layer=3, n_head=2".
     """
-    files = (
-        ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
-        or "the safetensors file"
-    )
     asked = f"a {what}, as {config} says it is"
     count = sum(leaf.count for leaf in leaves.values())
     if count > 4 * len(stored) + 10_000:  # which nobody waits for, name by name
         raise ValueError(
-            f"{files}: there are {len(stored)} tensors; needed {count} for {asked}. Correct the "
-            "sizes there."
+            f"{_files_of(stored)}: there are {len(stored)} tensors; needed {count} for {asked}. "
+            "Correct the sizes there."
         )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
@@ -269,9 +263,29 @@ def check(
         if name in stored and leaf.name not in stored:
             raise ValueError(
                 f"{stored[name].place} is there, and {leaf.name} is not, of which it is a copy in "
-                f"{asked}. Store it under that "
-                f"name."
+                f"{asked}. Store it under that name."
             )
+    _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
+    for name, tensor in stored.items():
+        _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
+    for name, leaf in copies.items():
+        if name in stored and not np.array_equal(
+            stored[name].array(), stored[leaf.name].array(), equal_nan=True
+        ):
+            raise ValueError(
+                f"{stored[name].place} must equal {stored[leaf.name].name}, since this model's "
+                "head is its embedding transposed; it differs. An untied head cannot be loaded."
+            )
+
+
+def _check_names(
+    stored: Mapping[str, Stored],
+    needed: Mapping[str, Leaf],
+    copies: Mapping[str, Leaf],
+    asked: str,
+    asks: str,
+) -> None:
+    files = _files_of(stored)
     if adapters := [
         tensor.name
         for tensor in stored.values()
@@ -280,9 +294,8 @@ def check(
         raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {config} asks for: {what}. "
-            "Correct it, or copy or download the "
-            f"weights again."
+            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct it, or copy or "
+            "download the weights again."
         )
     if extra := [
         tensor.name for name, tensor in stored.items() if name not in needed and name not in copies
@@ -291,34 +304,24 @@ def check(
             f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was "
             "added."
         )
-    for name, tensor in stored.items():
-        _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
-    for name, leaf in copies.items():
-        if name in stored and not _equal(stored[name].array(), stored[leaf.name].array()):
-            raise ValueError(
-                f"{stored[name].place} must equal {stored[leaf.name].name}, since this model's "
-                "head is its embedding transposed; "
-                f"it differs. An untied head cannot be loaded."
-            )
+
+
+def _files_of(stored: Mapping[str, Stored]) -> str:
+    files = sorted({str(tensor.file) for tensor in stored.values()})
+    return ", ".join(files) or "the safetensors file"
 
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
     if tensor.shape != shape:
         raise ValueError(
             f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
-            "Correct the sizes there, or take "
-            f"the weights that belong to it."
+            "Correct the sizes there, or use the weights that belong to it."
         )
     if tensor.kind not in FLOATS:
         raise ValueError(
             f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it "
             "before."
         )
-
-
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether both are the same numbers, a nan the same as a nan."""
-    return bool(np.all((one == other) | (np.isnan(one) & np.isnan(other))))
 
 
 def library() -> Any:

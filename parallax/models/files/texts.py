@@ -1,6 +1,4 @@
-"""JSON from a file that somebody else wrote: an object, or one sentence that says what is wrong
-with it.
-"""
+"""JSON from a file that somebody else wrote: an object, or an error that says what is wrong."""
 
 import json
 from pathlib import Path
@@ -9,35 +7,34 @@ from typing import Any
 from parallax import _files
 
 DIGITS = 19  # 64 bits; longer numbers are no size or token of anything
-DEEPEST = 64  # objects and lists within each other; no configuration has ten
+# Objects and lists in a file. A configuration has ten; a thousand in one another would overflow the
+# stack of whoever writes them again.
+MOST = 64
+AGAIN = "Copy or download it again."
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for
     anything else.
     """
-    again = "Copy or download it again."
     try:
         content = _files.read(file, "a JSON object")
     except ValueError as error:
-        raise ValueError(f"{error} {again}") from error
+        raise ValueError(f"{error} {AGAIN}") from error
+    nested = content.count(b"{") + content.count(b"[")
+    if nested > MOST:
+        raise ValueError(f"{file} has {nested} objects and lists; needed {MOST} at most. {AGAIN}")
     try:
         fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). {again}") from error
-    except RecursionError as error:
-        raise ValueError(
-            f"{file} is nested too deeply: needed {DEEPEST} levels at most. {again}"
-        ) from error
-    if _depth(fields) > DEEPEST:
-        raise ValueError(f"{file} is nested too deeply: needed {DEEPEST} levels at most. {again}")
+        raise ValueError(f"{file} is not whole JSON ({error}). {AGAIN}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. {again}")
+        raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. {AGAIN}")
     return fields
 
 
 def short(value: Any) -> str:
-    """`value` as Python writes it, cut where it is long."""
+    """`value` as Python writes it, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # of an integer of more digits than Python writes
@@ -51,15 +48,3 @@ def _integer(digits: str) -> int:
             f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"
         )
     return int(digits)
-
-
-def _depth(value: Any) -> int:
-    """How many objects and lists lie within each other, counted up to one more than `DEEPEST`."""
-    depth, level = 0, [value]
-    while level and depth <= DEEPEST:
-        level = [each for each in level if isinstance(each, dict | list)]
-        depth += bool(level)
-        level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth

@@ -1,9 +1,10 @@
 """GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
 
+from parallax.models.block import Block, Linear
 from parallax.models.family import Batch, run_blocks
 from parallax.models.gpt2.configuration import FORMAT
-from parallax.models.gpt2.family import FAMILY, stages
-from parallax.models.gpt2.forward import block, embed, head, logits, loss
+from parallax.models.gpt2.family import FAMILY, sample
+from parallax.models.gpt2.forward import block, logits, loss, stages
 from parallax.models.gpt2.model import (
     GPT2,
     LARGE,
@@ -12,16 +13,13 @@ from parallax.models.gpt2.model import (
     SMALL,
     XL,
     Attention,
-    Block,
     Config,
-    Linear,
     Norm,
     attention,
     chunked,
     rules,
     unchunked,
 )
-from parallax.models.gpt2.sampling import sample
 from parallax.models.gpt2.weights import load, save
 
 __all__ = [
@@ -42,8 +40,6 @@ __all__ = [
     "attention",
     "block",
     "chunked",
-    "embed",
-    "head",
     "load",
     "logits",
     "loss",

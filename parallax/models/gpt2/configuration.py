@@ -3,23 +3,35 @@
 from collections.abc import Mapping
 from typing import Any
 
-from parallax.models.files import Fields, Format, Free, Leaf, Number
+from parallax.models.files import Fields, Format, Leaf, Number
 from parallax.models.gpt2.model import GPT2, Config
 
 _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
-def _made(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that was made here ends a text as GPT-2 does, where its vocabulary has that token."""
+def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """A new model ends a text as GPT-2 does, if its vocabulary has that token."""
     end = _END if numbers["vocabulary"] > _END else None
     return {
         "architectures": ["GPT2LMHeadModel"],
         "bos_token_id": end,
         "eos_token_id": end,
+        "pad_token_id": None,
         "n_inner": None,
+        "use_cache": True,
+        "initializer_range": 0.02,
+        **{name: default for name, (default, _) in SUMMARY.items()},
     }
 
 
+# Of the head for classification, which is not computed here: defaults and types.
+SUMMARY: dict[str, tuple[Any, tuple[type, ...]]] = {
+    "summary_type": ("cls_index", (str,)),
+    "summary_use_proj": (True, (bool,)),
+    "summary_activation": (None, (str, type(None))),
+    "summary_proj_to_labels": (True, (bool,)),
+    "summary_first_dropout": (0.1, (float, int)),
+}
 FIELDS = Fields(
     model_type="gpt2",
     title="GPT-2",
@@ -44,15 +56,9 @@ FIELDS = Fields(
         "tie_word_embeddings": (True,),
     },
     derived=lambda numbers: {"n_inner": (None, 4 * numbers["width"])},
-    free={
-        "summary_type": Free("cls_index", (str,)),
-        "summary_use_proj": Free(True, (bool,)),
-        "summary_activation": Free(None, (str, type(None))),
-        "summary_proj_to_labels": Free(True, (bool,)),
-        "summary_first_dropout": Free(0.1, (float, int)),
-        **dict.fromkeys(("summary_last_dropout", "classifier_dropout", "hidden_dropout"), Free()),
-    },
-    made=_made,
+    free={name: kinds for name, (_, kinds) in SUMMARY.items()}
+    | {"summary_last_dropout": (), "classifier_dropout": (), "hidden_dropout": ()},
+    new=_new,
 )
 
 

@@ -1,12 +1,11 @@
-"""GPT-2 as the recipe of `decoder` sees it."""
+"""GPT-2 as the recipe of `decoder` sees it, and as it writes."""
 
 import functools
 
 from parallax.context import causal_attention
-from parallax.models import decoder_parts, flash
-from parallax.models.cached import cached
+from parallax.models import flash, sampling
 from parallax.models.family import Family
-from parallax.models.gpt2.forward import PARTS, logits
+from parallax.models.gpt2.forward import PARTS, logits, stages
 from parallax.models.gpt2.model import GPT2, Config, attention, rules
 
 
@@ -14,7 +13,6 @@ def _uses_dropout(config: Config) -> bool:
     return config.dropout > 0 or config.attention_dropout > 0
 
 
-stages = functools.partial(decoder_parts.stages, PARTS, attend=attention)
 FAMILY = Family(
     model=GPT2,
     stages=stages,
@@ -22,7 +20,8 @@ FAMILY = Family(
     logits=logits,
     attention=attention,
     tpu_attention=flash.attention,
-    cached=functools.partial(cached, PARTS),
+    cached=functools.partial(sampling.cached, PARTS),
     uses_dropout=_uses_dropout,
     context_attention=causal_attention,
 )
+sample = sampling.sampler(FAMILY, "gpt2")

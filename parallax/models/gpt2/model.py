@@ -25,6 +25,7 @@ from parallax import precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import checked_numbers
+from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
 from parallax.models.files.origin import Origin
 
@@ -66,33 +67,12 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        for field in ("layers", "heads", "width", "context", "vocabulary", "vocabulary_multiple"):
-            object.__setattr__(
-                self,
-                field,
-                checked_numbers.whole(f"gpt2.Config needs {field}", getattr(self, field)),
-            )
-        if self.vocabulary_multiple > 2**20:
-            raise ValueError(
-                "gpt2.Config needs vocabulary_multiple of 2^20 or less; got "
-                f"{self.vocabulary_multiple}."
-            )
-        if self.width % self.heads:
-            below = checked_numbers.divisor(self.width, self.heads)
-            raise ValueError(
-                f"gpt2.Config: width={self.width} must divide by heads={self.heads}. Take "
-                f"heads={below}."
-            )
-        for field in ("dropout", "attention_dropout"):
-            needed = f"gpt2.Config needs {field} from 0 up to, not including, 1"
-            object.__setattr__(
-                self, field, checked_numbers.real(needed, getattr(self, field), below=1.0)
-            )
-        object.__setattr__(
-            self,
-            "epsilon",
-            checked_numbers.real("gpt2.Config needs epsilon of 0 or more", self.epsilon),
-        )
+        check = checked_numbers.Checked("gpt2.Config", self)
+        check.whole("layers", "heads", "width", "context", "vocabulary")
+        check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
+        check.divides("width", "heads")
+        check.real("dropout", "attention_dropout", bound=checked_numbers.RATE)
+        check.real("epsilon", bound=checked_numbers.NOT_NEGATIVE)
 
     @property
     def rows(self) -> int:
@@ -101,14 +81,11 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width, rows
-        and tokens.
-        """
-        hidden = 4 * self.width
+        """The sizes that a layout must divide, as `Layout.check` takes them."""
         return {
             "layers": self.layers,
             "heads": self.heads,
-            "hidden": hidden,
+            "hidden": 4 * self.width,
             "rows": self.rows,
             "tokens": self.context,
         }
@@ -124,18 +101,6 @@ SMALL = Config()
 MEDIUM = Config(layers=24, heads=16, width=1024)
 LARGE = Config(layers=36, heads=20, width=1280)
 XL = Config(layers=48, heads=25, width=1600)
-
-
-class Linear(eqx.Module):
-    """A weight and its bias.
-
-    Attributes:
-        weight: `[L, *inputs, *outputs]`; inside a block, without the L.
-        bias: `[L, *outputs]`, likewise.
-    """
-
-    weight: Float[Array, "..."]
-    bias: Float[Array, "..."]
 
 
 class Norm(eqx.Module):
@@ -185,22 +150,6 @@ class MLP(eqx.Module):
     down: Linear
 
 
-class Block(eqx.Module):
-    """A pre-norm transformer block; every leaf has a leading dim of layers.
-
-    Attributes:
-        attention_norm: of what enters the attention.
-        attention: the first half, added to the residual stream.
-        mlp_norm: of what enters the feed-forward.
-        mlp: the second half, added likewise.
-    """
-
-    attention_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    mlp: MLP
-
-
 class GPT2(eqx.Module):
     """The model, whole or a shard of it.
 
@@ -227,10 +176,8 @@ class GPT2(eqx.Module):
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, H = config.width, config.layers, config.heads
         normal = initial(key, dtype, 6)
-        zeros, ones = (
-            functools.partial(jnp.zeros, dtype=dtype),
-            functools.partial(jnp.ones, dtype=dtype),
-        )
+        zeros = functools.partial(jnp.zeros, dtype=dtype)
+        ones = functools.partial(jnp.ones, dtype=dtype)
         residual = 0.02 / (2 * L) ** 0.5
         self.config = config
         self.wte = vocabulary_rows(normal(config.rows, D), config.vocabulary)
@@ -249,13 +196,23 @@ class GPT2(eqx.Module):
         )
         self.norm = Norm(ones((D,)), zeros((D,)))
 
+    @property
+    def embedding(self) -> Float[Array, "rows width"]:
+        """The embedding of tokens."""
+        return self.wte
+
+    @property
+    def unembedding(self) -> Float[Array, "rows width"]:
+        """The rows of the head: those of the embedding."""
+        return self.wte
+
 
 def attention(
     q: Float[Array, "batch tokens heads head_width"],
     k: Float[Array, "batch tokens heads head_width"],
     v: Float[Array, "batch tokens heads head_width"],
     *,
-    drop: Callable[..., Any] = lambda weights: weights,
+    drop: Callable[..., Any] | None = None,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
@@ -267,12 +224,12 @@ def attention(
     T, K = q.shape[1], q.shape[3]
     scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
     sees = jnp.tril(jnp.ones((T, T), bool))[None, None]
-    sees = (
-        sees if segments is None else sees & (segments[:, :, None] == segments[:, None, :])[:, None]
-    )
+    if segments is not None:
+        sees = sees & (segments[:, :, None] == segments[:, None, :])[:, None]
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshk->bthk", drop(weights), v)
+    weights = weights if drop is None else drop(weights)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
 def rules(
@@ -285,17 +242,18 @@ def rules(
     vocabulary over both axes. It is the same for any `size` of the axis.
     """
     layers = (None,) if stage is None else (None, stage)
-    return sharding.first(
-        sharding.match("wte", P(axis_name if stage is None else (stage, axis_name))),
-        sharding.match("blocks.attention.qkv.weight", P(*layers, None, None, axis_name)),
-        sharding.match("blocks.attention.qkv.bias", P(*layers, None, axis_name)),
-        sharding.match("blocks.attention.out.weight", P(*layers, axis_name)),
-        sharding.match("blocks.mlp.up.weight", P(*layers, None, axis_name)),
-        sharding.match("blocks.mlp.up.bias", P(*layers, axis_name)),
-        sharding.match("blocks.mlp.down.weight", P(*layers, axis_name)),
-        sharding.match("blocks.**", P(*layers)),
-        sharding.match("**", P()),
-    )
+    specs = {
+        "wte": P(axis_name if stage is None else (stage, axis_name)),
+        "blocks.attention.qkv.weight": P(*layers, None, None, axis_name),
+        "blocks.attention.qkv.bias": P(*layers, None, axis_name),
+        "blocks.attention.out.weight": P(*layers, axis_name),
+        "blocks.mlp.up.weight": P(*layers, None, axis_name),
+        "blocks.mlp.up.bias": P(*layers, axis_name),
+        "blocks.mlp.down.weight": P(*layers, axis_name),
+        "blocks.**": P(*layers),
+        "**": P(),
+    }
+    return sharding.first(*(sharding.match(path, spec) for path, spec in specs.items()))
 
 
 def chunked(model: GPT2, chunks: int) -> GPT2:
@@ -306,7 +264,7 @@ def chunked(model: GPT2, chunks: int) -> GPT2:
     """
     if model.config.layers % chunks:
         raise ValueError(
-            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Take a "
+            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Use a "
             "divisor."
         )
     blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)

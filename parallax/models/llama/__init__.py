@@ -2,21 +2,12 @@
 Hugging Face's layout.
 """
 
+from parallax.models.block import Block, Linear
 from parallax.models.family import Batch
 from parallax.models.llama.configuration import FORMATS
-from parallax.models.llama.family import FAMILY, stages
-from parallax.models.llama.forward import (
-    block,
-    embed,
-    head,
-    logits,
-    loss,
-    loss_and_statistics,
-    rotary,
-    rotated,
-)
-from parallax.models.llama.model import MLP, Attention, Block, Linear, Llama, MoE, Norm, rules
-from parallax.models.llama.sampling import sample
+from parallax.models.llama.family import FAMILY, sample
+from parallax.models.llama.forward import block, logits, loss, loss_and_statistics, stages
+from parallax.models.llama.model import MLP, Attention, Llama, MoE, Norm, rules
 from parallax.models.llama.sizes import B1, B3, B8, B70, SMALL, Config, Scaling
 from parallax.models.llama.weights import load, save
 
@@ -39,14 +30,10 @@ __all__ = [
     "Norm",
     "Scaling",
     "block",
-    "embed",
-    "head",
     "load",
     "logits",
     "loss",
     "loss_and_statistics",
-    "rotary",
-    "rotated",
     "rules",
     "sample",
     "save",

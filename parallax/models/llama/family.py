@@ -1,16 +1,14 @@
-"""Llama as the recipe of `decoder` sees it."""
+"""Llama as the recipe of `decoder` sees it, and as it writes."""
 
 import functools
 
 from parallax.context import causal_attention
-from parallax.models import decoder_parts, flash
+from parallax.models import flash, sampling
 from parallax.models.attention import grouped
-from parallax.models.cached import cached
 from parallax.models.family import Family
-from parallax.models.llama.forward import PARTS, logits
+from parallax.models.llama.forward import PARTS, logits, stages
 from parallax.models.llama.model import Llama, rules
 
-stages = functools.partial(decoder_parts.stages, PARTS)
 FAMILY = Family(
     model=Llama,
     stages=stages,
@@ -18,6 +16,7 @@ FAMILY = Family(
     logits=logits,
     attention=grouped,
     tpu_attention=flash.attention,
-    cached=functools.partial(cached, PARTS),
+    cached=functools.partial(sampling.cached, PARTS),
     context_attention=causal_attention,
 )
+sample = sampling.sampler(FAMILY, "llama")

@@ -26,20 +26,9 @@ from parallax import experts, precision
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import checked_numbers
+from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
 from parallax.models.llama.sizes import Config
-
-
-class Linear(eqx.Module):
-    """A weight and perhaps a bias.
-
-    Attributes:
-        weight: `[L, *inputs, *outputs]`; inside a block, without the L.
-        bias: `[L, *outputs]`, likewise, or `()`.
-    """
-
-    weight: Float[Array, "..."]
-    bias: Float[Array, "..."] | tuple[()] = ()
 
 
 class Norm(eqx.Module):
@@ -115,22 +104,6 @@ class MoE(eqx.Module):
     shared: MLP | tuple[()] = ()
 
 
-class Block(eqx.Module):
-    """A pre-norm transformer block; every leaf has a leading dim of layers.
-
-    Attributes:
-        attention_norm: of what enters the attention.
-        attention: the first half, added to the residual stream.
-        mlp_norm: of what enters the feed-forward.
-        mlp: the second half, added likewise.
-    """
-
-    attention_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    mlp: MLP | MoE
-
-
 class Llama(eqx.Module):
     """The model, whole or a shard of it.
 
@@ -155,42 +128,44 @@ class Llama(eqx.Module):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
-        D, F, L, H, G, K = (
-            config.width,
-            config.hidden,
-            config.layers,
-            config.heads,
-            config.groups,
-            config.head_width,
-        )
+        D, L, K = config.width, config.layers, config.head_width
         normal = initial(key, dtype, 9)
-        zeros, ones = (
-            functools.partial(jnp.zeros, dtype=dtype),
-            functools.partial(jnp.ones, dtype=dtype),
-        )
-        residual = 0.02 / (2 * L) ** 0.5
-        rows = lambda: vocabulary_rows(normal(config.rows, D), config.vocabulary)
-        linear = lambda heads: Linear(
-            normal(L, D, heads, K), zeros((L, heads, K)) if config.bias else ()
-        )
-        norm = lambda: Norm(ones((L, K))) if config.head_norms else ()
+        zeros = functools.partial(jnp.zeros, dtype=dtype)
+        ones = functools.partial(jnp.ones, dtype=dtype)
+
+        def rows():
+            return vocabulary_rows(normal(config.rows, D), config.vocabulary)
+
+        def linear(heads):
+            bias = zeros((L, heads, K)) if config.bias else ()
+            return Linear(normal(L, D, heads, K), bias)
+
+        def head_norm():
+            return Norm(ones((L, K))) if config.head_norms else ()
+
         self.config = config
         self.table = rows()
+        attention = Attention(
+            query=linear(config.heads),
+            key=linear(config.groups),
+            value=linear(config.groups),
+            out=Linear(normal(L, config.heads, K, D, scale=0.02 / (2 * L) ** 0.5)),
+            query_norm=head_norm(),
+            key_norm=head_norm(),
+        )
         self.blocks = Block(
             attention_norm=Norm(ones((L, D))),
-            attention=Attention(
-                query=linear(H),
-                key=linear(G),
-                value=linear(G),
-                out=Linear(normal(L, H, K, D, scale=residual)),
-                query_norm=norm(),
-                key_norm=norm(),
-            ),
+            attention=attention,
             mlp_norm=Norm(ones((L, D))),
-            mlp=_experts(config, key, dtype) if config.experts else _mlp(normal, L, D, F),
+            mlp=_moe(config, key, dtype) if config.experts else _mlp(normal, config, config.hidden),
         )
         self.norm = Norm(ones((D,)))
         self.head = () if config.tied else rows()
+
+    @property
+    def embedding(self) -> Float[Array, "rows width"]:
+        """The embedding of tokens."""
+        return self.table
 
     @property
     def unembedding(self) -> Float[Array, "rows width"]:
@@ -198,23 +173,23 @@ class Llama(eqx.Module):
         return self.table if isinstance(self.head, tuple) else self.head
 
 
-def _mlp(normal: Callable[..., Array], L: int, D: int, F: int) -> MLP:
-    residual = 0.02 / (2 * L) ** 0.5
+def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
+    L, D = config.layers, config.width
     return MLP(
-        gate=Linear(normal(L, D, F)),
-        up=Linear(normal(L, D, F)),
-        down=Linear(normal(L, F, D, scale=residual)),
+        gate=Linear(normal(L, D, hidden)),
+        up=Linear(normal(L, D, hidden)),
+        down=Linear(normal(L, hidden, D, scale=0.02 / (2 * L) ** 0.5)),
     )
 
 
-def _experts(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
+def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
     normal = initial(jax.random.fold_in(key, 1), dtype, 7)
     arrays = normal(L, E, D, F), normal(L, E, D, F), normal(L, E, F, D, scale=0.02 / (2 * L) ** 0.5)
     shapes = eqx.filter_eval_shape(lambda: experts.Gated(E, D, F, dtype=dtype, key=key))
-    gated = eqx.tree_at(lambda each: (each.gate, each.up, each.down), shapes, arrays)
+    gated = eqx.tree_at(lambda gated: (gated.gate, gated.up, gated.down), shapes, arrays)
     mixture = experts.Mixture(router=normal(L, D, E), experts=gated, bias=())
-    return MoE(mixture, _mlp(normal, L, D, config.shared) if config.shared else ())
+    return MoE(mixture, _mlp(normal, config, config.shared) if config.shared else ())
 
 
 def rules(
@@ -242,34 +217,35 @@ def rules(
     """
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
-    of_mlp = {"gate": (None, axis_name), "up": (None, axis_name), "down": (axis_name,)}
-    split = (
-        {} if expert is None else {part: P(*layers, expert, *dims) for part, dims in of_mlp.items()}
-    )
+    column, row = (None, axis_name), (axis_name,)
+    specs = {
+        "table": rows,
+        "head": rows,
+        "blocks.attention.query.weight": P(*layers, *column),
+        "blocks.attention.query.bias": P(*layers, axis_name),
+        "blocks.attention.out.weight": P(*layers, *row),
+    }
+    for part, dims in {"gate": column, "up": column, "down": row}.items():
+        specs[f"blocks.mlp.{part}.weight"] = P(*layers, *dims)
+        specs[f"blocks.mlp.shared.{part}.weight"] = P(*layers, *dims)
+        specs[f"blocks.mlp.mixture.experts.{part}"] = P(*layers, expert, *dims)
 
-    def some(path: str, leaf: Any) -> P | None:
-        """Of what not every model has, of keys and values, and of feed-forwards."""
-        found = {"head": rows, "blocks.attention.query.bias": P(*layers, axis_name)}
-        for part, dims in of_mlp.items():
-            found |= dict.fromkeys(
-                (f"blocks.mlp.{part}.weight", f"blocks.mlp.shared.{part}.weight"), P(*layers, *dims)
-            )
-            found |= {f"blocks.mlp.mixture.experts.{part}": P(*layers, None, *dims)}
-        of, _, name = path.rpartition(".")
-        if of not in ("blocks.attention.key", "blocks.attention.value"):
-            return found.get(path)
+    def keys_and_values(path: str, leaf: Any) -> P | None:
+        layer, _, name = path.rpartition(".")
+        if layer not in ("blocks.attention.key", "blocks.attention.value"):
+            return None
         before = (*layers, None) if name == "weight" else layers
-        return P(*before, axis_name) if split_groups(leaf.shape[len(before)], size) else P(*layers)
+        groups = leaf.shape[len(before)]
+        return P(*before, axis_name) if split_groups(groups, size) else P(*layers)
 
+    def listed(path: str, leaf: Any) -> P | None:
+        return specs.get(path)
+
+    of_experts = [path for path in specs if expert is not None and "mixture" in path]
     return sharding.first(
-        *(
-            sharding.experts(f"blocks.mlp.mixture.experts.{part}", spec)
-            for part, spec in split.items()
-        ),
-        some,
-        sharding.match("table", rows),
-        sharding.match("blocks.attention.query.weight", P(*layers, None, axis_name)),
-        sharding.match("blocks.attention.out.weight", P(*layers, axis_name)),
+        *(sharding.experts(path, specs[path]) for path in of_experts),
+        listed,
+        keys_and_values,
         sharding.match("blocks.**", P(*layers)),
         sharding.match("**", P()),
     )
@@ -283,7 +259,7 @@ def split_groups(groups: int, devices: int) -> bool:
         fit = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         raise ValueError(
             f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            "one must divide the other. "
-            f"Take {fit} devices, or groups={checked_numbers.divisor(devices, groups)}."
+            f"one must divide the other. Use {fit} devices, or "
+            f"groups={checked_numbers.divisor(devices, groups)}."
         )
     return groups % devices == 0

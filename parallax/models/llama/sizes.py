@@ -31,14 +31,9 @@ class Scaling:
     original: int = 8192
 
     def __post_init__(self):
-        for field in ("factor", "low", "high"):
-            needed = f"llama.Scaling needs {field} of more than 0"
-            object.__setattr__(self, field, checked_numbers.real(needed, getattr(self, field)))
-            if not getattr(self, field):
-                raise ValueError(f"{needed}; got 0.")
-        object.__setattr__(
-            self, "original", checked_numbers.whole("llama.Scaling needs original", self.original)
-        )
+        check = checked_numbers.Checked("llama.Scaling", self)
+        check.real("factor", "low", "high", bound=checked_numbers.POSITIVE)
+        check.whole("original")
         if self.low >= self.high:
             raise ValueError(
                 f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}."
@@ -111,81 +106,32 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        made = lambda field, value: object.__setattr__(self, field, value)
-        for field in (
-            "layers",
-            "heads",
-            "groups",
-            "width",
-            "hidden",
-            "context",
-            "vocabulary",
-            "vocabulary_multiple",
-        ):
-            made(field, checked_numbers.whole(f"llama.Config needs {field}", getattr(self, field)))
-        if self.vocabulary_multiple > 2**20:
-            raise ValueError(
-                "llama.Config needs vocabulary_multiple of 2^20 or less; got "
-                f"{self.vocabulary_multiple}."
-            )
-        if self.head_width == 0 and self.width % self.heads:
-            below = checked_numbers.divisor(self.width, self.heads)
-            raise ValueError(
-                f"llama.Config: width={self.width} must divide by heads={self.heads}. Take "
-                f"heads={below}, or give head_width."
-            )
-        if self.heads % self.groups:
-            below = checked_numbers.divisor(self.heads, self.groups)
-            raise ValueError(
-                f"llama.Config: heads={self.heads} must divide by groups={self.groups}. Take "
-                f"groups={below}."
-            )
-        made(
-            "head_width",
-            checked_numbers.whole(
-                "llama.Config needs head_width", self.head_width or self.width // self.heads
-            ),
-        )
+        check = checked_numbers.Checked("llama.Config", self)
+        check.whole("layers", "heads", "groups", "width", "hidden", "context", "vocabulary")
+        check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
+        if self.head_width == 0:
+            check.divides("width", "heads")
+            object.__setattr__(self, "head_width", self.width // self.heads)
+        check.divides("heads", "groups")
+        check.whole("head_width")
         if self.head_width % 2:
             raise ValueError(
                 f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}."
             )
-        made(
-            "epsilon", checked_numbers.real("llama.Config needs epsilon of 0 or more", self.epsilon)
-        )
-        made("theta", checked_numbers.real("llama.Config needs theta of more than 0", self.theta))
-        if not self.theta:
-            raise ValueError("llama.Config needs theta of more than 0; got 0.")
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        made = lambda field, value: object.__setattr__(self, field, value)
-        for field, least in (("experts", 0), ("chosen", 1), ("shared", 0)):
-            made(
-                field,
-                checked_numbers.whole(
-                    f"llama.Config needs {field}", getattr(self, field), least=least
-                ),
-            )
-        for field in ("balance", "z"):
-            made(
-                field,
-                checked_numbers.real(
-                    f"llama.Config needs {field} of 0 or more", getattr(self, field)
-                ),
-            )
+        check.real("epsilon", "balance", "z", bound=checked_numbers.NOT_NEGATIVE)
+        check.real("theta", bound=checked_numbers.POSITIVE)
+        check.whole("experts", "shared", least=0)
+        check.whole("chosen")
         for field in ("shared", "balance", "z"):
             if getattr(self, field) and not self.experts:
                 raise ValueError(
                     f"llama.Config: {field}={getattr(self, field)} belongs to a layer with "
-                    "experts, and experts=0. Take "
-                    f"experts=8, or {field}=0."
+                    f"experts, and experts=0. Use experts=8, or {field}=0."
                 )
         if self.experts and self.chosen > self.experts:
             raise ValueError(
                 f"llama.Config: a token goes to chosen={self.chosen} experts, and there are "
-                f"experts={self.experts}. Take "
-                f"chosen={self.experts}."
+                f"experts={self.experts}. Use chosen={self.experts}."
             )
 
     @property
@@ -195,29 +141,26 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a layout must divide, as `Layout.check` takes it: layers, heads, hidden width,
-        experts, rows and tokens.
-        """
-        of_block = {
+        """The sizes that a layout must divide, as `Layout.check` takes them."""
+        sizes = {
             "layers": self.layers,
             "heads": self.heads,
             "hidden": math.gcd(self.hidden, self.shared),
         }
-        of_block |= {"experts": self.experts} if self.experts else {}
-        return of_block | {"rows": self.rows, "tokens": self.context}
+        if self.experts:
+            sizes["experts"] = self.experts
+        return sizes | {"rows": self.rows, "tokens": self.context}
 
     @property
     def parameters(self) -> int:
         """The number of parameters, padding left out."""
         D, K, heads = self.width, self.head_width, self.heads + 2 * self.groups
         attention = D * K * (heads + self.heads) + self.bias * heads * K + self.head_norms * 2 * K
-        of_experts = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
-        feed_forward = of_experts if self.experts else 3 * D * self.hidden
-        return (
-            (2 - self.tied) * self.vocabulary * D
-            + self.layers * (attention + feed_forward + 2 * D)
-            + D
-        )
+        feed_forward = 3 * D * self.hidden
+        if self.experts:
+            feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
+        of_layers = self.layers * (attention + feed_forward + 2 * D)
+        return (2 - self.tied) * self.vocabulary * D + of_layers + D
 
 
 SMALL = Config()  # of GPT-2's smallest size, with its tokenizer

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from parallax.models import files
 from parallax.models.files.place import CONFIG, place
 from parallax.models.files.texts import read_json, short
-from parallax.models.llama.configuration import FORMATS, OPTIONS
+from parallax.models.llama.configuration import FORMATS, MAKES
 from parallax.models.llama.model import Llama
 from parallax.models.llama.sizes import Config
 
@@ -45,10 +45,13 @@ def load(
     if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
-            f"{short(kind)}, for which this Llama "
-            f"has no code. Load another model."
+            f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    options = OPTIONS[kind] | {"vocabulary_multiple": vocabulary_multiple}
+    # No field of a file says that a Qwen has biases or norms of heads.
+    options: dict[str, Any] = {
+        field: True for field, name in MAKES.items() if name == kind and field != "experts"
+    }
+    options["vocabulary_multiple"] = vocabulary_multiple
     return files.load(FORMATS[kind], file or folder, dtype=dtype, options=options)
 
 
@@ -67,15 +70,11 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
             shared expert, as none of the four has.
     """
     config = getattr(model, "config", None)
-    of = {"qwen2": "bias", "qwen3": "head_norms", "mixtral": "experts"}
-    has = {kind: bool(getattr(config, field, False)) for kind, field in of.items()}
-    if isinstance(config, Config) and (sum(has.values()) > 1 or config.shared):
+    kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
+    if isinstance(config, Config) and (len(kinds) > 1 or config.shared):
         raise ValueError(
             "llama.save: no model of transformers that is written here has two of biases of "
-            "queries, keys and values (Qwen 2), "
-            "norms of heads (Qwen 3) and experts (Mixtral), or a shared expert. Train with one of "
-            "the first three."
+            "queries, keys and values (Qwen 2), norms of heads (Qwen 3) and experts (Mixtral), or "
+            "a shared expert. Train with one of the first three."
         )
-    return files.save(
-        FORMATS[next((kind for kind, there in has.items() if there), "llama")], model, path
-    )
+    return files.save(FORMATS[kinds[0] if kinds else "llama"], model, path)

@@ -1,0 +1,68 @@
+"""The check of a split run: its first losses beside those that one device computes."""
+
+import jax
+import numpy as np
+
+from gpt2_run.plan import DTYPE, Plan, optimizer
+from parallax import data, mesh
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
+
+BY_DEFAULT = 3  # steps, of the model `tiny`, which one device can hold
+
+
+def compared_steps(plan: Plan) -> int:
+    """The number of steps to compute on one device too. A run of several processes has
+    none."""
+    s = plan.settings
+    asked = s.compare
+    if asked is None:
+        asked = BY_DEFAULT if s.model == "tiny" and s.source is None else 0
+    if plan.mesh.size == 1 or plan.job.processes > 1:
+        return 0
+    return min(asked, s.steps)
+
+
+def losses(plan: Plan) -> list[float]:
+    """The losses of the first steps on one device: the same batches, weights and
+    optimizer."""
+    s, number = plan.settings, compared_steps(plan)
+    if number == 0:
+        return []
+    train_step = decoder.train_step(
+        gpt2.FAMILY,
+        plan.config,
+        optimizer(s),
+        Layout(precision=s.precision),
+        mesh.make(data=1, devices=jax.devices()[:1]),
+        batch=s.batch,
+        key=jax.random.key(s.seed),
+        compute=decoder.Compute(max_norm=1.0, dtype=DTYPE()),
+    )
+    state, values = train_step.init(plan.begins_with), []
+    for step in range(number):
+        batch = data.batch(
+            plan.train, seed=s.seed, step=step, size=s.batch, length=plan.length
+        )
+        state, info = train_step.train(state, np.asarray(batch, np.int32))
+        values.append(float(info.loss))
+    return values
+
+
+def compared(records: list[dict]) -> list[dict]:
+    """The records of the steps that one device computed too."""
+    return [record for record in records if "one_device" in record and "loss" in record]
+
+
+def summary(record: dict) -> str:
+    """The comparison of one step, in a sentence."""
+    difference = abs(record["loss"] - record["one_device"])
+    return (
+        f"step {record['step']}: loss {record['loss']:.6f}, on one device "
+        f"{record['one_device']:.6f}: difference {difference:.1e}"
+    )
+
+
+def table(records: list[dict]) -> str:
+    """The comparison of each step, one line each; "" without one."""
+    return "\n".join(summary(record) for record in compared(records))

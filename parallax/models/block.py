@@ -1,0 +1,91 @@
+"""A pre-norm transformer block, as all families here have it: attention, then a feed-forward.
+
+A family gives the functions that differ: how queries, keys and values are computed, what the
+feed-forward computes, and dropout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from parallax import tensor
+from parallax.models.decoder_taps import residual, split
+
+
+class Linear(eqx.Module):
+    """A weight, and a bias if the model has one.
+
+    Attributes:
+        weight: `[L, *inputs, *outputs]`; inside a block, without the L.
+        bias: `[L, *outputs]`, and without the L inside a block; or `()`.
+    """
+
+    weight: Float[Array, "..."]
+    bias: Float[Array, "..."] | tuple[()] = ()
+
+    @property
+    def bias_or_none(self) -> Float[Array, "..."] | None:
+        """The bias as the functions of `tensor` take it."""
+        return None if isinstance(self.bias, tuple) else self.bias
+
+
+class Block(eqx.Module):
+    """The weights of a block; every leaf has a leading dim of layers.
+
+    Attributes:
+        attention_norm: normalises the input of the attention.
+        attention: the first half; its layer `out` adds to the residual stream.
+        mlp_norm: normalises the input of the feed-forward.
+        mlp: the second half, the feed-forward.
+    """
+
+    attention_norm: Any
+    attention: Any
+    mlp_norm: Any
+    mlp: Any
+
+
+def _unchanged(y: Any, site: int) -> Any:
+    return y
+
+
+def apply(
+    weights: Block,
+    x: Float[Array, "batch tokens_shard width"],
+    *,
+    heads: Callable[..., Any],
+    feed_forward: Callable[..., Any],
+    dropped: Callable[..., Any] = _unchanged,
+    epsilon: float,
+    comms: tensor.Comms,
+    attend: Callable[..., Any],
+) -> tuple[Float[Array, "batch tokens_shard width"], Any]:
+    """The residual stream after a block, and the auxiliary value of its feed-forward, or None.
+
+    Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or
+    their halves.
+
+    Args:
+        weights: of one block.
+        x: the residual stream.
+        heads: from the normalised stream to queries, keys and values by head.
+        feed_forward: from the normalised stream to what it adds, and an auxiliary value or None.
+        dropped: `(y, site)` to `y` with dropout, at the first and the second half.
+        epsilon: of the norms.
+        comms: how blocks communicate.
+        attend: the attention function.
+    """
+    x = residual(x, "blocks.*.in", comms)
+    y = residual(weights.attention_norm(x, epsilon), "blocks.*.attention.norm", comms)
+    y = comms.wrap_attention(attend)(*heads(y))
+    y = split(y, "blocks.*.attention.heads", comms, dim=2)
+    out = weights.attention.out
+    y = residual(comms.row(y, out.weight, out.bias_or_none), "blocks.*.attention.out", comms)
+    x = residual(x + dropped(y, 1), "blocks.*.middle", comms)
+
+    y = residual(weights.mlp_norm(x, epsilon), "blocks.*.mlp.norm", comms)
+    y, aux = feed_forward(y)
+    y = residual(y, "blocks.*.mlp.down", comms)
+    return residual(x + dropped(y, 2), "blocks.*.out", comms), aux
